@@ -1,0 +1,49 @@
+"""The whole configuration of a run: one pydantic model, the flow's single parameter. No torch, no I/O."""
+
+from __future__ import annotations
+
+from core.config.algorithm import Algorithm
+from core.config.base import Section
+from core.config.model import Data, Filter, Model, Reward, Rollout, Run, Storage
+from core.config.training import Checkpoint, Engines, Evaluation, Placement, Sync, Tracking, Trainer
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does."""
+
+    run: Run
+    model: Model
+    data: Data
+    storage: Storage = Storage()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    filter: Filter = Filter()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    engines: Engines = Engines()
+    placement: Placement = Placement()
+    sync: Sync = Sync()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    tracking: Tracking = Tracking()
+
+    @property
+    def samples_per_iteration(self) -> int:
+        """Samples that one iteration trains on: prompts × n."""
+        return self.rollout.prompts * self.rollout.samples_per_prompt
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.trainer.global_batch or self.samples_per_iteration
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps that one iteration makes."""
+        return self.samples_per_iteration // self.global_batch
+
+    @property
+    def data_parallel(self) -> int:
+        """Data parallel size: what tensor, pipeline and context parallelism leave of the world."""
+        p = self.trainer.parallel
+        return self.trainer.world_size // (p.tensor * p.pipeline * p.context)

@@ -1,0 +1,39 @@
+"""Errors that a user can mend. Each names the field or the file, and the remedy."""
+
+from __future__ import annotations
+
+
+class MillraceError(Exception):
+    """Base of all errors that millrace raises for people to read."""
+
+
+class ConfigError(MillraceError):
+    """The configuration cannot work; the message names field, value and remedy."""
+
+
+class DataError(MillraceError):
+    """Prompts cannot be read or used."""
+
+
+class StorageError(MillraceError):
+    """A file is missing, corrupt or cannot be written; the message names it."""
+
+
+class MissingFileError(StorageError):
+    """A file that was promised is not there."""
+
+
+class CorruptFileError(StorageError):
+    """A file does not have the hash, rows or schema that its manifest names."""
+
+
+class EngineError(MillraceError):
+    """An engine cannot do what it was asked."""
+
+
+class TrainerError(MillraceError):
+    """The trainer cannot do what it was asked."""
+
+
+class BudgetError(MillraceError):
+    """More failed than the configuration allows; the message names the cause. Nothing done is lost."""
