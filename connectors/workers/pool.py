@@ -1,0 +1,52 @@
+"""A pool of CPU processes for user code that may hang or crash.
+
+Owns the processes and the outcome of each call; knows nothing of what is called. A call that outlives its
+deadline loses its process, not the pool (pebble replaces it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pebble import ProcessExpired, ProcessPool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call: a value, or why there is none."""
+
+    kind: Literal["done", "failed", "timed_out", "died"]
+    value: Any = None
+    reason: str | None = None
+
+
+class WorkerPool:
+    """Runs picklable module-level functions in killable processes."""
+
+    def __init__(self, workers: int) -> None:
+        self._pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
+
+    async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Outcome:
+        """Run one call; the deadline counts from the moment a process takes it up. Never raises for what the call did."""
+        future = self._pool.schedule(function, args=args, timeout=timeout_s)
+        try:
+            return Outcome("done", await asyncio.wrap_future(future))
+        except TimeoutError:
+            return Outcome("timed_out", reason=f"no answer within {timeout_s:g} s")
+        except ProcessExpired as error:
+            return Outcome("died", reason=f"the worker process died: {error}")
+        except (CancelledError, asyncio.CancelledError):
+            future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is kept with its sample
+            return Outcome("failed", reason=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Stop all processes at once."""
+        self._pool.stop()
+        self._pool.join()

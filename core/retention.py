@@ -1,0 +1,24 @@
+"""Which periodic action is due and which checkpoints may go. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def due(done: int, every: int) -> bool:
+    """Whether an action with this interval is due after `done` iterations."""
+    return done % every == 0
+
+
+def checkpoints_to_drop(complete: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Complete checkpoints (numbers of iterations seen) that no rule keeps.
+
+    The newest `keep_last` stay, and each that `keep_every` divides. Recovery needs only the newest complete
+    checkpoint, which always stays.
+    """
+    assert keep_last >= 1
+    ordered = sorted(complete)
+    kept = set(ordered[-keep_last:]) | {
+        number for number in ordered if keep_every and number % keep_every == 0
+    }
+    return [number for number in ordered if number not in kept]

@@ -1,0 +1,165 @@
+"""The `millrace` command line. Parses, prints and leaves; what commands do stands in other modules.
+
+Heavy imports happen inside commands, so that a wrong configuration is answered at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from core.errors import MillraceError
+
+if TYPE_CHECKING:
+    from core.config import RunConfig
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="LLM reinforcement-learning post-training as resumable Prefect flows.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="YAML file with the configuration.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Fields to set: key=value, dotted, as in run.name=a.")
+]
+RootOption = Annotated[str, typer.Option(help="Storage root that holds the runs.")]
+
+
+@app.command()
+def train(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Train a run, or go on with it: the same name resumes."""
+    resolved = _load(config, overrides)
+    _check(resolved)
+    run_training(resolved)
+
+
+@app.command()
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Resolve a configuration, touch everything it names, and print the plan."""
+    from core.config.plan import make_plan
+    from flows.check import render
+
+    resolved = _load(config, overrides)
+    _check(resolved)
+    console.print(render(make_plan(resolved)))
+
+
+@app.command()
+def quickstart(
+    root: RootOption = "runs",
+    seed: Annotated[int, typer.Option(help="Seed of model, data and sampling.")] = 0,
+    iterations: Annotated[int | None, typer.Option(help="RL iterations; more runs longer.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; quickstart-SEED when not given.")] = None,
+) -> None:
+    """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it learnt."""
+    from flows.quickstart import run_quickstart
+
+    _guarded(lambda: run_quickstart(root=root, seed=seed, iterations=iterations, name=name, console=console))
+
+
+@app.command()
+def runs(root: RootOption = "runs") -> None:
+    """List the runs under a storage root."""
+    from flows.inspect import runs_table
+
+    _guarded(lambda: console.print(runs_table(root)))
+
+
+@app.command()
+def show(run: str, root: RootOption = "runs") -> None:
+    """Show a run: its iterations, curves and files."""
+    from flows.inspect import run_tables
+
+    _guarded(lambda: [console.print(part) for part in run_tables(root, run)])
+
+
+@app.command()
+def stop(
+    run: Annotated[str, typer.Argument(help="Run whose left-over actors are to end.")],
+    root: RootOption = "runs",
+) -> None:
+    """End what a killed driver left behind of a run: trainer ranks and engines. Files stay."""
+    from flows.inspect import stop_run
+
+    _guarded(lambda: console.print(stop_run(root, run)))
+
+
+@app.command("server")
+def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start") -> None:
+    """Start (or find) the local Prefect server, or stop it."""
+    from flows.server import ensure_server, stop_server, ui_url
+
+    if action == "stop":
+        console.print("stopped" if stop_server() else "no local server runs")
+    elif action == "start":
+        _guarded(lambda: console.print(f"Prefect: {ui_url(ensure_server())}"))
+    else:
+        raise typer.BadParameter("start or stop")
+
+
+def run_training(config: RunConfig) -> dict[str, Any]:
+    """Run the training flow in this process against the configured or a local Prefect server."""
+    from flows.server import ensure_server, ui_url
+
+    def go() -> dict[str, Any]:
+        url = ensure_server()
+        console.print(f"Prefect: {ui_url(url)}")
+        from flows.train import train as train_flow
+
+        return asyncio.run(train_flow(config))
+
+    result = _guarded(go)
+    did, total = result["did"], result["iterations"]
+    console.print(f"run {config.run.name}: {total} iterations complete, {did} of them now")
+    return result
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    from core.config.load import load_config
+
+    return _guarded(lambda: load_config(str(path), overrides or []))
+
+
+def _check(config: RunConfig) -> None:
+    from core.config.problems import render_problems
+    from flows.check import check as check_config
+
+    problems = check_config(config)
+    if problems:
+        errors.print(render_problems(problems), markup=False, highlight=False)
+        raise SystemExit(2)
+
+
+def _guarded(call: Callable[[], T]) -> T:
+    """Run a command; errors that a person can mend are printed without a traceback and exit with 2."""
+    try:
+        return call()
+    except BaseException as error:
+        cause = _first(error)
+        if isinstance(cause, MillraceError):
+            errors.print(f"{type(cause).__name__}: {cause}", markup=False, highlight=False, soft_wrap=True)
+            sys.exit(2)
+        raise
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first real error inside exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,116 @@
+"""run.json: what a run is, with every attempt at it, and the links to its pages.
+
+Owns the file; a run that is started again must be the same run: what may change under it is listed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from core.config import RunConfig
+from core.errors import ConfigError, MissingFileError
+from tasks import report
+from tasks.live import Live
+
+FIXED = (
+    "run.seed",
+    "model.path",
+    "data",
+    "rollout",
+    "filter",
+    "algorithm",
+    "trainer.global_batch",
+    "trainer.optimizer",
+)
+VERSIONED = ("millrace", "torch", "megatron-core", "prefect", "ray", "mlflow", "transformers", "sglang")
+
+
+async def open_run_record(live: Live, attempt: int) -> None:
+    """Write or extend run.json, and open the MLflow run that belongs to it.
+
+    Raises ConfigError if the configuration differs from the run's in a field that would make it another run.
+    """
+    store = live.run_folder.store
+    resolved = live.config.model_dump(mode="json")
+    try:
+        record: dict[str, Any] = await asyncio.to_thread(store.read_json, "run.json")
+    except MissingFileError:
+        record = {"name": live.config.run.name, "config": resolved, "mlflow_run_id": None, "attempts": []}
+    check_same_run(record["config"], resolved, live.config)
+    record["config"] = resolved
+    record["mlflow_run_id"] = await report.open_tracking(live, record["mlflow_run_id"])
+    record["versions"] = versions()
+    record["code_revision"] = code_revision()
+    record["attempts"].append(
+        {
+            "number": attempt,
+            "started": datetime.now(UTC).isoformat(),
+            "host": platform.node(),
+            "flow_run_id": flow_run.id,
+            "flow_run_url": flow_run.ui_url,
+        }
+    )
+    await asyncio.to_thread(store.write_json, "run.json", record)
+
+
+async def finish_run_record(live: Live) -> None:
+    """Mark the run complete in run.json and in MLflow."""
+    store = live.run_folder.store
+    record = await asyncio.to_thread(store.read_json, "run.json")
+    record["completed"] = datetime.now(UTC).isoformat()
+    await asyncio.to_thread(store.write_json, "run.json", record)
+    await report.close_tracking(live)
+
+
+def check_same_run(before: dict[str, Any], now: dict[str, Any], config: RunConfig) -> None:
+    """Refuse to go on with a configuration that would make it another run, naming every field that differs."""
+    differing = [path for path in FIXED if _get(before, path) != _get(now, path)]
+    if differing:
+        lines = [
+            f"  {path}: was {_get(before, path)!r:.200}, now {_get(now, path)!r:.200}" for path in differing
+        ]
+        raise ConfigError(
+            f"run {config.run.name} exists with another configuration:\n" + "\n".join(lines) + "\n"
+            "Give the new run another run.name, or put these fields back."
+        )
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides numbers."""
+    found: dict[str, str] = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_revision() -> str | None:
+    """Git revision of the checkout that runs, `+changes` if it is not clean; None when installed as a wheel."""
+    folder = Path(__file__).resolve().parent.parent
+    if not (folder / ".git").exists():
+        return None
+    git = ["git", "-C", str(folder)]
+    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if revision.returncode:
+        return None
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    )
+    return revision.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+
+
+def _get(values: dict[str, Any], path: str) -> Any:
+    found: Any = values
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found

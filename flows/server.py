@@ -1,0 +1,144 @@
+"""A Prefect server for those who have configured none: on loopback, started once, found again.
+
+Owns the server's process and its record in MILLRACE_HOME; knows nothing of flows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+from core.errors import MillraceError
+
+CLIENT_SETTINGS = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def home() -> Path:
+    """MILLRACE_HOME, by default ~/.millrace: servers' records and databases."""
+    path = Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def ensure_server(timeout_s: float = 120) -> str:
+    """The API URL of the configured Prefect server, or of a local one that is started if it does not run yet.
+
+    Must be called before prefect is imported: it sets PREFECT_API_URL for this process and its children.
+    Raises MillraceError with the end of the server's log if it does not come up.
+    """
+    for name, value in CLIENT_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    configured = os.environ.get("PREFECT_API_URL") or _profile_url()
+    if configured:
+        return configured
+    os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    url = _running() or _start(timeout_s)
+    os.environ["PREFECT_API_URL"] = url
+    return url
+
+
+def ui_url(api_url: str) -> str:
+    """The page that belongs to an API URL."""
+    return api_url.removesuffix("/api")
+
+
+def stop_server() -> bool:
+    """Stop the local server that millrace started; False if none runs."""
+    if not _running():
+        return False
+    process = psutil.Process(json.loads(_record().read_text())["pid"])
+    for child in [*process.children(recursive=True), process]:
+        child.terminate()
+    _record().unlink(missing_ok=True)
+    return True
+
+
+def _profile_url() -> str | None:
+    """PREFECT_API_URL of the active Prefect profile, if the user has one. Read without importing prefect."""
+    import tomllib
+
+    path = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
+    if not path.exists():
+        return None
+    profiles = tomllib.loads(path.read_text())
+    active = profiles.get("profiles", {}).get(
+        os.environ.get("PREFECT_PROFILE", profiles.get("active", "")), {}
+    )
+    url: str | None = active.get("PREFECT_API_URL")
+    return url
+
+
+def _record() -> Path:
+    return home() / "prefect-server.json"
+
+
+def _running() -> str | None:
+    """The URL of the server in the record, if that very process lives and answers."""
+    path = _record()
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    try:
+        alive = abs(psutil.Process(record["pid"]).create_time() - record["created"]) < 1
+    except psutil.NoSuchProcess:
+        alive = False
+    return record["url"] if alive and _healthy(record["url"]) else None
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _free_port() -> int:
+    """Prefect's usual port if nobody has it, else any."""
+    for wanted in (4200, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", wanted))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise MillraceError("no free port on loopback for the Prefect server")
+
+
+def _start(timeout_s: float) -> str:
+    port = _free_port()
+    log = home() / "prefect-server.log"
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=Path(__file__).parent,  # prefect.toml with the server's settings lies here
+        )
+    url = f"http://127.0.0.1:{port}/api"
+    deadline = time.monotonic() + timeout_s
+    while not _healthy(url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise MillraceError(f"the Prefect server did not come up; the end of {log}:\n{tail}")
+        time.sleep(0.1)
+    record = {"url": url, "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+    _record().write_text(json.dumps(record))
+    return url

@@ -1,0 +1,57 @@
+"""Supervised training: the same trainer, checkpoints and run folder, without engines.
+
+Each iteration draws rows, takes its optimizer steps and saves when due. The answer of a row is its label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefect import flow
+
+from core.config import RunConfig
+from core.errors import ConfigError
+from flows.run_record import finish_run_record, open_run_record
+from flows.train import driving
+from tasks.checkpoint import checkpoint
+from tasks.context import IterationContext
+from tasks.live import Live
+from tasks.publish import publish_supervised
+from tasks.records import Record, run_recorded
+from tasks.sample_supervised import sample_supervised
+from tasks.train_step import train_step
+
+
+@flow(name="sft", flow_run_name="{config.run.name}")
+async def sft(config: RunConfig) -> Record:
+    """Train on reference answers; goes on from whatever the run folder holds."""
+    if config.algorithm.loss != "sft" or config.rollout.samples_per_prompt != 1:
+        raise ConfigError(
+            "supervised training needs algorithm.loss=sft and rollout.samples_per_prompt=1; set both"
+        )
+    live = Live(config)
+    first = await asyncio.to_thread(live.run_folder.first_open_iteration)
+    if first < config.run.iterations:
+        async with driving(live, first) as attempt:
+            await open_run_record(live, attempt)
+            for index in range(first, config.run.iterations):
+                await sft_iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(live, index)
+            await finish_run_record(live)
+    return {
+        "run": config.run.name,
+        "iterations": config.run.iterations,
+        "did": max(0, config.run.iterations - first),
+    }
+
+
+@flow(name="sft_iteration", validate_parameters=False)
+async def sft_iteration(live: Live, index: int) -> None:
+    """Draw, train, save when due, publish."""
+    ctx = IterationContext(live.config, index, live)
+    for name, task in (
+        ("sample_supervised", sample_supervised),
+        ("train_step", train_step),
+        ("checkpoint", checkpoint),
+    ):
+        ctx.records[name] = await run_recorded(task, ctx)
+    await run_recorded(publish_supervised, ctx)

@@ -1,0 +1,119 @@
+"""The training run: one parent flow, one subflow an iteration, eight tasks each.
+
+Reads like the recipe it is. What a task does stands in tasks/; what lives between tasks stands in tasks.live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+from prefect import flow
+
+from connectors.storage.lease import DURATION_S, Lease
+from core.config import RunConfig
+from core.retention import due
+from flows.run_record import finish_run_record, open_run_record
+from tasks import report
+from tasks.checkpoint import checkpoint
+from tasks.context import IterationContext
+from tasks.evaluate import evaluate, evaluate_before
+from tasks.filter import filter_groups
+from tasks.live import Live
+from tasks.publish import publish
+from tasks.records import Record, run_recorded
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.sample_prompts import sample_prompts
+from tasks.stream import Stream
+from tasks.sync_weights import sync_weights
+from tasks.train_step import train_step
+
+log = logging.getLogger(__name__)
+
+
+@flow(name="train", flow_run_name="{config.run.name}")
+async def train(config: RunConfig) -> Record:
+    """Train `config.run.iterations` iterations, going on from whatever the run folder holds.
+
+    Run again under the same run name it does what is missing; when nothing is, it returns at once.
+    """
+    live = Live(config)
+    first = await asyncio.to_thread(live.run_folder.first_open_iteration)
+    if first >= config.run.iterations:
+        log.info("run %s is complete: %d iterations in %s", config.run.name, first, live.run_folder.store.url)
+        return {"run": config.run.name, "iterations": first, "did": 0}
+    async with driving(live, first) as attempt:
+        await open_run_record(live, attempt)
+        if config.evaluation.sets and first == 0:
+            await _evaluate_before(live)
+        for index in range(first, config.run.iterations):
+            await iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(live, index)
+        await finish_run_record(live)
+    return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
+
+
+@flow(name="iteration", validate_parameters=False)
+async def iteration(live: Live, index: int) -> None:
+    """One pass of the eight tasks over the run folder's iteration `index`."""
+    config = live.config
+    ctx = IterationContext(config, index, live, Stream(released=config.rollout.prompts))
+
+    async def step(name: str, running: Awaitable[Record]) -> None:
+        started = time.perf_counter()
+        ctx.records[name] = await running
+        ctx.seconds[name] = time.perf_counter() - started
+
+    await step("sample_prompts", run_recorded(sample_prompts, ctx))
+    async with asyncio.TaskGroup() as streaming:
+        for name, task in (("rollout", rollout), ("reward", reward), ("filter", filter_groups)):
+            streaming.create_task(step(name, run_recorded(task, ctx)))
+    await step("train_step", run_recorded(train_step, ctx))
+    await step("sync_weights", run_recorded(sync_weights, ctx))
+    await step("checkpoint", run_recorded(checkpoint, ctx))
+    last = index + 1 == config.run.iterations
+    if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
+        await step("evaluate", run_recorded(evaluate, ctx))
+    await run_recorded(publish, ctx)
+
+
+async def _evaluate_before(live: Live) -> None:
+    """Held-out accuracy of the untrained policy, kept with iteration 0."""
+    record = await run_recorded(evaluate_before, IterationContext(live.config, 0, live))
+    await report.evaluation(live, record)
+
+
+@contextlib.asynccontextmanager
+async def driving(live: Live, first: int) -> AsyncIterator[int]:
+    """Hold the run's lease, renewed in the background; losing it cancels the flow. Ends the run's actors on leaving."""
+    lease = await asyncio.to_thread(Lease.take, live.run_folder.store)
+    driver = asyncio.current_task()
+    assert driver is not None
+    lost: list[Exception] = []
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(DURATION_S / 6)
+            try:
+                await asyncio.to_thread(lease.renew)
+            except Exception as error:  # noqa: BLE001 - whatever keeps the lease from being renewed ends this driver
+                lost.append(error)
+                driver.cancel()
+                return
+
+    renewing = asyncio.create_task(renew())
+    try:
+        await live.open(first)
+        yield lease.token
+    except asyncio.CancelledError:
+        if lost:
+            raise lost[0] from None
+        raise
+    finally:
+        renewing.cancel()
+        await live.close(end_actors=not lost)
+        await asyncio.to_thread(lease.release)

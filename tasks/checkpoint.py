@@ -1,0 +1,59 @@
+"""checkpoint: save trainer state when it is due, drop what retention no longer keeps, export Hugging Face files.
+
+Writes checkpoints/NNNNNN/ (complete.json last) and exports/NNNNNN/. A checkpoint is named by the iterations it has seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+
+from core.retention import checkpoints_to_drop, due
+from tasks.context import IterationContext
+from tasks.records import Record
+
+
+@task(name="checkpoint", retries=2, retry_delay_seconds=1)
+async def checkpoint(ctx: IterationContext) -> Record:
+    """Save and export what is due after this iteration."""
+    config, done = ctx.config, ctx.index + 1
+    last = done == config.run.iterations
+    record: dict[str, Any] = {"saved": None, "exported": None, "dropped": []}
+    started = time.perf_counter()
+    if due(done, config.checkpoint.every) or last:
+        trainer = await ctx.live.trainer(ctx.version_after)
+        path = ctx.run_folder.checkpoint_path(done)
+        if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
+            await trainer.call("save", ctx.run_folder.store.url_of(path))
+        record["saved"] = path
+        record["dropped"] = await asyncio.to_thread(_retain, ctx)
+    if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (
+        last and config.checkpoint.export_last
+    ):
+        record["exported"] = await _export(ctx, done)
+    return {**record, "seconds": time.perf_counter() - started}
+
+
+def _retain(ctx: IterationContext) -> list[str]:
+    rule = ctx.config.checkpoint
+    dropped = checkpoints_to_drop(ctx.run_folder.complete_checkpoints(), rule.keep_last, rule.keep_every)
+    paths = [ctx.run_folder.checkpoint_path(number) for number in dropped]
+    for path in paths:
+        ctx.run_folder.store.remove(f"{path}/complete.json")
+        ctx.run_folder.store.remove(path, recursive=True)
+    return paths
+
+
+async def _export(ctx: IterationContext, done: int) -> str:
+    trainer = await ctx.live.trainer(ctx.version_after)
+    path = f"exports/{done:06d}"
+    with tempfile.TemporaryDirectory() as folder:
+        local = str(Path(folder) / "model")
+        await trainer.call("export", local, ctx.version_after)
+        await asyncio.to_thread(ctx.run_folder.store.upload_dir, local, path)
+    return path

@@ -1,0 +1,37 @@
+"""What every task of an iteration is given. Owns no state of its own beyond where files lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from connectors.storage.run_folder import RunFolder
+from connectors.storage.store import Store
+from core.config import RunConfig
+
+if TYPE_CHECKING:
+    from tasks.live import Live
+    from tasks.stream import Stream
+
+
+class IterationContext:
+    """One iteration of one run: its configuration, its folder, the live parts and the stream between its tasks."""
+
+    def __init__(self, config: RunConfig, index: int, live: Live, stream: Stream | None = None) -> None:
+        self.config = config
+        self.index = index
+        self.live = live
+        self.stream = stream
+        self.run_folder: RunFolder = live.run_folder
+        self.folder: Store = self.run_folder.iteration(index)
+        self.records: dict[str, dict[str, Any]] = {}  # the iteration's committed records so far, by task
+        self.seconds: dict[str, float] = {}  # wall time of each task in this process
+
+    @property
+    def version_before(self) -> int:
+        """Weight version that generates this iteration's samples."""
+        return self.index * self.config.steps_per_iteration
+
+    @property
+    def version_after(self) -> int:
+        """Weight version that this iteration's last step produces."""
+        return (self.index + 1) * self.config.steps_per_iteration

@@ -1,0 +1,107 @@
+"""publish: make the iteration visible and final.
+
+Reads what the other tasks wrote; logs metrics to MLflow and artifacts to Prefect, then writes manifest.json, last of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from prefect import task
+
+from connectors.storage.manifest import Manifest
+from core.config import RunConfig
+from core.metrics import group_metrics, sample_metrics
+from tasks import report
+from tasks.context import IterationContext
+from tasks.records import Record
+
+TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
+
+
+@task(name="publish", retries=2, retry_delay_seconds=1)
+async def publish(ctx: IterationContext) -> Record:
+    """Log the iteration, then commit its manifest."""
+    metrics = await asyncio.to_thread(iteration_metrics, ctx)
+    await report.iteration(ctx, metrics)
+    await asyncio.to_thread(_commit, ctx, metrics)
+    return {"metrics": metrics}
+
+
+@task(name="publish", retries=2, retry_delay_seconds=1)
+async def publish_supervised(ctx: IterationContext) -> Record:
+    """Log a supervised iteration, then commit its manifest."""
+    metrics = {**_train_metrics(ctx.records["train_step"]["steps"]), **_time_metrics(ctx)}
+    await report.iteration(ctx, metrics)
+    await asyncio.to_thread(_commit, ctx, metrics)
+    return {"metrics": metrics}
+
+
+def _commit(ctx: IterationContext, metrics: dict[str, float]) -> None:
+    files = [ctx.folder.entry(name) for name in TABLES]
+    files += [ctx.folder.entry(path) for kind in ("rollouts", "rewards") for path in ctx.folder.list(kind)]
+    files += [ctx.folder.entry(path) for path in ctx.folder.list("results")]
+    tasks = {"trained_version": ctx.version_after, "metrics": metrics}
+    ctx.run_folder.commit_manifest(ctx.index, Manifest(iteration=ctx.index, files=files, tasks=tasks))
+
+
+def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
+    """Every figure of the iteration, by name; the same names in MLflow, in the artifacts and in the manifest."""
+    rollouts = ctx.folder.read_parts("rollouts", "rollouts")
+    rewards = ctx.folder.read_parts("rewards", "rewards")
+    records = ctx.records
+    metrics = {
+        **sample_metrics(rollouts, rewards),
+        **group_metrics(rewards),
+        **_train_metrics(records["train_step"]["steps"]),
+        **_time_metrics(ctx),
+        **_filter_metrics(ctx.config, records["filter"]),
+    }
+    generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
+    rollout_s = records["rollout"]["seconds"]
+    metrics["rollout/tokens_per_second"] = generated / rollout_s if rollout_s else 0.0
+    metrics["staleness/mean"] = _staleness(rollouts, ctx.version_before)
+    if "evaluate" in records:
+        metrics.update(report.evaluation_metrics(records["evaluate"]))
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _train_metrics(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over the iteration's steps; the learning rate and version are the last step's."""
+    numbers: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                numbers.setdefault(name, []).append(float(value))
+    metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
+    metrics["train/lr"] = steps[-1]["lr"]
+    metrics["train/version"] = steps[-1]["version"]
+    return metrics
+
+
+def _time_metrics(ctx: IterationContext) -> dict[str, float]:
+    metrics = {f"time/{name}_s": seconds for name, seconds in ctx.seconds.items()}
+    phases = ctx.records.get("sync_weights", {}).get("phases", {})
+    metrics.update({f"time/sync_{name}_s": value for name, value in phases.items()})
+    return metrics
+
+
+def _filter_metrics(config: RunConfig, record: Record) -> dict[str, float]:
+    judged = record["groups_kept"] + record["groups_dropped"]
+    return {
+        "filter/groups_kept": record["groups_kept"],
+        "filter/groups_dropped": record["groups_dropped"],
+        "filter/zero_variance_share": record["groups_zero_variance"] / max(1, judged),
+        "filter/groups_generated": judged,
+        "filter/surplus_factor": judged / config.rollout.prompts,
+    }
+
+
+def _staleness(rollouts: pa.Table, version: int) -> float:
+    """Mean number of versions between a sample's first token and the trainer."""
+    spans = rollouts.column("policy_versions").to_pylist()
+    first = [version - span[0]["version"] for span in spans if span]
+    return sum(first) / len(first) if first else 0.0

@@ -1,0 +1,175 @@
+"""What people look at: MLflow curves and Prefect artifacts.
+
+Owns their names and shapes; decides nothing. Prefect keys carry the run's name, so each run has its own artifacts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import re
+from typing import Any
+
+from prefect.artifacts import (
+    acreate_image_artifact,
+    acreate_link_artifact,
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+    aupdate_progress_artifact,
+)
+from prefect.runtime import flow_run
+
+from connectors.mlflow.tracker import Tracker
+from core.config import RunConfig
+from core.retention import due
+from tasks.context import IterationContext
+from tasks.live import Live
+from tasks.records import Record
+
+HEADLINES = (
+    "reward/mean",
+    "rollout/response_length_mean",
+    "rollout/truncated_share",
+    "filter/zero_variance_share",
+    "train/loss",
+    "train/grad_norm",
+    "train/logprob_gap_mean",
+    "rollout/tokens_per_second",
+)
+
+
+async def open_tracking(live: Live, run_id: str | None) -> str:
+    """Start or resume the MLflow run; link it and the Prefect flow run to each other."""
+    config = live.config
+    live.tracker = await asyncio.to_thread(
+        Tracker.start, config.tracking.uri, config.run.experiment, config.run.name, run_id
+    )
+    tracker = live.tracker
+    tags = {
+        "prefect.flow_run_id": flow_run.id or "",
+        "prefect.flow_run_url": flow_run.ui_url or "",
+        "millrace.run_folder": live.run_folder.store.url,
+    }
+    await asyncio.to_thread(tracker.set_tags, tags)
+    await asyncio.to_thread(tracker.log_params, config.model_dump(mode="json"))
+    await acreate_link_artifact(
+        link=tracker.url(), key=_key(config, "mlflow"), description=f"MLflow run of {config.run.name}"
+    )
+    done = await asyncio.to_thread(live.run_folder.first_open_iteration)
+    live.progress = await acreate_progress_artifact(
+        progress=100 * done / config.run.iterations,
+        key=_key(config, "progress"),
+        description="Iterations complete",
+    )
+    return tracker.run_id
+
+
+async def close_tracking(live: Live) -> None:
+    """Mark the MLflow run finished."""
+    await asyncio.to_thread(live.tracker.finish)
+
+
+async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
+    """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
+    live, config, done = ctx.live, ctx.config, ctx.index + 1
+    await asyncio.to_thread(live.tracker.log_metrics, metrics, done)
+    calls = [
+        acreate_markdown_artifact(
+            _summary(ctx, metrics), key=_key(config, "iteration"), description=f"Iteration {ctx.index}"
+        ),
+        aupdate_progress_artifact(live.progress, progress=100 * done / config.run.iterations),
+    ]
+    if config.tracking.samples:
+        rows = await asyncio.to_thread(_samples, ctx)
+        calls.append(
+            acreate_table_artifact(
+                rows, key=_key(config, "samples"), description=f"Samples of iteration {ctx.index}"
+            )
+        )
+    if done == config.run.iterations or due(done, config.checkpoint.every):
+        picture = await asyncio.to_thread(_curve, live)
+        image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        calls.append(
+            acreate_image_artifact(image, key=_key(config, "reward"), description="Mean reward by iteration")
+        )
+        await asyncio.to_thread(live.tracker.log_artifact, picture, "reward.png")
+    await asyncio.gather(*calls)
+
+
+async def evaluation(live: Live, record: Record) -> None:
+    """Log an evaluation that belongs to no iteration."""
+    await asyncio.to_thread(live.tracker.log_metrics, evaluation_metrics(record), record["done"])
+
+
+def evaluation_metrics(record: Record) -> dict[str, float]:
+    """Figures of an evaluation by name."""
+    return {
+        f"eval/{name}/{figure}": value
+        for name, result in record["sets"].items()
+        for figure, value in result.items()
+        if isinstance(value, int | float)
+    }
+
+
+def _summary(ctx: IterationContext, metrics: dict[str, float]) -> str:
+    lines = [f"# {ctx.config.run.name}: iteration {ctx.index}", "", "| figure | value |", "|---|---|"]
+    lines += [f"| {name} | {metrics[name]:.5g} |" for name in HEADLINES if name in metrics]
+    lines += [
+        f"| {name} | {value:.5g} |"
+        for name, value in sorted(metrics.items())
+        if name.startswith(("time/", "eval/"))
+    ]
+    return "\n".join([*lines, "", f"Files: `{ctx.folder.url}`", f"MLflow: {ctx.live.tracker.url()}"])
+
+
+def _samples(ctx: IterationContext) -> list[dict[str, Any]]:
+    columns = [
+        "sample_id",
+        "source",
+        "prompt",
+        "response",
+        "label",
+        "reward",
+        "advantage",
+        "status",
+        "train_step",
+    ]
+    table = ctx.folder.read_table("batch.parquet", "batch", columns=columns)
+    step = max(1, table.num_rows // ctx.config.tracking.samples)
+    rows = table.take(list(range(0, table.num_rows, step))[: ctx.config.tracking.samples]).to_pylist()
+    return [
+        {name: value[:500] if isinstance(value, str) else value for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def _curve(live: Live) -> bytes:
+    """Mean reward and held-out reward by iteration, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    history = live.tracker.history("reward/mean")
+    axes.plot([step for step, _ in history], [value for _, value in history], label="training reward (mean)")
+    for held_out in live.config.evaluation.sets:
+        points = live.tracker.history(f"eval/{held_out.name}/reward_mean")
+        axes.plot(
+            [step for step, _ in points],
+            [value for _, value in points],
+            "o-",
+            label=f"held-out: {held_out.name}",
+        )
+    axes.set_xlabel("iterations trained")
+    axes.set_ylabel("reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=110)
+    return data.getvalue()
+
+
+def _key(config: RunConfig, what: str) -> str:
+    """Artifact keys allow lower-case letters, digits and dashes only."""
+    return re.sub(r"[^a-z0-9-]", "-", f"{config.run.name}-{what}")

@@ -1,0 +1,65 @@
+"""sample_prompts: draw this iteration's prompt groups from the data sources, by the ledger.
+
+Reads the committed history and the sources; writes prompts.parquet. Draws what the batch needs plus a reserve that
+replaces dropped groups; what of the reserve is not used is returned to the ledger by the filter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pyarrow as pa
+from prefect import task
+
+from core import schema
+from core.ids import group_id
+from tasks.context import IterationContext
+from tasks.records import Record
+
+
+def reserve_size(ctx: IterationContext) -> int:
+    """Groups drawn beyond the batch, to stand in for dropped ones."""
+    config = ctx.config
+    return round(config.filter.refill_factor * config.rollout.prompts)
+
+
+@task(name="sample_prompts")
+async def sample_prompts(ctx: IterationContext) -> Record:
+    """Draw groups and write prompts.parquet; the record counts them by source."""
+    return await asyncio.to_thread(_draw, ctx)
+
+
+def _draw(ctx: IterationContext) -> Record:
+    table, by_source = drawn_table(ctx, reserve_size(ctx))
+    entry = ctx.folder.write_table("prompts.parquet", table, "prompts")
+    return {"files": [entry.model_dump()], "groups": table.num_rows, "by_source": by_source}
+
+
+def drawn_table(ctx: IterationContext, reserve: int) -> tuple[pa.Table, dict[str, int]]:
+    """The groups the ledger gives this iteration as a prompts table, and how many of the needed ones each source gave."""
+    config, prompts = ctx.config, ctx.live.prompts
+    draws = ctx.live.ledger().draw(ctx.index, config.rollout.prompts, reserve)
+    rows: list[dict[str, Any]] = []
+    by_source: dict[str, int] = {}
+    for draw in draws:
+        row = prompts.row(draw.source, draw.row)
+        rows.append(
+            {
+                "group_id": group_id(config.run.name, ctx.index, row.prompt_id, draw.ordinal),
+                "prompt_id": row.prompt_id,
+                "iteration": ctx.index,
+                "source": draw.source,
+                "row": draw.row,
+                "epoch": draw.epoch,
+                "ordinal": draw.ordinal,
+                "prompt": json.dumps(row.prompt, ensure_ascii=False),
+                "prompt_tokens": prompts.tokens(draw.source, draw.row),
+                "label": None if row.label is None else json.dumps(row.label, ensure_ascii=False),
+                "metadata": json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
+            }
+        )
+        if draw.ordinal < config.rollout.prompts:
+            by_source[draw.source] = by_source.get(draw.source, 0) + 1
+    return pa.Table.from_pylist(rows, schema=schema.schema("prompts")), by_source

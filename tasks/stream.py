@@ -1,0 +1,64 @@
+"""How rollout, reward and filter of one iteration hear of each other within a process.
+
+Storage is the truth: a task that starts looks there first. What passes here are hints that something landed,
+how many groups may be generated, and that the filter has all it needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Literal
+
+Kind = Literal["rollouts", "rewards"]
+
+
+class Stream:
+    """Notifications of one iteration.
+
+    Groups are released in the order they were drawn: at first as many as the batch needs, then one more for each
+    that was dropped. So the groups ever released are the shortest prefix of the draw that fills the batch,
+    whatever the order in which they finish.
+    """
+
+    def __init__(self, released: int) -> None:
+        self.released = released
+        self.settled = False
+        self.revision = 0
+        self._parts: dict[Kind, dict[str, None]] = {"rollouts": {}, "rewards": {}}
+        self._changed = asyncio.Condition()
+
+    def found(self, kind: Kind, paths: Iterable[str]) -> None:
+        """Add parts that a listing of storage showed; whoever lists does so before it first waits."""
+        self._parts[kind].update(dict.fromkeys(paths))
+
+    def parts(self, kind: Kind) -> list[str]:
+        """Paths of the parts known so far, in the order they became known."""
+        return list(self._parts[kind])
+
+    async def land(self, kind: Kind, path: str) -> None:
+        """Tell that a part is whole in storage."""
+        self._parts[kind][path] = None
+        await self._notify()
+
+    async def release(self, groups: int) -> None:
+        """Allow generation up to this many groups of the draw; never fewer than before."""
+        if groups > self.released:
+            self.released = groups
+            await self._notify()
+
+    async def settle(self) -> None:
+        """Tell that every verdict is known: nothing more is to be generated or scored."""
+        self.settled = True
+        await self._notify()
+
+    async def wait(self, seen: int) -> int:
+        """Wait until something happened after revision `seen`; returns the newest revision."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.revision > seen)
+            return self.revision
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self.revision += 1
+            self._changed.notify_all()

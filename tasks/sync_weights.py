@@ -1,0 +1,18 @@
+"""sync_weights: publish the trainer's new weights; every engine confirms the version before it serves again."""
+
+from __future__ import annotations
+
+import time
+
+from prefect import task
+
+from tasks.context import IterationContext
+from tasks.records import Record
+
+
+@task(name="sync_weights", retries=2, retry_delay_seconds=1)
+async def sync_weights(ctx: IterationContext) -> Record:
+    """Bring all engines to the version after this iteration; the record holds seconds by phase."""
+    started = time.perf_counter()
+    phases = await ctx.live.publish(ctx.version_after)
+    return {"version": ctx.version_after, "phases": phases, "seconds": time.perf_counter() - started}

@@ -1,0 +1,33 @@
+"""train_step: apply this iteration's optimizer steps to the live trainer.
+
+Reads batch.parquet (by url, in the ranks); writes step.json. The record never stands for live weights: `Live.trainer`
+rebuilds a lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from prefect import task
+
+from tasks.context import IterationContext
+from tasks.records import Record
+
+
+@task(name="train_step", retries=2, retry_delay_seconds=1)
+async def train_step(ctx: IterationContext) -> Record:
+    """Train the steps of the iteration in order; the record holds each step's metrics."""
+    started = time.perf_counter()
+    steps: list[dict[str, Any]] = []
+    url = ctx.folder.url_of("batch.parquet")
+    for version in range(ctx.version_before + 1, ctx.version_after + 1):
+        trainer = await ctx.live.trainer(version - 1)
+        guarded = version == ctx.live.first_version + 1 and ctx.config.algorithm.loss != "sft"
+        guard = ctx.config.sync.max_logprob_gap if guarded else None
+        answers = await trainer.call("train", version, url, guard)
+        steps.append(answers[0])
+    record = {"version": ctx.version_after, "steps": steps, "seconds": time.perf_counter() - started}
+    entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", record)
+    return {**record, "files": [entry.model_dump()]}
