@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any
 
 from prefect import flow
 

@@ -1,0 +1,38 @@
+"""Stable names and seeds: each follows from what it names, so that what is made again is the same thing. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+
+SEED_BITS = 62
+
+
+def digest(*parts: str | int) -> str:
+    """32 hex digits that follow from the parts, in order; no two different lists of parts share a text form."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def prompt_id(source: str, row: int, content: str) -> str:
+    """Id of a prompt: its source, its row and what stands there."""
+    return digest("prompt", source, row, content)
+
+
+def group_id(run: str, iteration: int, prompt: str, ordinal: int) -> str:
+    """Id of a group: the draw of a prompt in an iteration of a run."""
+    return digest("group", run, iteration, prompt, ordinal)
+
+
+def sample_id(group: str, index: int) -> str:
+    """Id of a sample: its group and its index within it."""
+    return f"{group}-{index:04d}"
+
+
+def derived_seed(seed: int, *parts: str | int) -> int:
+    """A seed of `SEED_BITS` bits for one purpose of a run."""
+    return int(digest("seed", seed, *parts), 16) & ((1 << SEED_BITS) - 1)
+
+
+def sample_seed(seed: int, sample: str) -> int:
+    """Sampling seed of a sample; within 31 bits, as engines take it."""
+    return derived_seed(seed, "sample", sample) & 0x7FFFFFFF
