@@ -1,0 +1,84 @@
+"""A tiny Qwen3 model and tokenizer made on the spot, for the quickstart, tests and benchmarks.
+
+Everything a Hugging Face checkpoint folder holds, so that loading it is loading any checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def build_tiny_model(
+    folder: str | Path,
+    *,
+    hidden_size: int = 96,
+    intermediate_size: int = 192,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab_size: int = 96,
+    experts: int = 0,
+    tie_word_embeddings: bool = True,
+    max_positions: int = 2048,
+    seed: int = 0,
+) -> Path:
+    """Write a randomly initialised Qwen3 (Qwen3-MoE if `experts`) with a character-level tokenizer; returns the folder."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    assert vocab_size >= len(CHARACTERS) + len(SPECIAL)
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tie_word_embeddings,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if experts:
+            moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": intermediate_size}
+            model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe, norm_topk_prob=True))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    target = Path(folder)
+    model.save_pretrained(target)
+    build_tokenizer().save_pretrained(target)
+    return target
+
+
+def build_tokenizer() -> Any:
+    """A tokenizer with a token a character, and role tokens for its chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<system>", "<user>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,70 @@
+"""Prompts and answers as token ids: the model's tokenizer and its chat template.
+
+Owns the only place where text becomes tokens. What an engine generated is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.config.model import Model
+from core.errors import ConfigError
+from core.prompts import Prompt
+
+
+class PromptTokenizer:
+    """A Hugging Face tokenizer with a chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, model: Model) -> PromptTokenizer:
+        """Load from model.tokenizer, else from model.path; model.chat_template replaces the template.
+
+        Raises ConfigError naming the field.
+        """
+        from transformers import AutoTokenizer
+
+        field, folder = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{field} = {folder}: no tokenizer can be loaded: {error}") from error
+        if model.chat_template:
+            try:
+                tokenizer.chat_template = Path(model.chat_template).read_text()
+            except OSError as error:
+                raise ConfigError(f"model.chat_template = {model.chat_template}: cannot be read: {error}") from error
+        return cls(tokenizer)
+
+    def encode_prompts(self, prompts: Sequence[Prompt], *, chat: bool, system: str | None = None) -> list[list[int]]:
+        """Token ids of prompts, ready for generation. A string becomes one user message where `chat` is set."""
+        if not prompts:
+            return []
+        texts = [self.render(prompt, chat=chat, system=system) for prompt in prompts]
+        encoded = self.tokenizer(texts, add_special_tokens=not chat)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of a reference answer with the end-of-sequence token."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*ids, self.tokenizer.eos_token_id]
+
+    def render(self, prompt: Prompt, *, chat: bool, system: str | None) -> str:
+        """The text that is tokenised."""
+        if isinstance(prompt, str) and not chat:
+            return (system or "") + prompt
+        messages: list[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                "model.chat_template: the tokenizer has no chat template; name a template file, or set chat=false for "
+                "sources whose prompts are plain text"
+            )
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
