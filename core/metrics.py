@@ -1,0 +1,83 @@
+"""Statistics of an iteration's samples, for tracking. Pure; Arrow tables in, figures by name out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+
+def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
+    """Lengths, outcomes and rewards over all generated samples. Rewards are over scored samples only."""
+    lengths = rollouts.column("response_length").to_numpy()
+    status = rollouts.column("status").to_pylist()
+    scoring = rewards.column("scoring").to_pylist()
+    found = np.array([value for value in rewards.column("reward").to_pylist() if value is not None])
+    count = max(1, len(status))
+    metrics = {
+        "rollout/samples": float(len(status)),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/truncated_share": status.count("truncated") / count,
+        "rollout/aborted_share": status.count("aborted") / count,
+        "rollout/failed_share": status.count("failed") / count,
+        "reward/failed_share": (scoring.count("failed") + scoring.count("timed_out")) / max(1, len(scoring)),
+    }
+    if len(lengths):
+        metrics |= {
+            "rollout/response_length_mean": float(lengths.mean()),
+            "rollout/response_length_median": float(np.median(lengths)),
+            "rollout/response_length_max": float(lengths.max()),
+            "rollout/response_length_min": float(lengths.min()),
+        }
+    if len(found):
+        metrics |= {
+            "reward/mean": float(found.mean()),
+            "reward/std": float(found.std()),
+            "reward/max": float(found.max()),
+        }
+    return metrics | _by_source(rollouts, rewards)
+
+
+def group_metrics(rewards: pa.Table) -> dict[str, float]:
+    """pass@k over groups, for k = 1, 2, 4, ... A sample passes at a reward of at least 1."""
+    groups: dict[str, list[float]] = {}
+    for group, value in zip(
+        rewards.column("group_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True
+    ):
+        if value is not None:
+            groups.setdefault(group, []).append(value)
+    if not groups:
+        return {}
+    smallest = min(len(values) for values in groups.values())
+    metrics: dict[str, float] = {}
+    k = 1
+    while k <= smallest:
+        each = [pass_at_k(len(values), sum(value >= 1 for value in values), k) for values in groups.values()]
+        metrics[f"reward/pass@{k}"] = sum(each) / len(each)
+        k *= 2
+    return metrics
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased chance that one of k samples is correct, from `correct` of n (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    assert 0 <= correct <= n
+    assert 1 <= k <= n
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def _by_source(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
+    sources = rollouts.column("source").to_pylist()
+    if len(set(sources)) < 2:
+        return {}
+    source_of = dict(zip(rollouts.column("sample_id").to_pylist(), sources, strict=True))
+    values: dict[str, list[float]] = {}
+    rows: Sequence[tuple[Any, Any]] = list(
+        zip(rewards.column("sample_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True)
+    )
+    for sample, value in rows:
+        if value is not None:
+            values.setdefault(source_of[sample], []).append(value)
+    return {f"reward/{source}/mean": sum(each) / len(each) for source, each in values.items()}
