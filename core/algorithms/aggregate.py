@@ -1,25 +1,97 @@
-"""How token losses become one number. Denominators come from the whole global batch, before any split.
+"""How token losses become one number: per-sample weights fixed over the global batch, before any split.
 
-The loss is a weighted sum over tokens; the weights here are fixed for the step, so that every split into packs and
-ranks adds up to the same loss and the same gradient.
+Owns the denominators; knows nothing of losses, packs or ranks. With `weight` [B] from one of the rules below,
+
+    loss = sum over samples b of weight_b * sum over unmasked tokens t of b of loss_t
+
+so the loss of a global batch is a plain sum over packs and data-parallel ranks, and no split can change it.
+`mask_sums` [B] is the number of unmasked response tokens of every sample of the GLOBAL batch.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-
-def token_mean(counts: Tensor) -> Tensor:
-    """Weights [B] of each sample's tokens: 1 / all unmasked tokens of the batch. `counts` [B]: unmasked tokens a sample."""
-    return (1.0 / counts.double().sum().clamp(min=1)).expand(len(counts))
+from core.algorithms.packed import clean, spread, upcast
+from core.config.algorithm import Algorithm
 
 
-def sequence_mean(counts: Tensor) -> Tensor:
-    """Weights [B]: each sample's mean, averaged over the samples that have tokens (GRPO, arXiv:2402.03300, eq. 3)."""
-    alive = (counts > 0).double()
-    return alive / counts.double().clamp(min=1) / alive.sum().clamp(min=1)
+def token_mean(mask_sums: Tensor) -> Tensor:
+    """Every token counts the same: weight = 1 / sum(mask_sums). DAPO (arXiv:2503.14476), eq. 8."""
+    total = upcast(mask_sums).sum()
+    return torch.ones_like(upcast(mask_sums)) / total.clamp(min=1)
 
 
-def constant(counts: Tensor, length: int) -> Tensor:
-    """Weights [B]: 1 / (samples × a constant length), so that long answers weigh more (Dr.GRPO, arXiv:2503.20783)."""
-    return (1.0 / ((counts > 0).double().sum().clamp(min=1) * length)).expand(len(counts))
+def sequence_mean(mask_sums: Tensor) -> Tensor:
+    """Mean over each sample's tokens, then over samples that have any. GRPO (arXiv:2402.03300), eq. 3.
+
+    A sample masked throughout has weight 0 and does not count among the samples.
+    """
+    sums = upcast(mask_sums)
+    present = (sums > 0).to(sums.dtype)
+    return present / (sums.clamp(min=1) * present.sum().clamp(min=1))
+
+
+def constant(mask_sums: Tensor, length: int) -> Tensor:
+    """Sum over tokens by a constant: weight = 1 / (B * length). Dr. GRPO (arXiv:2503.20783).
+
+    length: tokens, the generation budget. Errors: ValueError unless it is positive.
+    """
+    if length < 1:
+        raise ValueError(f"length must be at least 1, not {length}")
+    sums = upcast(mask_sums)
+    return torch.full_like(sums, 1.0 / (max(1, sums.numel()) * length))
+
+
+def per_rollout(mask_sums: Tensor, rollout_ids: Tensor) -> Tensor:
+    """Token mean within each rollout, then mean over rollouts; samples cut from one rollout (siblings) count once.
+
+    rollout_ids [B]: any integers, equal for siblings. With one sample a rollout this is `sequence_mean`.
+    """
+    sums = upcast(mask_sums)
+    _, number = torch.unique(rollout_ids, return_inverse=True)
+    totals = sums.new_zeros(int(number.max()) + 1 if number.numel() else 0).index_add(0, number, sums)
+    rollouts = (totals > 0).sum().clamp(min=1)
+    weight = 1.0 / (totals[number].clamp(min=1) * rollouts)
+    return torch.where(sums > 0, weight, torch.zeros_like(weight))
+
+
+def sample_weights(
+    mask_sums: Tensor, config: Algorithm, *, max_length: int | None = None, rollout_ids: Tensor | None = None
+) -> Tensor:
+    """Weight of each sample [B] of the global batch under the configured aggregation.
+
+    max_length: tokens, for `constant` when the config names no `constant_length` (rollout.sampling.max_new_tokens).
+    rollout_ids [B]: for `per_rollout`; each sample its own rollout when not given.
+    Errors: ValueError when `constant` has no length from either.
+    """
+    if config.aggregation == "token_mean":
+        return token_mean(mask_sums)
+    if config.aggregation == "sequence_mean":
+        return sequence_mean(mask_sums)
+    if config.aggregation == "constant":
+        return constant(mask_sums, config.constant_length or max_length or 0)
+    own = torch.arange(mask_sums.numel(), device=mask_sums.device)
+    return per_rollout(mask_sums, own if rollout_ids is None else rollout_ids)
+
+
+def token_weights(
+    mask_sums: Tensor,
+    lengths: Tensor,
+    config: Algorithm,
+    *,
+    max_length: int | None = None,
+    rollout_ids: Tensor | None = None,
+) -> Tensor:
+    """Weight of each token [N] when one process holds the global batch: `sample_weights` spread over `lengths`.
+
+    A pack takes the slice of its own samples. Masked tokens still need the mask: `reduce` applies it.
+    """
+    per_sample = sample_weights(mask_sums, config, max_length=max_length, rollout_ids=rollout_ids)
+    return spread(per_sample, lengths)
+
+
+def reduce(per_token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """The loss of a pack (scalar): sum of weights * per_token over unmasked tokens; NaN under the mask is 0."""
+    return (clean(per_token, mask) * clean(upcast(weights), mask)).sum()

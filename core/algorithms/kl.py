@@ -1,26 +1,60 @@
-"""Estimators of KL(policy || reference) from log-probabilities of sampled tokens."""
+"""Estimators of the KL divergence between the policy and a reference, token by token.
+
+Owns the formulas; knows nothing of where the KL goes. With d = log pi(token) - log ref(token), tokens drawn from pi:
+
+    k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d;  low_var = k3 clamped to [-10, 10];  abs = |d|
+
+Source: Schulman, "Approximating KL divergence" (2020); low_var as in slime and verl.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from core.algorithms.packed import clean, upcast
+
 Kind = Literal["k1", "k2", "k3", "low_var", "abs"]
-LIMIT = 10.0  # low_var: the k3 estimate is clamped to [-LIMIT, LIMIT]
+LOW_VAR_BOUND = 10.0
+EXPONENT_BOUND = 60.0  # exp(60) still squares to a finite float32 gradient
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Kind) -> Tensor:
-    """Per-token estimate [N] from d = log p - log q (Schulman 2020, "Approximating KL divergence").
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kind: Kind,
+    *,
+    mask: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """KL of each token [N], nats; masked tokens are exactly 0 in value and gradient even where an input is NaN.
 
-    k1 = d; k2 = d²/2; k3 = e^-d - 1 + d; low_var = k3 clamped to ±10; abs = |d|.
+    logprobs carries the gradient; ref_logprobs does not.
+    old_logprobs: log-probs of the policy that drew the tokens. When given, the estimate is multiplied by
+    pi / pi_old with its gradient, which makes both value and gradient unbiased off-policy (DeepSeek-V3.2,
+    arXiv:2512.02556, "unbiased KL estimate").
+    Errors: ValueError for an unknown kind.
     """
-    d = logprobs.float() - ref_logprobs.float()
+    new, ref = upcast(logprobs), upcast(ref_logprobs).detach()
+    if mask is not None:
+        new, ref = clean(new, mask), clean(ref, mask)
+    d = new - ref
     if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind == "abs":
-        return d.abs()
-    k3 = (-d).exp() - 1 + d
-    return k3.clamp(-LIMIT, LIMIT) if kind == "low_var" else k3
+        value = d
+    elif kind == "k2":
+        value = 0.5 * d.square()
+    elif kind in ("k3", "low_var"):
+        value = torch.exp((-d).clamp(max=EXPONENT_BOUND)) - 1 + d
+        if kind == "low_var":
+            value = value.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+    elif kind == "abs":
+        value = d.abs()
+    else:
+        raise ValueError(f"unknown KL estimator {kind!r}: use k1, k2, k3, low_var or abs")
+    if old_logprobs is not None:
+        old = upcast(old_logprobs).detach()
+        old = old if mask is None else clean(old, mask)
+        value = value * torch.exp((new - old).clamp(max=20.0))
+    return value if mask is None else clean(value, mask)

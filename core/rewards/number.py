@@ -1,26 +1,55 @@
-"""Rewards that compare numbers."""
+"""Rewards for answers that are numbers. Pure: strings in, a number out."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from core.hooks import RewardInput
 
-NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+LONGEST = 64  # digits and signs of one number; longer runs are not answers
 
 
-def last_number(sample: RewardInput, *, tolerance: float = 0.0) -> float:
-    """1 if the last number in the response equals the label within `tolerance`, else 0."""
-    found = NUMBER.findall(sample.response)
-    if not found:
-        return 0.0
+def find_last(text: str) -> Decimal | None:
+    """The last number in a text, commas between digits ignored; None when there is none.
+
+    A minus counts only where no digit or letter stands right before it, so that "7-3" ends in 3.
+    """
+    last = None
+    for match in NUMBER.finditer(text):
+        last = match
+    if last is None:
+        return None
+    found = last.group()
+    if (
+        found[0] in "+-"
+        and last.start() > 0
+        and (text[last.start() - 1].isalnum() or text[last.start() - 1] in ")]")
+    ):
+        found = found[1:]
+    return _decimal(found)
+
+
+def arithmetic(sample: RewardInput, *, tolerance: float = 0.0) -> float:
+    """1 if the last number in the response equals the label (within `tolerance`, absolute), else 0.
+
+    Errors: ValueError when the label is not a number: the data are wrong, not the response.
+    """
+    label = _decimal(str(sample.label))
+    if label is None:
+        raise ValueError(f"label {sample.label!r} is not a number")
+    answer = find_last(sample.response)
+    return float(answer is not None and abs(answer - label) <= Decimal(str(tolerance)))
+
+
+def _decimal(text: Any) -> Decimal | None:
+    plain = str(text).replace(",", "").strip()
+    if len(plain) > LONGEST:
+        return None
     try:
-        got, wanted = _decimal(found[-1]), _decimal(str(sample.label))
+        value = Decimal(plain)
     except InvalidOperation:
-        return 0.0
-    return float(abs(got - wanted) <= Decimal(str(tolerance)))
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(text.replace(",", "").rstrip("."))
+        return None
+    return value if value.is_finite() else None

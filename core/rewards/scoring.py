@@ -1,36 +1,22 @@
-"""Calling a reward on a stored row: what a scoring worker runs. Knows nothing of processes."""
+"""Scoring one stored row by a reward function; runs in a worker process that may be killed.
+
+Owns the step from a row to a hook's input and from its answer to reward and parts; knows nothing of processes or budgets.
+"""
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import inspect
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from core.hooks import RewardInput, RewardResult, load_hook
-
-
-def score_sample(path: str, options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """{reward, parts} of a sample row. Raises whatever the reward raises, and ValueError for a reward that is no number."""
-    result = _reward(path)(sample_input(row), **options)
-    if not isinstance(result, RewardResult):
-        result = RewardResult(float(result))
-    values = {"reward": result.reward, **result.parts}
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        raise ValueError(
-            f"{path} gave {', '.join(f'{name} = {values[name]}' for name in bad)}; a reward is a finite number"
-        )
-    return {
-        "reward": float(result.reward),
-        "parts": {name: float(value) for name, value in result.parts.items()},
-    }
+from core.hooks import RewardInput, RewardResult, load
 
 
 def sample_input(row: Mapping[str, Any]) -> RewardInput:
-    """What the reward sees of a stored row."""
+    """What the reward sees of a stored row, whose prompt, label and metadata are JSON text."""
     return RewardInput(
         prompt=json.loads(row["prompt"]),
         response=row["response"],
@@ -41,11 +27,37 @@ def sample_input(row: Mapping[str, Any]) -> RewardInput:
     )
 
 
-@functools.lru_cache(maxsize=16)
-def _reward(path: str) -> Any:
-    found = load_hook(path, "reward.function")
-    if inspect.iscoroutinefunction(found):
-        import asyncio
+def score_sample(path: str, options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Score one row by the function at `path`: {"reward": float, "parts": {name: float}}.
 
-        return lambda sample, **options: asyncio.run(found(sample, **options))
-    return found
+    Errors: ConfigError when the function cannot be loaded; those of `read_score`; and whatever the function raises.
+    """
+    answer = load(path, "reward.function")(sample_input(row), **options)
+    if inspect.isawaitable(answer):
+        answer = asyncio.run(_awaited(answer))
+    result = read_score(answer, path)
+    return {"reward": result.reward, "parts": dict(result.parts)}
+
+
+def read_score(answer: Any, path: str) -> RewardResult:
+    """What a reward function answered, as floats.
+
+    Errors: TypeError when it is neither a number nor a RewardResult of numbers, ValueError when one is not finite.
+    """
+    if not isinstance(answer, RewardResult):
+        answer = RewardResult(answer)
+    parts = {name: _finite(value, f"part {name}", path) for name, value in answer.parts.items()}
+    return RewardResult(_finite(answer.reward, "reward", path), parts)
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+def _finite(value: Any, name: str, path: str) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{path} gave {name} of type {type(value).__name__}; give a number or a RewardResult")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{path} gave {name} = {number}; a reward is a finite number")
+    return number

@@ -1,4 +1,4 @@
-"""Rewards that compare text."""
+"""Rewards by comparing text. Pure: strings in, a number out."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from core.hooks import RewardInput
 
 
-def exact_match(sample: RewardInput, *, strip: bool = True) -> float:
-    """1 if the response is the label, else 0. Surrounding space does not count with `strip`."""
-    wanted, got = str(sample.label), sample.response
-    return float(got.strip() == wanted.strip() if strip else got == wanted)
+def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> float:
+    """1 if the response is the label, else 0."""
+    return float(_normal(sample.response, strip, ignore_case) == _normal(sample.label, strip, ignore_case))
 
 
-def contains(sample: RewardInput, *, case_sensitive: bool = False) -> float:
-    """1 if the label stands in the response, else 0."""
-    wanted, got = str(sample.label), sample.response
-    return float(wanted in got if case_sensitive else wanted.lower() in got.lower())
+def contains(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> float:
+    """1 if the label occurs in the response, else 0; an empty label never does."""
+    label = _normal(sample.label, strip, ignore_case)
+    return float(bool(label) and label in _normal(sample.response, strip, ignore_case))
 
 
-def length_penalty(sample: RewardInput, *, limit: int, **_: Any) -> float:
-    """0 up to `limit` response tokens, then falling linearly to -1 at twice that."""
-    return -min(1.0, max(0.0, sample.response_length / limit - 1))
+def _normal(text: Any, strip: bool, ignore_case: bool) -> str:
+    plain = "" if text is None else str(text)
+    plain = plain.strip() if strip else plain
+    return plain.casefold() if ignore_case else plain
