@@ -8,8 +8,8 @@ SEED_BITS = 62
 
 
 def digest(*parts: str | int) -> str:
-    """32 hex digits that follow from the parts, in order; no two different lists of parts share a text form."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    """32 hex digits that follow from the parts, in order; different lists of parts have different texts."""
+    text = "".join(f"{type(part).__name__}:{len(str(part))}:{part}" for part in parts)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

@@ -1,4 +1,7 @@
-"""Parts: tables appended to a folder under names of their own, whole or not there."""
+"""Parts: tables appended to a folder under names of their own, whole or not there.
+
+A name is never used twice, so a task that starts again adds to what it finds and overwrites nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import uuid
 
 import pyarrow as pa
 
-from connectors.storage.store import FileEntry, Store
+from connectors.storage.store import FileEntry, Store, in_threads
 from core import schema
 from core.errors import CorruptFileError
 
@@ -20,26 +23,29 @@ def write_part(store: Store, folder: str, table: pa.Table, kind: str) -> FileEnt
 
 
 def list_parts(store: Store, folder: str) -> list[str]:
-    """Paths of all parts of a folder."""
-    return [path for path in store.list(folder) if path.rsplit("/", 1)[-1].startswith("part-")]
+    """Paths of all parts of a folder, sorted."""
+    names = [path.rsplit("/", 1)[-1] for path in store.list(folder)]
+    return [f"{folder}/{name}" for name in names if name.startswith("part-") and name.endswith(".parquet")]
 
 
 def read_parts(
     store: Store, folder: str, kind: str, *, columns: list[str] | None = None, ignore_incomplete: bool = False
 ) -> pa.Table:
-    """All rows of a folder's parts. A broken part raises CorruptFileError, or is removed with a log line if told so."""
-    found: list[pa.Table] = []
-    for path in list_parts(store, folder):
+    """All rows of a folder's parts, by path.
+
+    A broken part raises CorruptFileError; with `ignore_incomplete` it is removed with a log line.
+    """
+
+    def read(path: str) -> pa.Table | None:
         try:
-            found.append(store.read_table(path, kind, columns=columns))
+            return store.read_table(path, kind, columns=columns)
         except CorruptFileError as error:
             if not ignore_incomplete:
                 raise
             log.warning("removing a broken part: %s", error)
             store.remove(path)
-    wanted = schema.schema(kind)
-    empty = wanted.empty_table()
-    return pa.concat_tables(
-        [table.replace_schema_metadata(wanted.metadata) for table in found]
-        or [empty.select(columns) if columns else empty]
-    )
+            return None
+
+    empty = schema.schema(kind).empty_table()
+    found = [table for table in in_threads(read, list_parts(store, folder)) if table is not None]
+    return pa.concat_tables([empty.select(columns) if columns else empty, *found])

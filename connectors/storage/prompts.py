@@ -1,4 +1,4 @@
-"""Reading data sources: JSONL and Parquet from any fsspec URL, row by row.
+"""Reading data sources: JSONL and Parquet from any fsspec URL, block by block, row by row.
 
 A row that cannot be used is quarantined with its reason; only a source that cannot be read at all is an error.
 """
@@ -6,17 +6,27 @@ A row that cannot be used is quarantined with its reason; only a source that can
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from connectors.storage.store import Store
+from connectors.storage.store import Store, split_url
 from core.errors import DataError, MissingFileError
-from core.prompts import Keys, PromptRow, Quarantined, parse_line, parse_row
+from core.prompts import (
+    Keys,
+    PromptRow,
+    Quarantined,
+    SourceFingerprint,
+    parse_line,
+    parse_row,
+    refuse,
+    require_labels,
+)
 
 FORMATS = (".jsonl", ".json", ".parquet")
+BATCH_ROWS = 1024
 
 
 class Located(Keys, Protocol):
@@ -27,55 +37,101 @@ class Located(Keys, Protocol):
 
 
 def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
-    """All rows of a source: those that can be used, and those that cannot with the reason.
+    """All rows of a source: those that can be used, and those that cannot with the reason, both in file order.
 
-    Raises DataError naming the file if it is missing or of no known format.
+    Raises DataError naming the file if it is missing, of no known format or no Parquet file.
     """
+    store, name = _locate(source)
     rows: list[PromptRow] = []
     refused: list[Quarantined] = []
-    for item in _items(source, source_bytes(source)):
-        if isinstance(item, PromptRow):
-            rows.append(item)
-        else:
-            refused.append(item)
-    return rows, refused
-
-
-def fingerprint(source: Located) -> dict[str, Any]:
-    """Size and hash of a source's file, to notice that it changed under a run."""
-    data = source_bytes(source)
-    return {"path": source.path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def source_bytes(source: Located) -> bytes:
-    """The file of a source. Raises DataError naming it."""
-    if not source.path.endswith(FORMATS):
-        raise DataError(
-            f"source {source.name}: {source.path}: unknown format; give a file that ends in {' or '.join(FORMATS)}"
-        )
-    folder, _, name = source.path.rpartition("/")
+    items = _parquet(source, store, name) if name.endswith(".parquet") else _jsonl(source, store, name)
     try:
-        return Store(folder or ("/" if source.path.startswith("/") else ".")).read(name)
+        for item in items:
+            if isinstance(item, PromptRow):
+                rows.append(item)
+            else:
+                refused.append(item)
     except MissingFileError as error:
         raise DataError(
             f"source {source.name}: {source.path}: no such file; correct the source's path"
         ) from error
+    rows, unlabelled = require_labels(rows, source)
+    return rows, sorted(refused + unlabelled, key=lambda item: item.row)
 
 
-def _items(source: Located, data: bytes) -> Iterator[PromptRow | Quarantined]:
-    if not source.path.endswith(".parquet"):
-        lines = data.split(b"\n")
-        if lines and not lines[-1]:
-            lines.pop()
-        for number, line in enumerate(lines):
-            yield parse_line(line, number, source)
-        return
-    try:
-        table = pq.read_table(pa.BufferReader(data), use_threads=False)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"source {source.name}: {source.path}: not a Parquet file: {error}") from error
+def fingerprint(
+    source: Located, usable: Iterable[PromptRow], quarantined: Iterable[Quarantined]
+) -> SourceFingerprint:
+    """What a source holds, given which of its rows can be used and which cannot."""
+    store, name = _locate(source)
+    hashed, size = hashlib.sha256(), 0
+    for block in store.blocks(name):
+        hashed.update(block)
+        size += len(block)
+    good = list(usable)
+    rows = len(good) + sum(1 for _ in quarantined)
+    return SourceFingerprint.of(source.path, size, hashed.hexdigest(), rows, good)
+
+
+def _locate(source: Located) -> tuple[Store, str]:
+    if not source.path.endswith(FORMATS):
+        raise DataError(
+            f"source {source.name}: {source.path}: unknown format; give a file that ends in {' or '.join(FORMATS)}"
+        )
+    return split_url(source.path)
+
+
+def _jsonl(source: Located, store: Store, name: str) -> Iterator[PromptRow | Quarantined]:
+    for number, line in enumerate(_lines(store.blocks(name))):
+        yield parse_line(line, number, source)
+
+
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a file that comes in blocks; what follows the last line end is a line unless it is empty."""
+    rest: list[bytes] = []
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest = others[-1:]
+    last = b"".join(rest)
+    if last:
+        yield last
+
+
+def _parquet(source: Located, store: Store, name: str) -> Iterator[PromptRow | Quarantined]:
+    data = store.read(name)
     number = 0
-    for batch in table.to_batches(max_chunksize=1024):
-        for values in batch.to_pylist():
-            yield parse_row(values, number, source)
-            number += 1
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        wanted = (source.prompt_key, source.label_key, source.metadata_key)
+        columns = [column for column in file.schema_arrow.names if column in wanted]
+        if source.prompt_key not in columns:
+            raise DataError(
+                f"source {source.name}: {source.path}: has no column {source.prompt_key}, only "
+                f"{', '.join(file.schema_arrow.names)}; set the source's prompt_key"
+            )
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+            yield from _batch(source, batch, number)
+            number += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"source {source.name}: {source.path}: not a whole Parquet file: {error}; write it again"
+        ) from error
+
+
+def _batch(source: Located, batch: pa.RecordBatch, first: int) -> Iterator[PromptRow | Quarantined]:
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            yield refuse(source, first, f"not UTF-8: byte {error.start}", repr(error.object[:80]))
+            return
+        half = batch.num_rows // 2
+        yield from _batch(source, batch.slice(0, half), first)
+        yield from _batch(source, batch.slice(half), first + half)
+        return
+    for number, values in enumerate(rows, first):
+        yield parse_row(values, number, source)

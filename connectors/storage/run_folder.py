@@ -1,17 +1,26 @@
 """The folder of one run: where iterations, checkpoints and exports lie, and which of them count.
 
-Owns the layout and the commit of manifests; knows nothing of what the files mean.
+Owns the layout, the commit of manifests and the completeness of checkpoints; knows nothing of what the files mean.
 """
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
+import logging
+
+from pydantic import ValidationError
 
 from connectors.storage.manifest import Manifest
-from connectors.storage.store import Store
-from core.errors import MissingFileError, StorageError
+from connectors.storage.store import Store, in_threads
+from core import schema
+from core.errors import CorruptFileError, MissingFileError, StorageError
 from core.ledger import GroupOutcome, IterationHistory
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+COMPLETE = "complete.json"
+READ_AHEAD = 32
+ABANDONED_S = 3600.0
 
 
 class RunFolder:
@@ -19,7 +28,9 @@ class RunFolder:
 
     def __init__(self, root: str, run: str) -> None:
         self.store = Store(root).child(run)
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests: list[Manifest] = []
+
+    # iterations
 
     def iteration_path(self, index: int) -> str:
         """Folder of an iteration, relative to the run's."""
@@ -30,21 +41,67 @@ class RunFolder:
         return self.store.child(self.iteration_path(index))
 
     def commit_manifest(self, index: int, manifest: Manifest) -> None:
-        """Make an iteration final."""
-        self.store.write_json(f"{self.iteration_path(index)}/manifest.json", manifest.model_dump(mode="json"))
-        self._manifests[index] = manifest
+        """Make an iteration final. What became of its groups is added from its verdicts, if it has any.
+
+        A committed manifest is never overwritten: committing the same files again does nothing, others raise
+        StorageError.
+        """
+        assert manifest.iteration == index
+        committed = self.manifest(index)
+        if committed:
+            if committed.files != manifest.files:
+                raise StorageError(
+                    f"{self._manifest_url(index)}: iteration {index} is committed with other files; a committed "
+                    "iteration is final: start a new run, or remove the iteration's folder and all later ones"
+                )
+            log.info("iteration %d was committed before", index)
+            return
+        if manifest.history is None and any(entry.path == "verdicts.parquet" for entry in manifest.files):
+            manifest = manifest.model_copy(update={"history": self.outcomes(index)})
+        self.store.write_json(
+            f"{self.iteration_path(index)}/{MANIFEST}", manifest.sealed().model_dump(mode="json")
+        )
+
+    def manifest(self, index: int) -> Manifest | None:
+        """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming it."""
+        if index < len(self._manifests):
+            return self._manifests[index]
+        try:
+            content = self.store.read_json(f"{self.iteration_path(index)}/{MANIFEST}")
+        except MissingFileError:
+            return None
+        url = self._manifest_url(index)
+        if isinstance(content, dict) and content.get("schema_version") != schema.VERSION:
+            raise CorruptFileError(
+                f"{url}: of schema version {content.get('schema_version')}, wanted {schema.VERSION}; "
+                "continue the run with the release that wrote it"
+            )
+        try:
+            manifest = Manifest.model_validate(content)
+        except ValidationError as error:
+            raise CorruptFileError(f"{url}: not a manifest: {error}; restore the file") from error
+        if manifest.sha256 != manifest.content_hash() or manifest.iteration != index:
+            raise CorruptFileError(f"{url}: its content does not have the hash it names; restore the file")
+        return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """All committed manifests by iteration. What was read once is kept: a manifest never changes."""
-        index = 0
+        """All committed manifests by iteration. What was read once is kept: a manifest never changes.
+
+        Raises CorruptFileError if one is broken, MissingFileError if one is missing before a committed one.
+        """
         while True:
-            if index not in self._manifests:
-                try:
-                    content = self.store.read_json(f"{self.iteration_path(index)}/manifest.json")
-                except MissingFileError:
-                    return {number: self._manifests[number] for number in range(index)}
-                self._manifests[index] = Manifest.model_validate(content)
-            index += 1
+            start = len(self._manifests)
+            ahead = range(start, start + (READ_AHEAD if start % READ_AHEAD == 0 else 1))
+            found = in_threads(self.manifest, ahead)
+            committed = found.index(None) if None in found else len(found)
+            if any(found[committed:]):
+                raise MissingFileError(
+                    f"{self._manifest_url(start + committed)}: no such file, though later iterations are committed; "
+                    "restore it, or remove the later iterations' folders"
+                )
+            self._manifests += [manifest for manifest in found[:committed] if manifest]
+            if committed < len(found):
+                return dict(enumerate(self._manifests))
 
     def first_open_iteration(self) -> int:
         """The first iteration without a manifest."""
@@ -52,10 +109,7 @@ class RunFolder:
 
     def history(self) -> list[IterationHistory]:
         """What the ledger folds: each committed iteration's groups and what became of them."""
-        return [
-            IterationHistory.model_validate(manifest.tasks["history"])
-            for manifest in self.manifests().values()
-        ]
+        return [manifest.history for manifest in self.manifests().values() if manifest.history]
 
     def outcomes(self, index: int) -> IterationHistory:
         """The history of one iteration, from its prompts and verdicts."""
@@ -64,24 +118,44 @@ class RunFolder:
             "prompts.parquet", "prompts", columns=["group_id", "source", "row", "epoch", "ordinal"]
         )
         verdicts = folder.read_table(
-            "verdicts.parquet", "verdicts", columns=["group_id", "verdict", "reason"]
+            "verdicts.parquet", "verdicts", columns=["group_id", "verdict", "reason", "train_step"]
         )
-        found: dict[str, tuple[str, str | None]] = {}
+        samples: dict[str, list[dict[str, str | int | None]]] = {}
         for row in verdicts.to_pylist():
-            if row["verdict"] == "kept" or row["group_id"] not in found:
-                found[row["group_id"]] = (row["verdict"], row["reason"])
-        groups = [
-            GroupOutcome(
-                source=row["source"],
-                row=row["row"],
-                epoch=row["epoch"],
-                ordinal=row["ordinal"],
-                verdict=found[row["group_id"]][0],
-                reason=found[row["group_id"]][1],
-            )
-            for row in prompts.to_pylist()
-        ]
-        return IterationHistory(iteration=index, groups=groups)
+            samples.setdefault(row["group_id"], []).append(row)
+        groups = []
+        for row in prompts.to_pylist():
+            mine = samples.get(row.pop("group_id"))
+            if mine is None:
+                raise CorruptFileError(
+                    f"{folder.url_of('verdicts.parquet')}: says nothing of the group of {row}; restore the file"
+                )
+            kept = [sample for sample in mine if sample["verdict"] == "kept"]
+            shown = (kept or mine)[0]
+            steps = sorted({sample["train_step"] for sample in kept})  # type: ignore[type-var]
+            groups.append(GroupOutcome(**row, verdict=shown["verdict"], reason=shown["reason"], steps=steps))
+        return IterationHistory.of(index, groups)
+
+    def verify(self, index: int) -> list[str]:
+        """What is wrong with a committed iteration: each file that is missing or not as its manifest says."""
+        try:
+            manifest = self.manifest(index)
+        except StorageError as error:
+            return [str(error)]
+        if manifest is None:
+            return [f"{self._manifest_url(index)}: no such file; iteration {index} is not committed"]
+        folder = self.iteration(index)
+
+        def problem(entry: object) -> str | None:
+            try:
+                folder.verify(entry)  # type: ignore[arg-type]
+            except StorageError as error:
+                return str(error)
+            return None
+
+        return [found for found in in_threads(problem, manifest.files) if found]
+
+    # checkpoints
 
     def checkpoint_path(self, done: int) -> str:
         """Folder of the checkpoint after `done` iterations, relative to the run's."""
@@ -89,19 +163,29 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[int]:
         """Checkpoints with a completeness marker, by iterations seen, oldest first."""
-        paths = self.store.list("checkpoints")
-        return sorted(int(path.split("/")[1]) for path in paths if path.endswith("/complete.json"))
+        return [done for done in self._checkpoints() if self._is_complete(done)]
 
-    def verify(self, index: int) -> list[str]:
-        """Every file of an iteration that is missing or not what its manifest says."""
-        manifest: Any = self.manifests()[index]
-        folder, problems = self.iteration(index), []
-        for entry in manifest.files:
-            try:
-                data = folder.read(entry.path)
-            except StorageError as error:
-                problems.append(str(error))
-                continue
-            if hashlib.sha256(data).hexdigest() != entry.sha256:
-                problems.append(f"{folder.url_of(entry.path)}: its hash is not the one in the manifest")
-        return problems
+    def incomplete_checkpoints(self) -> list[int]:
+        """Checkpoints without a completeness marker: saves in progress, or interrupted ones."""
+        return [done for done in self._checkpoints() if not self._is_complete(done)]
+
+    def remove_checkpoint(self, done: int) -> None:
+        """Remove a checkpoint, its marker first: interrupted half-way, it no longer counts."""
+        self.store.remove(f"{self.checkpoint_path(done)}/{COMPLETE}")
+        self.store.remove(self.checkpoint_path(done), recursive=True)
+
+    def clean(self) -> list[str]:
+        """Remove what interrupted writes left, with a log line; returns the paths. Nothing that counts is touched."""
+        removed = self.store.sweep(ABANDONED_S)
+        for path in removed:
+            log.warning("removed %s: an interrupted write left it", self.store.url_of(path))
+        return removed
+
+    def _checkpoints(self) -> list[int]:
+        return sorted(int(name) for name in self.store.folders("checkpoints") if name.isdecimal())
+
+    def _is_complete(self, done: int) -> bool:
+        return self.store.exists(f"{self.checkpoint_path(done)}/{COMPLETE}")
+
+    def _manifest_url(self, index: int) -> str:
+        return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")

@@ -1,46 +1,35 @@
-"""Files under one fsspec root: atomic writes, hashes, named errors.
+"""Files under one fsspec root: whole writes, hashes, named errors.
 
-Owns how a file is written whole or not at all, locally (aside, fsync, rename) and on object stores (one put). Knows
-nothing of runs or tasks. Transient failures are retried; a full disk is not.
+Owns how a file gets to and from a local disk, memory or an object store (there one put is atomic by itself). Knows
+nothing of runs or tasks. A store may be used from many threads and may be pickled into another process.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import logging
 import os
 import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
 from pydantic import BaseModel
-from tenacity import (
-    Retrying,
-    before_sleep_log,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_exponential_jitter,
-)
 
-from connectors.storage import tables
+from connectors.storage import local, tables
+from connectors.storage.faults import ATTEMPTS, retried
 from core.errors import CorruptFileError, MissingFileError, StorageError
 
-log = logging.getLogger(__name__)
-ATTEMPTS = 6
-FINAL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-)
+BLOCK = 8 << 20
+THREADS = 8
+PROBE_ATTEMPTS = 2
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class FileEntry(BaseModel):
@@ -57,21 +46,23 @@ class Store:
     """A folder on a local disk or an object store; paths are relative and use slashes."""
 
     def __init__(self, root: str) -> None:
-        self.protocol, _, rest = root.rpartition("://")
-        self.local = self.protocol in ("", "file")
-        self.root = str(Path(rest).expanduser().absolute()) if self.local else rest.rstrip("/")
-        self._fs: Any = None
+        head, found, rest = root.partition("://")
+        self.protocol = head if found else "file"
+        self.local = self.protocol in ("file", "local")
+        rest = rest if found else root
+        self.root = os.path.abspath(os.path.expanduser(rest)) if self.local else rest.strip("/")
+        if not rest:
+            raise StorageError(
+                f"storage root {root!r} names no folder; give a path or URL such as s3://bucket/runs"
+            )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fs": None}
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
 
     @property
     def fs(self) -> Any:
-        """The fsspec filesystem, made when first used; no listing is cached, since other processes write too."""
-        if self._fs is None:
-            options = {} if self.local or self.protocol == "memory" else {"use_listings_cache": False}
-            self._fs = fsspec.filesystem(self.protocol or "file", **options)
-        return self._fs
+        """The fsspec filesystem; one a process."""
+        return _filesystem(self.protocol, os.getpid(), os.environ.get("AWS_ENDPOINT_URL"))
 
     @property
     def url(self) -> str:
@@ -86,17 +77,25 @@ class Store:
         """The store of a folder below this one."""
         return Store(self.url_of("/".join(parts)))
 
+    # whole files
+
     def write(self, path: str, data: bytes) -> FileEntry:
         """Write a whole file or nothing. Raises StorageError naming the file."""
-        self._retried(
-            "write", path, lambda: self._write_local(path, data) if self.local else self._put(path, data)
-        )
-        return FileEntry(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+        return self._write(path, data, ATTEMPTS)
 
     def read(self, path: str) -> bytes:
         """The whole file. Raises MissingFileError or StorageError."""
         data: bytes = self._retried("read", path, lambda: self.fs.cat_file(self._full(path)))
         return data
+
+    def blocks(self, path: str, size: int = BLOCK) -> Iterator[bytes]:
+        """The file, a block at a time, so that it need not fit in memory."""
+        length = int(self._retried("read", path, lambda: self.fs.size(self._full(path))))
+        for start in range(0, length, size):
+            end = min(start + size, length)
+            yield self._retried(
+                "read", path, lambda start=start, end=end: self.fs.cat_file(self._full(path), start, end)
+            )
 
     def exists(self, path: str) -> bool:
         """Whether the file or folder is there."""
@@ -104,19 +103,18 @@ class Store:
 
     def list(self, path: str = "") -> list[str]:
         """Paths of all files below a folder, sorted; none if it is not there."""
-        full = self._full(path) if path else self.root
         try:
-            found = self._retried("list", path, lambda: self.fs.find(full))
+            found = self._retried("list", path, lambda: self.fs.find(self._full(path)))
         except MissingFileError:
             return []
         prefix = self.root.strip("/") + "/"
         relative = sorted(name.strip("/").removeprefix(prefix) for name in found)
-        return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(".aside-")]
+        return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(local.ASIDE)]
 
-    def folders(self) -> list[str]:
-        """Names of the folders right below the root."""
+    def folders(self, path: str = "") -> list[str]:
+        """Names of the folders right below a folder, sorted."""
         try:
-            found = self._retried("list", "", lambda: self.fs.ls(self.root, detail=True))
+            found = self._retried("list", path, lambda: self.fs.ls(self._full(path), detail=True))
         except MissingFileError:
             return []
         return sorted(
@@ -130,11 +128,23 @@ class Store:
         except MissingFileError:
             return
 
+    def sweep(self, older_than_s: float) -> list[str]:
+        """Remove what interrupted writes left on a local disk; returns the paths. Object stores show no such files."""
+        if not self.local:
+            return []
+        root = Path(self.root)
+        return [
+            file.relative_to(root).as_posix()
+            for file in self._retried("remove", "", lambda: local.sweep(root, older_than_s))
+        ]
+
+    # JSON and tables
+
     def read_json(self, path: str) -> Any:
         """Parsed JSON. Raises CorruptFileError if it is none."""
         try:
             return json.loads(self.read(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptFileError(
                 f"{self.url_of(path)}: not JSON: {error}; restore the file or remove it"
             ) from error
@@ -149,112 +159,151 @@ class Store:
         return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
     def read_table(
-        self, path: str, kind: str, entry: FileEntry | None = None, columns: list[str] | None = None
+        self,
+        path: str,
+        kind: str | None = None,
+        entry: FileEntry | None = None,
+        columns: list[str] | None = None,
     ) -> pa.Table:
-        """Read a table and check its kind, version and, given its entry, hash. Raises CorruptFileError."""
+        """Read a table and check its kind, version and, given its entry, hash and rows.
+
+        Raises MissingFileError or CorruptFileError, naming file and remedy.
+        """
         data = self.read(path)
-        if entry and hashlib.sha256(data).hexdigest() != entry.sha256:
+        if entry:
+            self._check(path, _entry(path, data), entry)
+        table = tables.decode(data, kind, self.url_of(path), columns)
+        if entry and entry.rows is not None and table.num_rows != entry.rows:
             raise CorruptFileError(
-                f"{self.url_of(path)}: its hash is not the one in the manifest; restore the file"
+                f"{self.url_of(path)}: holds {table.num_rows} rows, the manifest says {entry.rows}; restore the file"
             )
-        return tables.decode(data, kind, self.url_of(path), columns)
+        return table
+
+    # entries
 
     def entry(self, path: str) -> FileEntry:
-        """What a manifest says of a file that is there; rows and kind for tables."""
+        """What a manifest says of a file that is there; rows and kind for millrace's tables."""
+        if not path.endswith(".parquet"):
+            hashed, size = hashlib.sha256(), 0
+            for block in self.blocks(path):
+                hashed.update(block)
+                size += len(block)
+            return FileEntry(path=path, sha256=hashed.hexdigest(), size=size)
         data = self.read(path)
-        rows, kind = tables.describe(data) if path.endswith(".parquet") else (None, None)
-        return FileEntry(
-            path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=rows, table=kind
+        rows, kind = tables.describe(data, self.url_of(path))
+        return _entry(path, data).model_copy(update={"rows": rows, "table": kind})
+
+    def entries(self, paths: Iterable[str]) -> list[FileEntry]:
+        """Entries of several files, in order."""
+        return in_threads(self.entry, paths)
+
+    def verify(self, entry: FileEntry) -> None:
+        """Compare a file with its entry. Raises MissingFileError or CorruptFileError, naming file and difference."""
+        self._check(entry.path, self.entry(entry.path), entry)
+
+    # folders
+
+    def upload_dir(self, folder: str, path: str) -> list[FileEntry]:
+        """Copy a local folder here, each file whole or not at all; returns their entries."""
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        return in_threads(
+            lambda file: self._upload(file, f"{path}/{file.relative_to(folder).as_posix()}"), files
         )
 
-    def upload_dir(self, local: str, path: str) -> None:
-        """Copy a local folder here, file by file."""
-        for file in sorted(Path(local).rglob("*")):
-            if file.is_file():
-                self.write(f"{path}/{file.relative_to(local).as_posix()}", file.read_bytes())
-
-    def download_dir(self, path: str, local: str) -> None:
+    def download_dir(self, path: str, folder: str) -> None:
         """Copy a folder from here to a local folder. Raises MissingFileError if it is empty."""
         names = self.list(path)
         if not names:
-            raise MissingFileError(f"{self.url_of(path)}: no such folder, or it is empty")
-        for name in names:
-            target = Path(local) / name.removeprefix(f"{path}/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(self.read(name))
+            raise MissingFileError(f"{self.url_of(path)}: no such folder, or it is empty; correct the path")
+        here = Path(folder)
+
+        def fetch(name: str) -> None:
+            local.write_whole(here / name.removeprefix(f"{path}/"), self.blocks(name))
+
+        in_threads(fetch, names)
 
     def check_writable(self) -> None:
         """Write and remove a small file. Raises StorageError naming storage.root."""
         probe = f".millrace-probe-{uuid.uuid4().hex}"
         try:
-            self.write(probe, b"probe")
+            self._write(probe, b"probe", PROBE_ATTEMPTS)
             self.remove(probe)
         except StorageError as error:
             raise StorageError(f"storage.root = {self.url}: cannot be written: {error}") from error
 
     def _full(self, path: str) -> str:
-        return f"{self.root}/{path}"
+        return f"{self.root}/{path}" if path else self.root
 
-    def _put(self, path: str, data: bytes) -> None:
-        self.fs.pipe_file(self._full(path), data)
+    def _write(self, path: str, data: bytes, attempts: int) -> FileEntry:
+        full = self._full(path)
+        if self.local:
+            retried("write", self.url_of(path), lambda: local.write_whole(Path(full), [data]), attempts)
+        else:
+            retried("write", self.url_of(path), lambda: self.fs.pipe_file(full, data), attempts)
+        return _entry(path, data)
 
-    def _write_local(self, path: str, data: bytes) -> None:
-        target = Path(self._full(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".aside-{uuid.uuid4().hex}")
-        try:
-            with aside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    def _upload(self, file: Path, path: str) -> FileEntry:
+        if self.local:
+            target = Path(self._full(path))
+            self._retried("write", path, lambda: local.write_whole(target, _file_blocks(file)))
+        else:
+            self._retried("write", path, lambda: self.fs.put_file(str(file), self._full(path)))
+        hashed = hashlib.sha256()
+        for block in _file_blocks(file):
+            hashed.update(block)
+        return FileEntry(path=path, sha256=hashed.hexdigest(), size=file.stat().st_size)
 
-    def _retried(self, verb: str, path: str, call: Any) -> Any:
-        retrying = Retrying(
-            stop=stop_after_attempt(ATTEMPTS),
-            wait=wait_exponential_jitter(initial=0.1, max=5),
-            retry=retry_if_exception(_transient),
-            before_sleep=before_sleep_log(log, logging.WARNING),
-            reraise=True,
-        )
-        try:
-            return retrying(call)
-        except FileNotFoundError as error:
-            raise MissingFileError(f"{self.url_of(path)}: no such file") from error
-        except Exception as error:
-            if not _storage_fault(error):
-                raise
-            remedy = (
-                "free space and start again"
-                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-                else "mend it and start again; nothing committed is lost"
-            )
-            raise StorageError(f"{self.url_of(path)}: cannot {verb}: {error}; {remedy}") from error
+    def _check(self, path: str, found: FileEntry, wanted: FileEntry) -> None:
+        for what in ("size", "sha256", "rows", "table"):
+            expected, got = getattr(wanted, what), getattr(found, what)
+            if expected is not None and got is not None and got != expected:
+                raise CorruptFileError(
+                    f"{self.url_of(path)}: its {what} is {got}, the manifest says {expected}; restore the file"
+                )
+
+    def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
+        return retried(verb, self.url_of(path), call)
 
 
-def _storage_fault(error: BaseException) -> bool:
-    """Whether an exception comes from the storage rather than from a defect of ours."""
-    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in (
-        "botocore",
-        "aiobotocore",
-        "aiohttp",
-        "gcsfs",
-        "s3fs",
-    )
+def split_url(url: str) -> tuple[Store, str]:
+    """The store of the folder that a file lies in, and the file's name there."""
+    folder, slash, name = url.rpartition("/")
+    if folder.endswith(":/"):
+        raise StorageError(f"{url}: names no file; give a file below a bucket or folder")
+    return Store(folder or (slash or ".")), name
 
 
-def _transient(error: BaseException) -> bool:
-    """Whether trying again may help."""
-    return (
-        _storage_fault(error)
-        and getattr(error, "errno", None) not in FINAL
-        and not isinstance(error, PermissionError | FileNotFoundError)
-    )
+def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The call's results in the order of the items; several calls run at once, since each waits for storage."""
+    listed = list(items)
+    if len(listed) < 2:
+        return [call(item) for item in listed]
+    with ThreadPoolExecutor(min(THREADS, len(listed))) as pool:
+        return list(pool.map(call, listed))
+
+
+def _entry(path: str, data: bytes) -> FileEntry:
+    return FileEntry(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+
+
+def _file_blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            yield block
+
+
+@lru_cache(maxsize=16)
+def _filesystem(protocol: str, process: int, endpoint: str | None) -> Any:
+    """One filesystem a process: a forked child may not use its parent's connections.
+
+    No listing is cached, since other processes write too, and a library's own retries are off: `faults` owns them.
+    """
+    if protocol in ("file", "local", "memory"):
+        return fsspec.filesystem(protocol)
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if protocol in ("s3", "s3a"):
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
+    filesystem = fsspec.filesystem(protocol, **options)
+    if protocol in ("s3", "s3a"):
+        filesystem.retries = 1
+    return filesystem

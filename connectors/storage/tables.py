@@ -1,6 +1,7 @@
 """Parquet bytes of tables whose schemas core.schema owns.
 
-zstd level 1, no dictionaries, byte-stream split for log-probabilities. Kind and version travel in the file.
+zstd level 1, no dictionaries, byte-stream split for log-probabilities, a checksum a page. Kind and version travel in
+the file.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import pyarrow.parquet as pq
 from core import schema
 from core.errors import CorruptFileError
 
+REMEDY = "restore it, or remove it if it is a part"
+
 
 def encode(table: pa.Table, kind: str) -> bytes:
-    """A table as Parquet bytes. Raises pyarrow.ArrowInvalid for a table that does not fit its schema (a defect)."""
+    """A table as Parquet bytes. A table that does not fit its schema is a defect and raises ValueError or KeyError."""
     wanted = schema.schema(kind)
     cast = table.select(wanted.names).cast(wanted)
+    for name, column in zip(wanted.names, cast.columns, strict=True):
+        if column.null_count and not wanted.field(name).nullable:
+            raise ValueError(f"{kind}.{name}: {column.null_count} nulls in a column that may hold none")
     sink = pa.BufferOutputStream()
     pq.write_table(
         cast,
@@ -24,35 +30,56 @@ def encode(table: pa.Table, kind: str) -> bytes:
         compression_level=1,
         use_dictionary=False,
         use_byte_stream_split=_floats(wanted),
+        write_page_checksum=True,
     )
     return bytes(sink.getvalue())
 
 
-def decode(data: bytes, kind: str, name: str, columns: list[str] | None = None) -> pa.Table:
-    """A table from Parquet bytes. Raises CorruptFileError naming the file and what is wrong with it."""
+def decode(data: bytes, kind: str | None, name: str, columns: list[str] | None = None) -> pa.Table:
+    """A table from Parquet bytes; any kind of millrace's tables if none is given.
+
+    Raises CorruptFileError naming the file and what is wrong with it.
+    """
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
+        file = _open(data)
         found = file.schema_arrow
-        meta = found.metadata or {}
-        if meta.get(b"millrace.table", b"").decode() != kind or meta.get(
-            b"millrace.version", b""
-        ).decode() != str(schema.VERSION):
+        held = _kind(found)
+        wanted = schema.schema(kind or held) if (kind or held) in schema.SCHEMAS else None
+        version = (found.metadata or {}).get(b"millrace.version", b"none").decode(errors="replace")
+        if wanted is None or held != wanted.metadata[b"millrace.table"].decode():
             raise CorruptFileError(
-                f"{name}: holds {meta.get(b'millrace.table', b'no millrace table').decode()} version "
-                f"{meta.get(b'millrace.version', b'?').decode()}, wanted {kind} version {schema.VERSION}; "
+                f"{name}: holds {held or 'no table of millrace'}, wanted {kind or 'any of its tables'}; {REMEDY}"
+            )
+        if version != str(schema.VERSION):
+            raise CorruptFileError(
+                f"{name}: {held} of schema version {version}, wanted {schema.VERSION}; "
                 "read it with the release that wrote it"
             )
+        if not found.equals(wanted):
+            differing = [field.name for field in wanted if field not in list(found)]
+            raise CorruptFileError(
+                f"{name}: {held}: columns {differing} are not as the schema says; {REMEDY}"
+            )
         return file.read(columns=columns, use_threads=False)
-    except (pa.ArrowInvalid, OSError, EOFError) as error:
-        raise CorruptFileError(
-            f"{name}: not a whole Parquet file: {error}; restore it or remove the part"
-        ) from error
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+        raise CorruptFileError(f"{name}: not a whole Parquet file: {error}; {REMEDY}") from error
 
 
-def describe(data: bytes) -> tuple[int, str]:
-    """Rows and kind of a table file that is known to be whole."""
-    file = pq.ParquetFile(pa.BufferReader(data))
-    return file.metadata.num_rows, (file.schema_arrow.metadata or {}).get(b"millrace.table", b"").decode()
+def describe(data: bytes, name: str) -> tuple[int, str | None]:
+    """Rows and kind of a table file. Raises CorruptFileError naming it."""
+    try:
+        file = _open(data)
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise CorruptFileError(f"{name}: not a whole Parquet file: {error}; {REMEDY}") from error
+    return file.metadata.num_rows, _kind(file.schema_arrow) or None
+
+
+def _open(data: bytes) -> pq.ParquetFile:
+    return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+
+
+def _kind(found: pa.Schema) -> str:
+    return (found.metadata or {}).get(b"millrace.table", b"").decode(errors="replace")
 
 
 def _floats(wanted: pa.Schema) -> list[str]:

@@ -1,0 +1,105 @@
+"""Which storage failures pass if one tries again, and what is said of those that do not.
+
+Owns the retry of every storage operation, jittered and bounded; knows nothing of what is read or written.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import (
+    Retrying,
+    before_sleep_log,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+
+from core.errors import MissingFileError, StorageError
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 8
+LONGEST_WAIT_S = 5.0
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FINAL = (
+    *FULL,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+)
+LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google")
+FINAL_NAMES = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ParamValidationError",
+    "ProfileNotFound",
+)
+
+Result = TypeVar("Result")
+
+
+def retried(verb: str, url: str, call: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
+    """The call's result, tried again while it fails transiently.
+
+    Raises MissingFileError if what it reads is not there, StorageError with url, cause and remedy for any other
+    failure of the storage. Defects of ours pass through.
+    """
+    retrying = Retrying(
+        stop=stop_after_attempt(attempts),
+        wait=wait_random_exponential(multiplier=0.1, max=LONGEST_WAIT_S),
+        retry=retry_if_exception(is_transient),
+        before_sleep=before_sleep_log(log, logging.WARNING),
+        reraise=True,
+    )
+    try:
+        return retrying(call)
+    except FileNotFoundError as error:
+        if verb == "write":
+            raise StorageError(
+                f"{url}: cannot write: the bucket or folder does not exist; create it or correct storage.root"
+            ) from error
+        raise MissingFileError(f"{url}: no such file; restore it or correct the path") from error
+    except Exception as error:
+        if not is_storage_fault(error):
+            raise
+        raise StorageError(
+            f"{url}: cannot {verb}: {error or type(error).__name__}; {_remedy(error)}"
+        ) from error
+
+
+def is_storage_fault(error: BaseException) -> bool:
+    """Whether an exception comes from the storage rather than from a defect of ours."""
+    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help."""
+    return (
+        is_storage_fault(error)
+        and getattr(error, "errno", None) not in FINAL
+        and type(error).__name__ not in FINAL_NAMES
+        and not isinstance(
+            error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError
+        )
+    )
+
+
+def _remedy(error: BaseException) -> str:
+    if getattr(error, "errno", None) in FULL:
+        return "the disk is full: free space and start again; nothing committed is lost"
+    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        return "check the permissions and the credentials in the environment"
+    if not is_transient(error):
+        return "correct the path"
+    return "it failed repeatedly: mend the storage and start again; nothing committed is lost"

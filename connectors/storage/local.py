@@ -1,0 +1,63 @@
+"""Writing a file of a local disk whole or not at all: aside, fsync, rename, fsync of the folder.
+
+Owns the names of files that are still being written; knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+ASIDE = ".aside-"
+
+
+def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
+    """Write the blocks as one file. After a crash at any moment the file is the old one or the new one."""
+    make_folder(target.parent)
+    aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
+    try:
+        with aside.open("wb") as file:
+            for block in blocks:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that they outlive a power cut."""
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        _sync_folder(made.parent)
+
+
+def sweep(folder: Path, older_than_s: float) -> list[Path]:
+    """Remove what interrupted writes left below a folder; returns what was removed.
+
+    Only files untouched for `older_than_s` go: a younger one may be another process's write in progress.
+    """
+    removed = []
+    for aside in folder.rglob(f"{ASIDE}*"):
+        try:
+            if time.time() - aside.stat().st_mtime >= older_than_s:
+                aside.unlink()
+                removed.append(aside)
+        except FileNotFoundError:
+            continue  # its writer finished
+    return removed
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
