@@ -1,0 +1,168 @@
+"""Core attention for packed sequences: SDPA a sequence on CPU, PyTorch's varlen flash attention on GPU.
+
+Owns attention over [T, heads, head_dim] packs with grouped heads and context parallelism (keys and values gathered
+over the ranks; queries stay where they are in megatron's zigzag order). Knows nothing of projections or rotary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a pack. Built by megatron from a layer spec."""
+
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **kwargs: Any
+    ) -> None:
+        super().__init__()
+        self.scale: float | None = kwargs.get("softmax_scale")
+        self.cp_group: Any = kwargs["pg_collection"].cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [T, heads, d], key and value [T, kv_heads, d] of this rank -> [T, heads * d]."""
+        assert packed_seq_params is not None, "only packed sequences are supported"
+        bounds: list[int] = packed_seq_params.bounds  # type: ignore[attr-defined]
+        size = self.cp_group.size()
+        if size > 1:
+            key = _gather_sequences(key, bounds, self.cp_group)
+            value = _gather_sequences(value, bounds, self.cp_group)
+            out = self._zigzag(query, key, value, bounds, size, self.cp_group.rank())
+        elif query.is_cuda:
+            cu = packed_seq_params.cu_seqlens_q
+            longest = packed_seq_params.max_seqlen_q
+            out = _varlen(query, key, value, cu, cu, longest, longest, self.scale)
+        else:
+            spans = [(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+            pieces = [_sdpa(query[s:e], key[s:e], value[s:e], self.scale) for s, e in spans]
+            out = torch.cat(pieces)
+        return out.reshape(out.shape[0], -1)
+
+    def _zigzag(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], size: int, rank: int
+    ) -> Tensor:
+        """Each rank's two chunks of every sequence attend to all keys before their end."""
+        queries, keys = [], []  # spans in the local queries, and in the full keys
+        at = 0
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+            chunk = (end - start) // (2 * size)
+            for number in (rank, 2 * size - 1 - rank):
+                queries.append((at, at + chunk))
+                keys.append((start, start + (number + 1) * chunk))
+                at += chunk
+        if not query.is_cuda:
+            return torch.cat(
+                [
+                    _sdpa(query[a:b], key[s:e], value[s:e], self.scale)
+                    for (a, b), (s, e) in zip(queries, keys, strict=True)
+                ]
+            )
+        index = torch.cat([torch.arange(s, e, device=key.device) for s, e in keys])
+        cu_q = _cumulative([b - a for a, b in queries], query.device)
+        cu_k = _cumulative([e - s for s, e in keys], query.device)
+        longest_q = max(b - a for a, b in queries)
+        longest_k = max(e - s for s, e in keys)
+        return _varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, self.scale)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """One sequence (or the end of one): [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal from the end."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    if query.shape[0] == key.shape[0]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        offset = key.shape[0] - query.shape[0]
+        mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(offset)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    extra: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}
+    out: Tensor = varlen_attn(
+        query, key, value, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=(-1, 0), **extra
+    )
+    return out
+
+
+def _takes_gqa() -> bool:
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+class _AllGather(torch.autograd.Function):
+    """[t, ...] of each rank -> [size, t, ...]; backward sums each rank's gradient to where the part came from."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = local.new_empty((group.size(), *local.shape))
+        dist.all_gather_into_tensor(out.view(-1, *local.shape[1:]), local.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[ctx.group.rank()], None
+
+
+def _gather_sequences(local: Tensor, bounds: list[int], group: Any) -> Tensor:
+    """Keys or values of all ranks in sequence order: [T / size, ...] -> [T, ...]."""
+    gathered = _AllGather.apply(local, group)
+    return gathered.flatten(0, 1)[zigzag_order(bounds, group.size()).to(local.device)]
+
+
+def zigzag_order(bounds: list[int], size: int) -> Tensor:
+    """Where each position of the pack stands in the ranks' parts laid end to end. [T]."""
+    total = bounds[-1]
+    order = torch.empty(total, dtype=torch.long)
+    for rank in range(size):
+        mine = zigzag_positions(bounds, size, rank)
+        order[mine] = torch.arange(len(mine)) + rank * (total // size)
+    return order
+
+
+def zigzag_positions(bounds: list[int], size: int, rank: int) -> Tensor:
+    """Positions of the pack that a context parallel rank holds, in its local order. [T / size]."""
+    pieces = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        chunk = (end - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank) if size > 1 else (0, 1):
+            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+        if size == 1 and (end - start) % 2:
+            pieces.append(torch.arange(end - 1, end))
+    return torch.cat(pieces)

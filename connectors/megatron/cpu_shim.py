@@ -1,0 +1,78 @@
+"""Makes megatron-core's literal "cuda" mean the CPU, where there is no GPU. Nothing in megatron is edited.
+
+The only place in the project that patches anything. `install` once a process, `on_cpu` around each thread's calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+CUDA_TYPES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Turns device="cuda" into cpu, drops pinned memory, and answers the optimizers' type checks."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return CUDA_TYPES.get(args[0].dtype) or func(*args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func in (torch.Tensor.to,) and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def install() -> None:
+    """Patch the handful of calls that no function mode sees. Asserts that there is no GPU."""
+    assert not torch.cuda.is_available(), "the CPU shim is for hosts without a GPU"
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = lambda *_: None
+    cuda.current_stream = lambda *_: None
+    cuda.empty_cache = lambda: None
+
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    module: Any = megatron_random
+    module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    utils: Any = moe_utils
+    utils.te_general_gemm = None  # 0.16.1 tests the wrong name when Transformer Engine is not installed
+    dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher._maybe_dtoh_and_synchronize = lambda self, point, tokens_per_expert=None: tokens_per_expert
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within, this thread's "cuda" is the CPU."""
+    with _CudaMeansCpu():
+        yield

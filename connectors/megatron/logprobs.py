@@ -1,0 +1,116 @@
+"""Log-probabilities (and entropies) of chosen tokens from hidden states, over a vocabulary split by tensor parallelism.
+
+Never holds logits of more than a chunk of tokens: the backward pass computes them again, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int,
+    group: Any,
+    temperature: float,
+    chunk: int,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ weight.T / temperature)[target], and the distribution's entropy if asked for.
+
+    hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding).
+    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients flow to hidden (this rank's part of the sum) and weight.
+    """
+    start = group.rank() * weight.shape[0]
+    live = max(0, min(weight.shape[0], vocab - start))
+    logprobs, entropies = _TokenLogprobs.apply(
+        hidden, weight, targets, start, live, group, temperature, chunk, entropy
+    )
+    return logprobs, entropies if entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        start: int,
+        live: int,
+        group: Any,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logsum = torch.zeros(count, dtype=torch.float32, device=hidden.device)
+        picked = torch.zeros_like(logsum)
+        entropies = torch.zeros_like(logsum)
+        for at in range(0, count, chunk):
+            span = slice(at, at + chunk)
+            logits = _logits(hidden[span], weight, live, temperature)
+            local = targets[span] - start
+            mine = (local >= 0) & (local < live)
+            top = _reduce(logits.amax(-1), dist.ReduceOp.MAX, group)
+            exps = (logits - top[:, None]).exp_()
+            own = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+            sums = [exps.sum(-1), torch.where(mine, own, torch.zeros_like(own))]
+            if entropy:
+                sums.append((exps * logits.masked_fill(exps == 0, 0)).sum(-1))
+            reduced = _reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
+            logsum[span] = top + reduced[0].log()
+            picked[span] = reduced[1]
+            if entropy:
+                entropies[span] = logsum[span] - reduced[2] / reduced[0]
+        ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
+        ctx.settings = (start, live, temperature, chunk, entropy)
+        return picked - logsum, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, logsum, entropies = ctx.saved_tensors
+        start, live, temperature, chunk, entropy = ctx.settings
+        grad, grad_entropy = grads
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for at in range(0, hidden.shape[0], chunk):
+            span = slice(at, at + chunk)
+            logits = _logits(hidden[span], weight, live, temperature)
+            logp = logits - logsum[span, None]
+            p = logp.exp()
+            d = -grad[span, None] * p
+            local = targets[span] - start
+            mine = ((local >= 0) & (local < live)).nonzero()[:, 0]
+            d[mine, local[mine]] += grad[span][mine]
+            if entropy:
+                inner = logp.masked_fill(p == 0, 0) + entropies[span, None]
+                d -= grad_entropy[span, None] * p * inner
+            d = (d / temperature).to(hidden.dtype)
+            grad_hidden[span] = d @ weight
+            grad_weight += (d.t() @ hidden[span]).float()
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, live: int, temperature: float) -> Tensor:
+    """fp32 logits [n, V / tp]; padding rows of the vocabulary get minus infinity."""
+    logits = (hidden @ weight.t()).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if live < weight.shape[0]:
+        logits[:, live:] = float("-inf")
+    return logits
+
+
+def _reduce(values: Tensor, op: Any, group: Any) -> Tensor:
+    if group.size() > 1:
+        values = values.contiguous()
+        dist.all_reduce(values, op=op, group=group)
+    return values

@@ -1,0 +1,186 @@
+"""The policy as a megatron-core GPTModel, built from a Hugging Face config.
+
+Owns configuration and construction. The model's last stage gives hidden states: log-probabilities are taken from them
+in connectors.megatron.logprobs, so that logits of a whole pack never exist.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from connectors.megatron.attention import PackedAttention
+from connectors.megatron.families import SUPPORTED, Shape
+from core.config import RunConfig
+from core.errors import ConfigError
+
+REFUSED = {
+    "perform_initialization": "wrong gradient norms with tensor parallelism",
+    "batch_p2p_comm": "wrong losses with virtual pipeline stages on gloo",
+    "cross_entropy_loss_fusion": "it casts gradients to bf16; log-probabilities have their own fused path",
+    "attention_dropout": "log-probabilities must be repeatable",
+    "hidden_dropout": "log-probabilities must be repeatable",
+    "calculate_per_token_loss": "denominators are fixed before the batch is split",
+}
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm that marks its weight for sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage answers with hidden states [T, 1, H] instead of logits."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+def read_hf_config(folder: str) -> dict[str, Any]:
+    """config.json of a checkpoint folder. Raises ConfigError naming model.path."""
+    path = Path(folder) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {folder}: cannot read {path}: {error}") from error
+    if config.get("model_type") not in SUPPORTED:
+        raise ConfigError(
+            f"model.path = {folder}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+    return config
+
+
+def model_shape(hf: dict[str, Any]) -> Shape:
+    """Heads and vocabulary of a Hugging Face config."""
+    heads = hf["num_attention_heads"]
+    return Shape(
+        heads=heads,
+        kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        vocab=hf["vocab_size"],
+    )
+
+
+def padded_vocab(vocab: int, tensor_parallel: int) -> int:
+    """Vocabulary rounded up so that every tensor parallel rank holds the same number of rows."""
+    return -(-vocab // tensor_parallel) * tensor_parallel
+
+
+def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
+    """megatron's configuration of the model and its parallelism. Raises ConfigError for refused passthrough fields."""
+    parallel, shape = config.trainer.parallel, model_shape(hf)
+    experts = hf.get("num_experts") if hf["model_type"] == "qwen3_moe" else None
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    values: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf["model_type"] == "qwen2" or bool(hf.get("attention_bias")),
+        "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe"),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1 if parallel.expert > 1 else parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "batch_p2p_comm": False,
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "deterministic_mode": False,
+    }
+    if experts:
+        values |= {
+            "num_moe_experts": experts,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp32",
+        }
+    if config.trainer.recompute == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.trainer.recompute == "selective":
+        values |= {"recompute_granularity": "selective"}
+    return TransformerConfig(**{**values, **_passthrough(config)})
+
+
+def _passthrough(config: RunConfig) -> dict[str, Any]:
+    """trainer.megatron, checked against the installed version's fields."""
+    known = {field.name for field in fields(TransformerConfig)}
+    for name in config.trainer.megatron:
+        if name in REFUSED:
+            raise ConfigError(f"trainer.megatron.{name}: not allowed: {REFUSED[name]}; remove it")
+        if name not in known:
+            raise ConfigError(
+                f"trainer.megatron.{name}: the installed megatron-core has no such TransformerConfig field"
+            )
+    return dict(config.trainer.megatron)
+
+
+def build_model(config: RunConfig, hf: dict[str, Any]) -> PolicyModel:
+    """This rank's stage of the policy, with megatron's own initial weights."""
+    tc = transformer_config(config, hf)
+    spec = get_gpt_layer_local_spec(
+        num_experts=tc.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=tc.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    if tc.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    rope = hf.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
+        raise ConfigError("model.path: scaled rotary embeddings (rope_scaling) are not supported")
+    layers = get_num_layers_to_build(tc)
+    return PolicyModel(
+        config=tc,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
+        vocab_size=padded_vocab(hf["vocab_size"], tc.tensor_model_parallel_size),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        position_embedding_type="rope",
+        rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000),
+        parallel_output=True,
+    )

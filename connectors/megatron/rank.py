@@ -1,0 +1,252 @@
+"""One rank of the trainer: the class that becomes a Ray actor. Every rank gets every call.
+
+Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. Heavy imports
+happen in `setup`, so that the class can be named anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from core.errors import TrainerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from connectors.megatron.packs import Row
+    from core.config import RunConfig
+
+
+class TrainerRank:
+    """Holds one rank's share of the policy at a weight version."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
+        self.settings = config
+        self.rank = rank
+        self.world_size = world_size
+        self.version: int | None = None
+        self.busy: str | None = None
+        self._last: dict[str, Any] | None = None  # metrics of the step that made `version`
+        self._rows: tuple[str, list[Row]] | None = None
+        self._old: tuple[str, dict[str, Tensor]] | None = None
+        self._ref: tuple[str, dict[str, Tensor]] | None = None
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a free port, for the ranks to meet at."""
+        host = "127.0.0.1" if self.world_size == 1 else os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1")
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, int(probe.getsockname()[1])
+
+    def state(self) -> dict[str, Any]:
+        """What the rank holds and does; answers while it trains."""
+        return {"rank": self.rank, "version": self.version, "busy": self.busy, "pid": os.getpid()}
+
+    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
+        """Join the other ranks, build the model from model.path and hold version 0."""
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        from connectors.megatron import world
+        from core.config import RunConfig
+
+        self.config: RunConfig = RunConfig.model_validate(self.settings)
+        self.device = world.join(self.config, self.rank, self.world_size, master)
+        with self._working("setup"):
+            self._build()
+            self.version = 0
+        return self.state()
+
+    def _build(self) -> None:
+        from connectors.megatron.model import build_model, read_hf_config
+        from connectors.megatron.optim import make_optimizer, make_schedule, wrap
+        from connectors.megatron.step import Stepper
+        from connectors.megatron.weights import load_hf
+
+        self.hf = read_hf_config(self.config.model.path)
+        policy = build_model(self.config, self.hf).to(self.device)
+        if self.config.model.dtype == "bfloat16":
+            policy.bfloat16()
+        load_hf(policy, self.config.model.path, self.hf)
+        self.policy = policy
+        self.model = wrap(policy, self.config)
+        self.optimizer = make_optimizer(self.model, self.config)
+        self.schedule = make_schedule(self.optimizer, self.config)
+        policy.config.grad_scale_func = self.optimizer.scale_loss
+        self.stepper = Stepper(self.config, self.model, policy, self.hf["vocab_size"], self.device)
+        if self.stepper.objective.needs_ref:
+            self._reference = [parameter.detach().to("cpu", copy=True) for parameter in policy.parameters()]
+
+    def train(self, version: int, batch_url: str, guard: float | None = None) -> dict[str, Any]:
+        """Make weight version `version` of the one before, from the rows of the batch that name it.
+
+        Answers from memory if the version is held already. `guard`: largest mean |engine - trainer| log-probability
+        difference with which the step is applied. Raises TrainerError for any other version, a gap above the guard, or
+        a loss or gradient that is not finite; the weights are then as before.
+        """
+        if version == self.version and self._last is not None:
+            return self._last
+        if self.version is None or version != self.version + 1:
+            raise TrainerError(
+                f"rank {self.rank} holds weight version {self.version} and cannot make version {version} of it; "
+                "rebuild the trainer from its newest checkpoint"
+            )
+        with self._working("train"):
+            self._last = self._train(version, batch_url, guard)
+            self.version = version
+        return self._last
+
+    def _train(self, version: int, batch_url: str, guard: float | None) -> dict[str, Any]:
+        started = time.perf_counter()
+        every = self._read(batch_url)
+        rows = [row for row in every if row.train_step == version]
+        if not rows:
+            raise TrainerError(
+                f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
+            )
+        objective = self.stepper.objective
+        several = len({row.train_step for row in every}) > 1
+        if not objective.supervised and several and (self._old is None or self._old[0] != batch_url):
+            assert version == min(row.train_step for row in every), (
+                "replay begins at an iteration's first step"
+            )
+            self._old = (batch_url, self.stepper.logprobs(every))
+        if objective.needs_ref and (self._ref is None or self._ref[0] != batch_url):
+            with self._reference_weights():
+                self._ref = (batch_url, self.stepper.logprobs(every))
+        prepared = time.perf_counter()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums, pack_tokens = self.stepper.forward_backward(
+            rows, self._old[1] if several and self._old else None, self._ref[1] if self._ref else None
+        )
+        metrics = {
+            name: value if math.isnan(amount) or not amount else value / amount
+            for name, (value, amount) in sums.items()
+        }
+        computed = time.perf_counter()
+        self._check(metrics, version, guard)
+        metrics["grad_norm"] = self._apply(version)
+        seconds = {
+            "read": prepared - started,
+            "compute": computed - prepared,
+            "apply": time.perf_counter() - computed,
+        }
+        tokens = sum(len(row.tokens) for row in rows)
+        return {
+            **metrics,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "version": version,
+            "samples": len(rows),
+            "tokens": tokens,
+            "packs": pack_tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / (time.perf_counter() - started),
+        }
+
+    def _check(self, metrics: dict[str, float], version: int, guard: float | None) -> None:
+        if not math.isfinite(metrics["loss"]):
+            raise TrainerError(
+                f"step {version}: the loss is {metrics['loss']}; nothing was applied. Look at the batch's log-probabilities"
+            )
+        gap = metrics["logprob_gap_mean"]
+        if guard is not None and not gap <= guard:
+            raise TrainerError(
+                f"step {version}: engine and trainer disagree: mean log-probability difference {gap:.3g} (largest "
+                f"{metrics['logprob_gap_max']:.3g}), sync.max_logprob_gap is {guard:g}; nothing was applied. Check that the "
+                "engines hold the synced weights and sample at the same temperature and dtype"
+            )
+
+    def _apply(self, version: int) -> float:
+        """Optimizer and schedule step; returns the gradient norm before clipping."""
+        self.schedule.step(increment=1)  # the learning rate of step n is the schedule's at n
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise TrainerError(
+                f"step {version}: the gradient norm is {norm}; nothing was applied. Lower trainer.optimizer.lr or look at the batch"
+            )
+        done, _, _ = self.optimizer.step()
+        assert done, "the optimizer skipped a step with finite gradients"
+        return norm
+
+    def score(self, batch_url: str) -> dict[str, list[float]]:
+        """Log-probabilities of every sample's response tokens under the held weights; from rank 0, {} elsewhere."""
+        with self._working("score"):
+            found = self.stepper.logprobs(self._read(batch_url))
+        return {name: value.tolist() for name, value in found.items()} if self.rank == 0 else {}
+
+    def save(self, url: str) -> dict[str, Any]:
+        """Save model, optimizer, schedule and RNG under a URL; complete.json last."""
+        from connectors.megatron.checkpoint import save
+
+        with self._working("save"):
+            assert self.version is not None
+            return save(self, url)
+
+    def load(self, url: str) -> int:
+        """Load what `save` wrote, under whatever layout this is; returns the version now held."""
+        from connectors.megatron.checkpoint import load
+
+        with self._working("load"):
+            self._last = self._old = None
+            self.version = None
+            self.version = load(self, url)
+            return self.version
+
+    def export(self, directory: str, version: int) -> dict[str, Any]:
+        """Write the held weights as a Hugging Face folder. Raises TrainerError if another version is held."""
+        from connectors.megatron.weights import export_hf
+
+        if version != self.version:
+            raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
+        with self._working("export"):
+            return export_hf(self.policy, self.hf, self.config.model.path, directory)
+
+    def shutdown(self) -> None:
+        """Leave the other ranks."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _read(self, url: str) -> list[Row]:
+        """Rows of a batch; an iteration's steps read its file once."""
+        from connectors.megatron.packs import rows_of
+        from connectors.storage.store import Store
+
+        if self._rows is None or self._rows[0] != url:
+            folder, _, name = url.rpartition("/")
+            self._rows = (url, rows_of(Store(folder).read_table(name, "batch")))
+        return self._rows[1]
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Within, the model holds the reference weights."""
+        import torch
+
+        parameters = list(self.policy.parameters())
+        held = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter, value in zip(parameters, self._reference, strict=True):
+                parameter.copy_(value)
+            try:
+                yield
+            finally:
+                for parameter, value in zip(parameters, held, strict=True):
+                    parameter.copy_(value)
+
+    @contextlib.contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        from connectors.megatron import world
+
+        self.busy = what
+        try:
+            with world.device_context(self.device):
+                yield
+        finally:
+            self.busy = None

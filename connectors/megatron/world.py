@@ -1,0 +1,57 @@
+"""The process group of the trainer's ranks and megatron's parallel groups within it, on gloo or NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import random as megatron_random
+
+from connectors.megatron import cpu_shim
+from core.config import RunConfig
+from core.errors import ConfigError
+
+
+def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int]) -> torch.device:
+    """Start this rank's process group and parallel state; returns its device. Called once a process."""
+    cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("trainer.device = cuda: this host has no GPU; set trainer.device=cpu or auto")
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        cpu_shim.install()
+        torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // world_size))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"tcp://{master[0]}:{master[1]}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=30),
+    )
+    p = config.trainer.parallel
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=p.tensor,
+        pipeline_model_parallel_size=p.pipeline,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
+        expert_tensor_parallel_size=1 if p.expert > 1 else None,
+    )
+    torch.manual_seed(config.run.seed)
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
+    if config.trainer.deterministic and cuda:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device
+
+
+def device_context(device: torch.device) -> Any:
+    """What each thread enters around megatron's calls."""
+    return cpu_shim.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
