@@ -94,7 +94,9 @@ class Store:
         for start in range(0, length, size):
             end = min(start + size, length)
             yield self._retried(
-                "read", path, lambda start=start, end=end: self.fs.cat_file(self._full(path), start, end)
+                "read",
+                path,
+                lambda start=start, end=end: self.fs.cat_file(self._full(path), start=start, end=end),
             )
 
     def exists(self, path: str) -> bool:
