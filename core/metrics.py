@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from core.filters import zero_variance
+from core.staleness import staleness
+
 
 def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
     """Lengths, outcomes and rewards over all generated samples. Rewards are over scored samples only."""
@@ -42,7 +45,11 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
 
 
 def group_metrics(rewards: pa.Table) -> dict[str, float]:
-    """pass@k over groups, for k = 1, 2, 4, ... A sample passes at a reward of at least 1."""
+    """pass@k over groups, for k = 1, 2, 4, ... (a sample passes at a reward of at least 1), and how groups vary.
+
+    Only scored samples count. reward/zero_variance_share: groups whose rewards are all equal; reward/group_std_mean:
+    mean over groups of their Bessel-corrected standard deviation, over groups with two scored samples or more.
+    """
     groups: dict[str, list[float]] = {}
     for group, value in zip(
         rewards.column("group_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True
@@ -52,13 +59,30 @@ def group_metrics(rewards: pa.Table) -> dict[str, float]:
     if not groups:
         return {}
     smallest = min(len(values) for values in groups.values())
-    metrics: dict[str, float] = {}
+    stds = [float(np.std(values, ddof=1)) for values in groups.values() if len(values) > 1]
+    equal = [zero_variance(values) for values in groups.values()]
+    metrics: dict[str, float] = {"reward/zero_variance_share": sum(equal) / len(equal)}
+    if stds:
+        metrics["reward/group_std_mean"] = sum(stds) / len(stds)
     k = 1
     while k <= smallest:
         each = [pass_at_k(len(values), sum(value >= 1 for value in values), k) for values in groups.values()]
         metrics[f"reward/pass@{k}"] = sum(each) / len(each)
         k *= 2
     return metrics
+
+
+def staleness_metrics(rollouts: pa.Table, version: int) -> dict[str, float]:
+    """Versions between the oldest token of each sample and the trainer's weights `version`: mean and maximum."""
+    spans = [
+        [(span["first_token"], span["version"]) for span in spans]
+        for spans in rollouts.column("policy_versions").to_pylist()
+        if spans
+    ]
+    ages = [staleness(each, version) for each in spans]
+    if not ages:
+        return {}
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -2,7 +2,7 @@
 
 Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; knows nothing of the loss they multiply.
 Nothing here carries a gradient. Weights mean what they say only if rollout log-probabilities are those of the
-distribution that was sampled: `truncated_sampling_problem` tells when they are not.
+distribution that was sampled: core.config.algorithm_rules.truncated_sampling refuses configurations where they are not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.algorithms.kl import kl_estimate
 from core.algorithms.packed import clean, sample_mean, sample_sum, spread, upcast
-from core.config.algorithm import Algorithm, Correction
+from core.config.algorithm import Correction
 
 Level = Literal["token", "sequence_product", "sequence_geometric"]
 LOG_WEIGHT_BOUND = 20.0
@@ -100,19 +100,19 @@ def correct(log_w: Tensor, correction: Correction) -> Tensor:
 
 
 def metrics(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, lengths: Tensor, config: Algorithm
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, lengths: Tensor, correction: Correction
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Figures of the gap as (sum, weight) pairs over unmasked tokens, exact under any split of the batch.
 
     importance_mean and importance_second (second moment; std and effective sample size follow, see
-    core.metrics.derived), importance_out_of_band (share outside [low, high] of the correction), sampler_k3 and
+    core.algorithms.objective.derived), importance_out_of_band (share outside [low, high] of the correction), sampler_k3 and
     sampler_k1 (KL of sampler from trainer, nats a token), sampler_gap (mean |old - rollout|).
     """
     on = mask.bool()
     count = on.sum().float()
-    log_w = log_weights(old_logprobs, rollout_logprobs, on, lengths, level=config.correction.level)
+    log_w = log_weights(old_logprobs, rollout_logprobs, on, lengths, level=correction.level)
     weights = log_w.exp()
-    outside = (weights < config.correction.low) | (weights > config.correction.high)
+    outside = (weights < correction.low) | (weights > correction.high)
     rollout = upcast(rollout_logprobs).detach()
     # tokens were drawn by the sampler, so k = log rollout - log old
     k3 = kl_estimate(rollout, old_logprobs, "k3", mask=on)

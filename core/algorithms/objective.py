@@ -7,7 +7,7 @@ over the pack, so that sums over packs and data-parallel ranks are exact for the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -85,136 +85,156 @@ class Objective:
 
         Errors: TrainerError when something the configuration needs (reference, entropy) is not in the batch.
         """
-        mask = batch.mask.bool()
-        logprobs = clean(upcast(batch.logprobs), mask)
-        if self.config.loss == "sft":
-            loss = reduce(losses.sft_loss(logprobs), mask, batch.weights)
-            count = mask.sum().float()
-            return loss, {
-                "pg_loss": (loss.detach(), clean(batch.weights, mask).sum()),
-                "nll": (-logprobs.detach().sum(), count),
-            }
-        if self._custom is not None:
+        batch = _cleaned(batch)
+        count = batch.mask.sum().float()
+        metrics: Metrics = {}
+        if self.supervised:
+            pg_loss = self._reduce(losses.sft_loss(batch.logprobs), batch)
+        elif self._custom is not None:
             per_token, extra = self._custom(batch)
-            loss = reduce(per_token, mask, batch.weights)
-            return loss, {"pg_loss": (loss.detach(), clean(batch.weights, mask).sum()), **dict(extra)}
-        policy = self._policy(batch, logprobs, mask)
-        factor, metrics = self._correct(batch, logprobs, mask)
-        pg_loss = reduce(policy.loss * factor, mask, batch.weights)
-        metrics |= _policy_metrics(batch, policy, pg_loss, logprobs, mask)
+            metrics.update(extra)
+            pg_loss = self._reduce(per_token, batch)
+        else:
+            policy = self._policy(batch)
+            pg_loss = self._reduce(policy.loss * self._correction(batch, metrics), batch)
+            metrics |= _policy_metrics(batch, policy)
         loss = pg_loss
-        if self.needs_ref and self.config.kl_placement == "loss":
-            loss = loss + self.kl_coef * self._kl(batch, logprobs, mask, metrics)
-        elif batch.ref_logprobs is not None:
-            self._kl(batch, logprobs, mask, metrics)
         if batch.entropy is not None:
-            metrics["entropy"] = (clean(batch.entropy.detach().float(), mask).sum(), mask.sum().float())
-        if self.needs_entropy:
-            if batch.entropy is None:
-                raise TrainerError("algorithm.entropy_coef is above 0, but the batch carries no entropy")
-            loss = loss - self.config.entropy_coef * reduce(upcast(batch.entropy), mask, batch.weights)
+            metrics["entropy"] = (batch.entropy.detach().sum(), count)
+        if not self.supervised:
+            loss = loss + self._regularisation(batch, metrics)
+        total_weight = batch.weights.sum()
+        metrics["pg_loss"] = (pg_loss.detach(), total_weight)
+        metrics["loss"] = (loss.detach(), total_weight)
         return loss, metrics
 
-    def _policy(self, batch: TokenBatch, logprobs: Tensor, mask: Tensor) -> losses.PolicyLoss:
+    def _reduce(self, per_token: Tensor, batch: TokenBatch) -> Tensor:
+        return reduce(per_token, batch.mask, batch.weights)
+
+    def _policy(self, batch: TokenBatch) -> losses.PolicyLoss:
         c = self.config
-        old = clean(upcast(batch.old_logprobs), mask)
-        advantages = clean(upcast(batch.advantages), mask)
+        three = batch.logprobs, batch.old_logprobs, batch.advantages
         if c.loss == "gspo":
             return losses.gspo_loss(
-                logprobs,
-                old,
-                advantages,
-                lengths=batch.lengths,
-                mask=mask,
-                clip_low=c.clip_low,
-                clip_high=c.clip_high,
+                *three, lengths=batch.lengths, mask=batch.mask, clip_low=c.clip_low, clip_high=c.clip_high
             )
         if c.loss == "cispo":
-            return losses.cispo_loss(logprobs, old, advantages, clip_low=c.clip_low, clip_high=c.clip_high)
+            return losses.cispo_loss(*three, clip_low=c.clip_low, clip_high=c.clip_high)
         if c.loss == "sapo":
             positive, negative = c.sapo_temperatures
-            return losses.sapo_loss(
-                logprobs, old, advantages, temperature_positive=positive, temperature_negative=negative
-            )
+            return losses.sapo_loss(*three, temperature_positive=positive, temperature_negative=negative)
         if c.loss == "reinforce":
-            ratio = torch.exp(losses.log_ratio(logprobs.detach(), old))
-            never = torch.zeros_like(mask)
-            return losses.PolicyLoss(losses.reinforce_loss(logprobs, advantages), ratio, never, never)
+            ratio = torch.exp(losses.log_ratio(batch.logprobs.detach(), batch.old_logprobs))
+            never = torch.zeros_like(batch.mask)
+            loss = losses.reinforce_loss(batch.logprobs, batch.advantages)
+            return losses.PolicyLoss(loss, ratio, never, never)
         return losses.clipped_policy_loss(
-            logprobs, old, advantages, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip
+            *three, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip
         )
 
-    def _correct(self, batch: TokenBatch, logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
-        """What multiplies the policy loss [N], and the metrics of the sampler's gap."""
+    def _correction(self, batch: TokenBatch, metrics: Metrics) -> Tensor:
+        """What multiplies the policy loss [N]; figures of the sampler's gap go to the metrics."""
         c = self.config.correction
-        metrics = importance.metrics(
-            batch.old_logprobs, batch.rollout_logprobs, mask, batch.lengths, self.config
-        )
-        gap = importance.log_weights(
-            batch.old_logprobs, batch.rollout_logprobs, mask, batch.lengths, level=c.level
-        )
-        factor = importance.correct(gap, c)
+        gap = batch.old_logprobs, batch.rollout_logprobs, batch.mask, batch.lengths
+        metrics |= importance.metrics(*gap, c)
+        factor = importance.correct(importance.log_weights(*gap, level=c.level), c)
         if c.veto is not None:
-            factor = factor * importance.veto(
-                batch.old_logprobs, batch.rollout_logprobs, mask, batch.lengths, lowest=c.veto
-            )
+            factor = factor * importance.veto(*gap, lowest=c.veto)
         if c.opsm_delta is not None:
             factor = factor * importance.opsm(
-                logprobs, batch.rollout_logprobs, batch.advantages, mask, batch.lengths, delta=c.opsm_delta
+                batch.logprobs,
+                batch.rollout_logprobs,
+                batch.advantages,
+                batch.mask,
+                batch.lengths,
+                delta=c.opsm_delta,
             )
-        if c.kind != "none" or c.veto is not None or c.opsm_delta is not None:
-            metrics["left_out_share"] = (((factor == 0) & mask).sum().float(), mask.sum().float())
-        return factor, metrics
+        left_out = ((factor == 0) & batch.mask).sum().float()
+        metrics["left_out_share"] = (left_out, batch.mask.sum().float())
+        return factor
 
-    def _kl(self, batch: TokenBatch, logprobs: Tensor, mask: Tensor, metrics: Metrics) -> Tensor:
-        """KL against the reference, aggregated as the loss is; its plain token mean goes to the metrics."""
-        if batch.ref_logprobs is None:
+    def _regularisation(self, batch: TokenBatch, metrics: Metrics) -> Tensor:
+        """KL and entropy terms (scalar), aggregated as the policy loss is; the KL's token mean goes to the metrics."""
+        total = batch.logprobs.new_zeros(())
+        if self.needs_ref and batch.ref_logprobs is None:
             raise TrainerError(
                 "algorithm.kl_coef is above 0, but the batch carries no reference log-probabilities"
             )
-        old = batch.old_logprobs if self.config.kl_unbiased else None
-        per_token = kl_estimate(
-            logprobs, batch.ref_logprobs, self.config.kl_kind, mask=mask, old_logprobs=old
-        )
-        metrics["kl"] = (per_token.detach().sum(), mask.sum().float())
-        return reduce(per_token, mask, batch.weights)
+        if batch.ref_logprobs is not None:
+            old = batch.old_logprobs if self.config.kl_unbiased else None
+            kind, mask = self.config.kl_kind, batch.mask
+            kl = kl_estimate(batch.logprobs, batch.ref_logprobs, kind, mask=mask, old_logprobs=old)
+            metrics["kl"] = (kl.detach().sum(), mask.sum().float())
+            if self.needs_ref and self.config.kl_placement == "loss":
+                total = total + self.kl_coef * self._reduce(kl, batch)
+        if self.needs_entropy:
+            if batch.entropy is None:
+                raise TrainerError("algorithm.entropy_coef is above 0, but the batch carries no entropy")
+            total = total - self.config.entropy_coef * self._reduce(batch.entropy, batch)
+        return total
 
 
-def _policy_metrics(
-    batch: TokenBatch, policy: losses.PolicyLoss, pg_loss: Tensor, logprobs: Tensor, mask: Tensor
-) -> Metrics:
-    """Shares and means over unmasked tokens; approx_kl is k3 of the old policy from the new one."""
+def _cleaned(batch: TokenBatch) -> TokenBatch:
+    """The batch in fp32 or better, with a bool mask and exact zeros under it, whatever stood there."""
+    mask = batch.mask.bool()
+    cleaned: dict[str, Tensor] = {}
+    for item in fields(batch):
+        value = getattr(batch, item.name)
+        if value is not None and item.name not in ("mask", "lengths"):
+            cleaned[item.name] = clean(upcast(value), mask)
+    return replace(batch, mask=mask, **cleaned)
+
+
+def _policy_metrics(batch: TokenBatch, policy: losses.PolicyLoss) -> Metrics:
+    """Shares and means over unmasked tokens; approx_kl is k3 of KL(old policy || new policy)."""
+    mask = batch.mask
     count = mask.sum().float()
-    old = clean(upcast(batch.old_logprobs), mask)
-    approx = kl_estimate(old, logprobs.detach(), "k3", mask=mask)
-    far = clean((policy.ratio - 1).abs(), mask)
+    approx = kl_estimate(batch.old_logprobs, batch.logprobs.detach(), "k3", mask=mask)
+    low, high = policy.clipped_low & mask, policy.clipped_high & mask
     return {
-        "pg_loss": (pg_loss.detach(), clean(batch.weights, mask).sum()),
-        "clip_share_low": ((policy.clipped_low & mask).sum().float(), count),
-        "clip_share_high": ((policy.clipped_high & mask).sum().float(), count),
-        "clip_share": (((policy.clipped_low | policy.clipped_high) & mask).sum().float(), count),
+        "clip_share_low": (low.sum().float(), count),
+        "clip_share_high": (high.sum().float(), count),
+        "clip_share": ((low | high).sum().float(), count),
         "ratio_mean": (clean(policy.ratio, mask).sum(), count),
-        "ratio_distance": (far.sum(), count),
+        "ratio_distance": (clean((policy.ratio - 1).abs(), mask).sum(), count),
         "approx_kl": (approx.sum(), count),
-        "advantage_mean": (clean(upcast(batch.advantages), mask).sum(), count),
+        "advantage_mean": (batch.advantages.sum(), count),
     }
 
 
-def on_policy_guard(metrics: Mapping[str, float], *, kl_limit: float = 1e-9) -> None:
-    """Check the first step on a batch that the same weights generated: ratio exactly 1 and KL below `kl_limit` nats.
+def derived(means: Mapping[str, float]) -> dict[str, float]:
+    """The means of a step (weighted sums over weights, by name) and what follows from several of them:
 
-    metrics: means by name as this module names them. `kl` (against the reference) is looked at by callers that know
-    the reference still equals the policy: pass it as `first_kl`.
-    Errors: TrainerError naming what is off.
+    importance_std = sqrt(second moment - mean^2), importance_ess = mean^2 / second moment (effective sample size as a share).
     """
-    distance = metrics.get("ratio_distance", 0.0)
+    found = dict(means)
+    mean, second = means.get("importance_mean"), means.get("importance_second")
+    if mean is not None and second is not None:
+        found["importance_std"] = max(0.0, second - mean * mean) ** 0.5
+        found["importance_ess"] = mean * mean / second if second > 0 else 0.0
+    return found
+
+
+def on_policy_guard(metrics: Mapping[str, float], *, kl_limit: float = 1e-9) -> None:
+    """Check the first step on a batch that the same weights generated: ratio exactly 1, KL below `kl_limit` nats.
+
+    metrics: means by name as this module names them; `ratio_distance` (mean |ratio - 1|) and `approx_kl` are looked at,
+    and `first_kl`, under which a caller who knows that the reference still equals the policy passes `kl`.
+    Errors: TrainerError naming what is off, or that a figure is missing.
+    """
+    if "ratio_distance" not in metrics or "approx_kl" not in metrics:
+        raise TrainerError(
+            "the first step reports no ratio_distance or approx_kl, so that it cannot be checked"
+        )
+    distance = metrics["ratio_distance"]
     if distance != 0.0:
         raise TrainerError(
             f"on the first step of an on-policy batch the ratio must be exactly 1; its mean distance from 1 is {distance:.3g}. "
             "The old log-probabilities are not those of the weights being trained"
         )
     for name in ("approx_kl", "first_kl"):
-        if metrics.get(name, 0.0) >= kl_limit:
+        value = metrics.get(name, 0.0)
+        if not abs(value) < kl_limit:
             raise TrainerError(
-                f"on the first step of an on-policy batch {name} must be below {kl_limit:g} nats; it is {metrics[name]:.3g}"
+                f"on the first step of an on-policy batch {name} must be below {kl_limit:g} nats; it is {value:.3g}"
             )

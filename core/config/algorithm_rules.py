@@ -1,0 +1,248 @@
+"""Combinations of `algorithm` fields, and of them with other sections, that make no sense, each with its reason.
+
+Owns the rules; knows nothing of how problems are shown. No torch, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from core.config.algorithm import Algorithm
+from core.config.model import Filter, Rollout, Sampling
+
+TOKEN_LEVEL = ("gae", "reinforce_plus_plus")
+RATIO_LOSSES = ("clipped", "gspo", "cispo", "sapo")
+
+
+class Problem(NamedTuple):
+    """A field that cannot stay as it is."""
+
+    field: str
+    value: object
+    reason: str
+    remedy: str
+
+
+def problems(
+    algorithm: Algorithm,
+    rollout: Rollout,
+    *,
+    filter: Filter | None = None,
+    steps_per_iteration: int = 1,
+    kept_set_replayed: bool = False,
+) -> list[Problem]:
+    """Everything wrong with the section, all at once; empty when it makes sense.
+
+    steps_per_iteration: optimizer steps on one iteration's samples. kept_set_replayed: the trainer masks logits to the
+    tokens that the engine kept, so that its log-probabilities are those of truncated sampling.
+    """
+    found = [*_estimator(algorithm, rollout, filter), *_loss(algorithm, steps_per_iteration), *_kl(algorithm)]
+    found += _correction(algorithm)
+    found += truncated_sampling(algorithm, rollout.sampling, kept_set_replayed)
+    return found
+
+
+def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterator[Problem]:
+    if a.loss == "sft":
+        return
+    n = rollout.samples_per_prompt
+    if a.group_baseline and a.advantage_function is None and n < 2:
+        yield Problem(
+            "rollout.samples_per_prompt",
+            n,
+            f"algorithm.advantage={a.advantage} compares the samples of one prompt, and a group of one has nothing to compare",
+            "set it to 2 or more, or take an estimator without groups (gae, reinforce_plus_plus)",
+        )
+    if filter is not None and filter.drop_zero_variance and n < 2:
+        yield Problem(
+            "filter.drop_zero_variance",
+            True,
+            "a group of one never varies, so that every group would be dropped",
+            "set it to false, or rollout.samples_per_prompt to 2 or more",
+        )
+    if rollout.sampling.temperature == 0:
+        yield Problem(
+            "rollout.sampling.temperature",
+            0,
+            "greedy samples of one prompt are all the same, and their log-probabilities say nothing of a policy",
+            "set it above 0; evaluation.sets[].sampling has its own temperature",
+        )
+    if a.advantage == "none" and a.advantage_function is None and a.distillation_coef == 0:
+        yield Problem(
+            "algorithm.advantage",
+            "none",
+            "without a reward's advantage and without a teacher there is nothing to learn",
+            "choose an estimator, or set algorithm.distillation_coef and algorithm.teacher",
+        )
+    if a.distillation_coef > 0 and a.teacher is None:
+        yield Problem(
+            "algorithm.teacher",
+            None,
+            "algorithm.distillation_coef is above 0",
+            "name the teacher's checkpoint folder",
+        )
+    if a.teacher is not None and a.distillation_coef == 0:
+        yield Problem(
+            "algorithm.distillation_coef",
+            0,
+            "a teacher is named, but its log-probabilities have no weight",
+            "set it above 0, or leave algorithm.teacher out",
+        )
+    if a.overlong is not None:
+        budget = rollout.sampling.max_new_tokens
+        if a.overlong.buffer_tokens is not None and a.overlong.buffer_tokens > budget:
+            yield Problem(
+                "algorithm.overlong.buffer_tokens",
+                a.overlong.buffer_tokens,
+                f"the penalty would begin before the response does: rollout.sampling.max_new_tokens is {budget}",
+                f"set it to {budget} or less",
+            )
+        if a.advantage == "max_rl":
+            yield Problem(
+                "algorithm.overlong",
+                a.overlong.model_dump(),
+                "max_rl divides by the group's mean reward, which a penalty can bring to 0 or below",
+                "set it to null, or take another estimator",
+            )
+
+
+def _loss(a: Algorithm, steps: int) -> Iterator[Problem]:
+    per_token = a.advantage in TOKEN_LEVEL or a.distillation_coef > 0 or a.kl_placement == "reward"
+    if a.loss == "gspo" and a.advantage_function is None and per_token:
+        yield Problem(
+            "algorithm.loss",
+            "gspo",
+            "its one ratio a sequence needs one advantage a sequence; the estimator, the teacher or the KL in the reward gives one a token",
+            "take loss=clipped, or a group estimator with kl_placement=loss",
+        )
+    if a.loss == "reinforce" and steps > 1:
+        yield Problem(
+            "algorithm.loss",
+            "reinforce",
+            f"it has no ratio, and from the second of {steps} steps an iteration the samples are not the policy's own",
+            "leave trainer.global_batch out (one step an iteration), or take loss=clipped",
+        )
+    if a.dual_clip is not None and a.loss != "clipped":
+        yield Problem("algorithm.dual_clip", a.dual_clip, f"loss={a.loss} does not use it", "set it to null")
+    elif a.dual_clip is not None and a.dual_clip <= 1 + a.clip_high:
+        yield Problem(
+            "algorithm.dual_clip",
+            a.dual_clip,
+            f"it lies within the clip range, whose upper bound is {1 + a.clip_high:g}",
+            "set it above that (3 is usual)",
+        )
+    if min(a.sapo_temperatures) <= 0:
+        yield Problem(
+            "algorithm.sapo_temperatures",
+            a.sapo_temperatures,
+            "a gate needs a positive temperature",
+            "use 1.0 and 1.05",
+        )
+
+
+def _kl(a: Algorithm) -> Iterator[Problem]:
+    if a.kl_coef > 0:
+        if a.loss == "sft":
+            yield Problem(
+                "algorithm.kl_coef", a.kl_coef, "the supervised loss takes no KL term", "set it to 0"
+            )
+        elif a.kl_placement == "reward" and a.advantage not in (*TOKEN_LEVEL, "reinforce_plus_plus_baseline"):
+            yield Problem(
+                "algorithm.kl_placement",
+                "reward",
+                f"advantage={a.advantage} is fixed for the whole sample when its group is scored, before any log-probability of the reference",
+                "set it to loss, or take gae, reinforce_plus_plus or reinforce_plus_plus_baseline",
+            )
+        elif a.kl_placement == "loss" and a.kl_kind == "k1" and not a.kl_unbiased:
+            yield Problem(
+                "algorithm.kl_kind",
+                "k1",
+                "in the loss the expected gradient of k1 is zero: it would add noise and no pull to the reference",
+                "take k2 or k3, set kl_unbiased, or kl_placement=reward",
+            )
+    elif a.kl_target is not None:
+        yield Problem(
+            "algorithm.kl_coef",
+            0,
+            "an adaptive coefficient is multiplied, and 0 stays 0",
+            "start it above 0, 0.05 for instance",
+        )
+    elif a.reference_update_steps is not None:
+        yield Problem(
+            "algorithm.reference_update_steps",
+            a.reference_update_steps,
+            "without a KL term there is no reference",
+            "set kl_coef",
+        )
+    if a.kl_unbiased and a.kl_placement == "reward":
+        yield Problem(
+            "algorithm.kl_unbiased",
+            True,
+            "in the reward the KL is a number about the sampled tokens, with no gradient to correct",
+            "set it to false, or kl_placement=loss",
+        )
+
+
+def _correction(a: Algorithm) -> Iterator[Problem]:
+    c = a.correction
+    if c.low > c.high:
+        yield Problem(
+            "algorithm.correction.low", c.low, f"it is above correction.high, {c.high:g}", "exchange them"
+        )
+    active = c.kind != "none" or c.veto is not None
+    if active and a.old_logprobs == "rollout":
+        yield Problem(
+            "algorithm.old_logprobs",
+            "rollout",
+            "the ratio is then taken against the engine's own log-probabilities, and every correction weight is 1",
+            "set it to recompute or auto, or correction.kind=none and no veto",
+        )
+    if c.kind == "icepop" and (c.level != "token" or c.low == 0):
+        yield Problem(
+            "algorithm.correction",
+            c.model_dump(exclude={"veto", "opsm_delta"}),
+            "IcePop is a band on tokens with both bounds",
+            "set level=token and low above 0 (0.5 and 5 are the paper's), or take kind=mask",
+        )
+    if c.kind == "mask" and c.level == "token" and c.low > 1:
+        yield Problem(
+            "algorithm.correction.low",
+            c.low,
+            "weights of 1, which mean no gap, would be masked",
+            "set it below 1",
+        )
+    if (active or c.opsm_delta is not None) and a.loss == "sft":
+        yield Problem("algorithm.correction", c.kind, "supervised rows were not sampled", "set kind=none")
+
+
+def truncated_sampling(algorithm: Algorithm, sampling: Sampling, kept_set_replayed: bool) -> list[Problem]:
+    """Truncated sampling together with ratios against the engine's log-probabilities.
+
+    The engine's log-probabilities are of the full softmax at the sampling temperature. Under top-p, top-k or min-p tokens
+    come from a renormalised part of it, so that a ratio against them is not one of the distribution that was sampled.
+    """
+    c = algorithm.correction
+    against_engine = (
+        c.kind != "none"
+        or c.veto is not None
+        or c.opsm_delta is not None
+        or (algorithm.old_logprobs == "rollout" and algorithm.loss in RATIO_LOSSES)
+    )
+    if kept_set_replayed or not against_engine or algorithm.loss == "sft":
+        return []
+    cut = {
+        "top_p": (sampling.top_p, sampling.top_p < 1, 1),
+        "top_k": (sampling.top_k, sampling.top_k > 0, -1),
+        "min_p": (sampling.min_p, sampling.min_p > 0, 0),
+    }
+    return [
+        Problem(
+            f"rollout.sampling.{name}",
+            value,
+            "the engine's log-probabilities are of the whole vocabulary, so importance ratios against them are not those of truncated sampling",
+            f"set it to {off}, or algorithm.correction.kind=none with old_logprobs=recompute",
+        )
+        for name, (value, on, off) in cut.items()
+        if on
+    ]

@@ -1,0 +1,54 @@
+"""Rewards for the form of a response, and rewards put together from others. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from core.hooks import RewardInput, RewardResult, load
+from core.rewards.math import last_boxed
+
+THINK_ANSWER = re.compile(
+    r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL
+)
+
+
+def think_answer(sample: RewardInput) -> float:
+    """1 if the response is <think>...</think><answer>...</answer> with nothing around it and each tag once, else 0."""
+    match = THINK_ANSWER.fullmatch(sample.response)
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    return float(match is not None and all(sample.response.count(tag) == 1 for tag in tags))
+
+
+def boxed(sample: RewardInput) -> float:
+    """1 if the response holds a whole \\boxed{...} that is not empty, else 0."""
+    return float(bool(last_boxed(sample.response)))
+
+
+def matches(sample: RewardInput, *, pattern: str, whole: bool = False) -> float:
+    """1 if the regular expression is found in the response (`whole`: matches all of it), else 0."""
+    find = re.fullmatch if whole else re.search
+    return float(find(pattern, sample.response, re.DOTALL) is not None)
+
+
+def finished(sample: RewardInput) -> float:
+    """1 if the response ended by itself, 0 if it was cut off at the budget."""
+    return float(sample.status == "completed")
+
+
+def weighted(sample: RewardInput, *, parts: Mapping[str, Mapping[str, Any]]) -> RewardResult:
+    """A weighted sum of other rewards, each kept as a part.
+
+    parts: name -> {function: import path, weight: number (1 when not given), options: mapping}.
+    Errors: ConfigError when a function cannot be loaded; whatever one raises.
+    """
+    values: dict[str, float] = {}
+    total = 0.0
+    for name, part in parts.items():
+        answer = load(part["function"], f"reward.options.parts.{name}.function")(
+            sample, **part.get("options", {})
+        )
+        values[name] = float(answer.reward if isinstance(answer, RewardResult) else answer)
+        total += part.get("weight", 1.0) * values[name]
+    return RewardResult(total, values)
