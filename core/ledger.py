@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from core.errors import DataError
 from core.ids import derived_seed
@@ -80,6 +80,8 @@ class GroupOutcome(BaseModel):
 
 class IterationHistory(BaseModel):
     """The groups of a committed iteration: columns in drawing order, so that a manifest stays small."""
+
+    model_config = ConfigDict(extra="forbid")
 
     iteration: int
     sources: list[str]

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from connectors.storage.store import FileEntry
 from core import schema
@@ -18,6 +18,8 @@ from core.ledger import IterationHistory
 
 class Manifest(BaseModel):
     """Names, row counts and hashes of every file of an iteration. A reader trusts nothing else."""
+
+    model_config = ConfigDict(extra="forbid")
 
     schema_version: int = schema.VERSION
     iteration: int

@@ -1,15 +1,18 @@
 """Parts: tables appended to a folder under names of their own, whole or not there.
 
-A name is never used twice, so a task that starts again adds to what it finds and overwrites nothing.
+A name is never used twice, so a task that starts again adds to what it finds and overwrites nothing. It carries the
+beginning of the content's hash, so that a part is checked before any manifest names it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 
 import pyarrow as pa
 
+from connectors.storage import tables
 from connectors.storage.store import FileEntry, Store, in_threads
 from core import schema
 from core.errors import CorruptFileError
@@ -19,7 +22,10 @@ log = logging.getLogger(__name__)
 
 def write_part(store: Store, folder: str, table: pa.Table, kind: str) -> FileEntry:
     """Append a part."""
-    return store.write_table(f"{folder}/part-{uuid.uuid4().hex}.parquet", table, kind)
+    data = tables.encode(table, kind)
+    name = f"part-{uuid.uuid4().hex}.{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    entry = store.write(f"{folder}/{name}", data)
+    return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
 
 def list_parts(store: Store, folder: str) -> list[str]:

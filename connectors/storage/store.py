@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from connectors.storage import local, tables
 from connectors.storage.faults import ATTEMPTS, retried
@@ -27,6 +28,7 @@ from core.errors import CorruptFileError, MissingFileError, StorageError
 BLOCK = 8 << 20
 THREADS = 8
 PROBE_ATTEMPTS = 2
+HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -34,6 +36,8 @@ Result = TypeVar("Result")
 
 class FileEntry(BaseModel):
     """A committed file: what a manifest says of it."""
+
+    model_config = ConfigDict(extra="forbid")
 
     path: str
     sha256: str
@@ -172,8 +176,9 @@ class Store:
         Raises MissingFileError or CorruptFileError, naming file and remedy.
         """
         data = self.read(path)
+        found = self._named(_entry(path, data))
         if entry:
-            self._check(path, _entry(path, data), entry)
+            self._check(path, found, entry)
         table = tables.decode(data, kind, self.url_of(path), columns)
         if entry and entry.rows is not None and table.num_rows != entry.rows:
             raise CorruptFileError(
@@ -192,8 +197,9 @@ class Store:
                 size += len(block)
             return FileEntry(path=path, sha256=hashed.hexdigest(), size=size)
         data = self.read(path)
+        found = self._named(_entry(path, data))
         rows, kind = tables.describe(data, self.url_of(path))
-        return _entry(path, data).model_copy(update={"rows": rows, "table": kind})
+        return found.model_copy(update={"rows": rows, "table": kind})
 
     def entries(self, paths: Iterable[str]) -> list[FileEntry]:
         """Entries of several files, in order."""
@@ -262,6 +268,15 @@ class Store:
                 raise CorruptFileError(
                     f"{self.url_of(path)}: its {what} is {got}, the manifest says {expected}; restore the file"
                 )
+
+    def _named(self, found: FileEntry) -> FileEntry:
+        """Check a file that carries the beginning of its hash in its name, as parts do."""
+        named = HASH_IN_NAME.search(found.path)
+        if named and not found.sha256.startswith(named[1]):
+            raise CorruptFileError(
+                f"{self.url_of(found.path)}: its content does not have the hash in its name; {tables.REMEDY}"
+            )
+        return found
 
     def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
         return retried(verb, self.url_of(path), call)
