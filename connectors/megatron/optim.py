@@ -1,17 +1,17 @@
-"""Distributed data parallel wrapper, optimizer and learning-rate schedule of megatron-core, from the configuration."""
+"""Distributed data parallel wrapper, optimizer and learning-rate schedule of megatron-core, and the optimizer's state."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
@@ -74,6 +74,62 @@ def make_schedule(optimizer: Any, config: RunConfig) -> OptimizerParamScheduler:
     )
 
 
-def data_parallel_place() -> tuple[int, int]:
-    """This rank's place among data parallel ranks, context parallelism apart."""
-    return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    """The optimizer's sharded state dict, in the form that loads under any layout."""
+    for part in _parts(optimizer):
+        _fill_state(part.optimizer)
+    state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=SHARDING)
+    for part in _parts(optimizer):
+        _own_steps(part.optimizer)
+    return state
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take a loaded state dict. What the distributed optimizer lacks without Transformer Engine is made up for here."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            _hand_steps_through(part)
+    try:
+        with torch.no_grad():
+            optimizer.load_state_dict(state)
+    finally:
+        for part in _parts(optimizer):
+            vars(part).pop("_set_main_param_and_optimizer_states", None)
+            _own_steps(part.optimizer)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _fill_state(adam: torch.optim.Optimizer) -> None:
+    """Give Adam the state that it makes at its first step, without a step (which would decay weights)."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _own_steps(adam: torch.optim.Optimizer) -> None:
+    """Loading leaves one step tensor shared by all parameters, which each would then count up."""
+    for state in adam.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
+
+
+def _hand_steps_through(part: Any) -> None:
+    """Setting a parameter's state asks for its step, which the loaded state keeps elsewhere."""
+    inherited = part._set_main_param_and_optimizer_states
+
+    def set_states(parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = part.model_param_group_index_map[parameter]
+        main = part.optimizer.param_groups[group]["params"][order]
+        inherited(parameter, {**part.optimizer.state[main], **tensors})
+
+    part._set_main_param_and_optimizer_states = set_states

@@ -32,7 +32,7 @@ class TrainerRank:
         self.world_size = world_size
         self.version: int | None = None
         self.busy: str | None = None
-        self._last: dict[str, Any] | None = None  # metrics of the step that made `version`
+        self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self._rows: tuple[str, list[Row]] | None = None
         self._old: tuple[str, dict[str, Tensor]] | None = None
         self._ref: tuple[str, dict[str, Tensor]] | None = None
@@ -88,17 +88,17 @@ class TrainerRank:
         difference with which the step is applied. Raises TrainerError for any other version, a gap above the guard, or
         a loss or gradient that is not finite; the weights are then as before.
         """
-        if version == self.version and self._last is not None:
-            return self._last
+        if version == self.version and self.last is not None:
+            return self.last
         if self.version is None or version != self.version + 1:
             raise TrainerError(
                 f"rank {self.rank} holds weight version {self.version} and cannot make version {version} of it; "
                 "rebuild the trainer from its newest checkpoint"
             )
         with self._working("train"):
-            self._last = self._train(version, batch_url, guard)
+            self.last = self._train(version, batch_url, guard)
             self.version = version
-        return self._last
+        return self.last
 
     def _train(self, version: int, batch_url: str, guard: float | None) -> dict[str, Any]:
         started = time.perf_counter()
@@ -193,10 +193,14 @@ class TrainerRank:
         from connectors.megatron.checkpoint import load
 
         with self._working("load"):
-            self._last = self._old = None
-            self.version = None
+            self.version = self.last = None
+            self._rows = self._old = self._ref = None
             self.version = load(self, url)
-            return self.version
+        return self.version
+
+    def remember(self, metrics: dict[str, Any] | None) -> None:
+        """Take the metrics of the step that made a loaded version, so that the step is answered, not made again."""
+        self.last = metrics
 
     def export(self, directory: str, version: int) -> dict[str, Any]:
         """Write the held weights as a Hugging Face folder. Raises TrainerError if another version is held."""

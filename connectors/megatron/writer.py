@@ -1,0 +1,36 @@
+"""Writes megatron's torch_dist checkpoints in the calling thread.
+
+megatron's own writer starts a manager process and forks one process a file, which takes seconds however small the
+checkpoint is, and forks a process that runs communication threads. The files are the same. Owns nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+
+class SynchronousSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """The torch_dist strategy over PyTorch's plain file writer: one file a rank, synced to disk."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any, **__: Any) -> None:
+        """Write this rank's shards; every rank must call it."""
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        save(
+            mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=False,
+                flatten_state_dict=False,
+                can_run_decentralized_global_plan=False,
+            ),
+        )
