@@ -156,15 +156,15 @@ def _prompt(value: Any) -> tuple[Prompt, str | None]:
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
-            return "", f"bad message {number}: {_type(message)}, not an object"
+            return "", f"bad message: number {number}: {_type(message)}, not an object"
         given = {name: item for name, item in message.items() if item is not None}
         if given.get("role") not in ROLES:
             return (
                 "",
-                f"bad message {number}: role is {str(given.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
+                f"bad message: number {number}: role is {str(given.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
             )
         if not isinstance(given.get("content"), str | list) and not given.get("tool_calls"):
-            return "", f"bad message {number}: content is {_type(message.get('content'))}"
+            return "", f"bad message: number {number}: content is {_type(message.get('content'))}"
         messages.append(given)
     if not any(_has_text(message.get("content")) for message in messages):
         return "", "empty prompt: no message has content"
