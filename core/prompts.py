@@ -17,6 +17,7 @@ from core.ids import prompt_id
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 EXCERPT = 80
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True)
 
 
 class Keys(Protocol):
@@ -125,10 +126,10 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
     prompt, problem = _prompt(values[keys.prompt_key])
     label = values.get(keys.label_key) if keys.label_key else None
     metadata, wrong = _metadata(values.get(keys.metadata_key) if keys.metadata_key else None)
-    problem = problem or wrong or _not_storable(keys, prompt=prompt, label=label, metadata=metadata)
+    problem = problem or wrong or _not_storable({"prompt": prompt, "label": label, "metadata": metadata})
     if problem:
         return refuse(keys, row, problem, _shown(values))
-    text = json.dumps(prompt, ensure_ascii=False, sort_keys=True)
+    text = _encoder.encode(prompt)
     return PromptRow(keys.name, row, prompt_id(keys.name, row, text), prompt, label, metadata)
 
 
@@ -186,15 +187,24 @@ def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
     return dict(value), None
 
 
-def _not_storable(keys: Keys, **values: Any) -> str | None:
+def _not_storable(values: dict[str, Any]) -> str | None:
     """What of these values JSON in UTF-8 cannot hold."""
-    for name, value in values.items():
-        try:
-            json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True).encode("utf-8")
-        except UnicodeEncodeError:
-            return f"not UTF-8: a lone surrogate in the {name}"
-        except (TypeError, ValueError, RecursionError) as error:
-            return f"wrong type: the {name} cannot be written as JSON: {error}"
+    if _json_problem(values) is None:  # one pass for the many rows that have none
+        return None
+    problems = ((name, _json_problem(value)) for name, value in values.items())
+    return next(
+        (f"{problem}, in the {name}" for name, problem in problems if problem),
+        "wrong type: nested too deeply",
+    )
+
+
+def _json_problem(value: Any) -> str | None:
+    try:
+        _encoder.encode(value).encode("utf-8")
+    except UnicodeEncodeError:
+        return "not UTF-8: a lone surrogate"
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"wrong type: {error}"
     return None
 
 
