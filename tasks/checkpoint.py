@@ -42,11 +42,9 @@ async def checkpoint(ctx: IterationContext) -> Record:
 def _retain(ctx: IterationContext) -> list[str]:
     rule = ctx.config.checkpoint
     dropped = checkpoints_to_drop(ctx.run_folder.complete_checkpoints(), rule.keep_last, rule.keep_every)
-    paths = [ctx.run_folder.checkpoint_path(number) for number in dropped]
-    for path in paths:
-        ctx.run_folder.store.remove(f"{path}/complete.json")
-        ctx.run_folder.store.remove(path, recursive=True)
-    return paths
+    for number in dropped:
+        ctx.run_folder.remove_checkpoint(number)
+    return [ctx.run_folder.checkpoint_path(number) for number in dropped]
 
 
 async def _export(ctx: IterationContext, done: int) -> str:

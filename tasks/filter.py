@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from connectors.storage.parts import list_parts
+from connectors.storage.parts import list_parts, read_parts
 from core import schema
 from core.errors import BudgetError
 from core.filters import GroupSample, Judgement, judge_group
@@ -174,7 +174,7 @@ def _batch(ctx: IterationContext, kept: list[_Group], steps: dict[str, int]) -> 
 
     from core.algorithms.advantages import sample_advantages
 
-    rollouts = ctx.folder.read_parts("rollouts", "rollouts")
+    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}
     scores = [
         group.rewards[sid]

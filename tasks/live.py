@@ -49,6 +49,7 @@ class Live:
         self._trainer_lock = asyncio.Lock()
         self._engines_lock = asyncio.Lock()
         self._pool: WorkerPool | None = None
+        self._ledger: Ledger | None = None
         self._held_out: dict[str, PromptSet] = {}
         self._folder = Path(
             tempfile.mkdtemp(prefix=f"millrace-{config.run.name}-", dir=_shared_memory(config))
@@ -75,15 +76,13 @@ class Live:
 
     def ledger(self) -> Ledger:
         """The ledger as the committed manifests tell it."""
-        return Ledger.fold(
-            self.config.run.seed,
-            {
-                source.name: (source.weight, self.prompts.sizes()[source.name])
-                for source in self.config.data.sources
-            },
-            self.run_folder.history(),
-            shuffle=self.config.data.shuffle,
-        )
+        if self._ledger is None:
+            sizes = self.prompts.sizes()
+            sources = {
+                source.name: (source.weight, sizes[source.name]) for source in self.config.data.sources
+            }
+            self._ledger = Ledger(self.config.run.seed, sources, shuffle=self.config.data.shuffle)
+        return self._ledger.extend(self.run_folder.history())
 
     async def score(self, row: dict[str, Any]) -> Outcome:
         """Score one sample in a worker process."""

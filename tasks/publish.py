@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from prefect import task
 
 from connectors.storage.manifest import Manifest
+from connectors.storage.parts import read_parts
 from core.config import RunConfig
 from core.metrics import group_metrics, sample_metrics
 from tasks import report
@@ -41,17 +42,16 @@ async def publish_supervised(ctx: IterationContext) -> Record:
 
 
 def _commit(ctx: IterationContext, metrics: dict[str, float]) -> None:
-    files = [ctx.folder.entry(name) for name in TABLES]
-    files += [ctx.folder.entry(path) for kind in ("rollouts", "rewards") for path in ctx.folder.list(kind)]
-    files += [ctx.folder.entry(path) for path in ctx.folder.list("results")]
+    folders = [path for folder in ("rollouts", "rewards", "results") for path in ctx.folder.list(folder)]
+    files = ctx.folder.entries([*TABLES, *folders])
     tasks = {"trained_version": ctx.version_after, "metrics": metrics}
     ctx.run_folder.commit_manifest(ctx.index, Manifest(iteration=ctx.index, files=files, tasks=tasks))
 
 
 def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
     """Every figure of the iteration, by name; the same names in MLflow, in the artifacts and in the manifest."""
-    rollouts = ctx.folder.read_parts("rollouts", "rollouts")
-    rewards = ctx.folder.read_parts("rewards", "rewards")
+    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
+    rewards = read_parts(ctx.folder, "rewards", "rewards")
     records = ctx.records
     metrics = {
         **sample_metrics(rollouts, rewards),
