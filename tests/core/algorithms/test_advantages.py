@@ -1,0 +1,288 @@
+"""Advantage estimators against float64 brute force, and the properties that make their bugs visible."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core.algorithms import advantages
+from core.config.algorithm import Algorithm
+from core.errors import DataError
+
+reward = st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))
+groups = st.lists(st.lists(reward, min_size=2, max_size=8), min_size=1, max_size=6)
+
+
+def packed(parts: list[list[float]]) -> tuple[Tensor, Tensor]:
+    rewards = torch.tensor([r for part in parts for r in part], dtype=torch.float64)
+    ids = torch.tensor([17 * number + 3 for number, part in enumerate(parts) for _ in part])
+    return rewards, ids
+
+
+def by_hand(part: list[float], epsilon: float = 1e-6) -> list[float]:
+    if max(part) == min(part):
+        return [0.0] * len(part)
+    mean, std = statistics.fmean(part), statistics.stdev(part)
+    return [(r - mean) / (std + epsilon) for r in part]
+
+
+@given(groups)
+def test_group_relative_is_each_group_by_itself_in_float64(parts: list[list[float]]) -> None:
+    rewards, ids = packed(parts)
+    expected = torch.tensor([a for part in parts for a in by_hand(part)], dtype=torch.float64)
+    torch.testing.assert_close(advantages.group_relative(rewards, ids), expected, rtol=1e-7, atol=1e-9)
+
+
+@given(groups, st.randoms(use_true_random=False))
+def test_group_relative_does_not_depend_on_the_order_of_samples(parts, random) -> None:  # type: ignore[no-untyped-def]
+    rewards, ids = packed(parts)
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    shuffled = advantages.group_relative(rewards[order], ids[order])
+    torch.testing.assert_close(
+        shuffled, advantages.group_relative(rewards, ids)[order], rtol=1e-9, atol=1e-12
+    )
+
+
+@given(groups, st.floats(-100, 100), st.booleans())
+def test_group_relative_is_shift_invariant(parts: list[list[float]], shift: float, std: bool) -> None:
+    rewards, ids = packed(parts)
+    plain = advantages.group_relative(rewards, ids, divide_by_std=std)
+    moved = advantages.group_relative(rewards + shift, ids, divide_by_std=std)
+    torch.testing.assert_close(moved, plain, rtol=1e-4, atol=1e-6)
+
+
+@given(groups, st.sampled_from(["group_relative", "leave_one_out", "no_std", "max_rl"]))
+def test_advantages_of_a_group_sum_to_zero(parts: list[list[float]], estimator: str) -> None:
+    if estimator == "max_rl":
+        parts = [[abs(r) for r in part] for part in parts]
+    rewards, ids = packed(parts)
+    if estimator == "no_std":
+        found = advantages.group_relative(rewards, ids, divide_by_std=False)
+    else:
+        found = getattr(advantages, estimator)(rewards, ids)
+    for number in ids.unique():
+        inside = found[ids == number]
+        assert abs(float(inside.sum())) <= 1e-9 * max(1.0, float(inside.abs().sum()))
+
+
+@given(groups)
+def test_leave_one_out_subtracts_the_mean_of_the_others(parts: list[list[float]]) -> None:
+    rewards, ids = packed(parts)
+    expected = [r - (sum(part) - r) / (len(part) - 1) for part in parts for r in part]
+    torch.testing.assert_close(
+        advantages.leave_one_out(rewards, ids),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e8, -0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_variance_gives_exact_zeros(value: float, dtype: torch.dtype) -> None:
+    rewards = torch.full((7,), value, dtype=dtype)
+    ids = torch.zeros(7, dtype=torch.long)
+    for found in (
+        advantages.group_relative(rewards, ids),
+        advantages.group_relative(rewards, ids, divide_by_std=False),
+        advantages.leave_one_out(rewards, ids),
+        advantages.max_rl(rewards.abs(), ids),
+    ):
+        assert torch.equal(found, torch.zeros(7, dtype=dtype))
+
+
+def test_null_rewards_leave_the_statistics_and_get_zero() -> None:
+    rewards = torch.tensor([1.0, math.nan, 0.0, 0.0, math.nan, 5.0, math.nan])
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    for estimator in (advantages.group_relative, advantages.leave_one_out, advantages.max_rl):
+        found = estimator(rewards, ids)
+        kept = estimator(rewards[[0, 2, 3]], ids[[0, 2, 3]])
+        torch.testing.assert_close(found[[0, 2, 3]], kept)
+        assert torch.equal(found[[1, 4, 5, 6]], torch.zeros(4))  # 5 is alone with a null: nothing to compare
+
+
+def test_a_group_of_one_gives_zero() -> None:
+    for estimator in (advantages.group_relative, advantages.leave_one_out, advantages.max_rl):
+        assert torch.equal(estimator(torch.tensor([3.0]), torch.tensor([4])), torch.zeros(1))
+
+
+def test_an_empty_batch_gives_empty_advantages() -> None:
+    none = torch.zeros(0)
+    assert advantages.group_relative(none, torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+def test_max_rl_refuses_negative_rewards() -> None:
+    with pytest.raises(DataError, match="not negative"):
+        advantages.max_rl(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]))
+
+
+def test_group_statistics_refuse_other_shapes() -> None:
+    with pytest.raises(ValueError, match="must both be"):
+        advantages.group_relative(torch.zeros(3), torch.zeros(2))
+
+
+# token level
+
+
+def brute_gae(r: list[float], v: list[float], m: list[int], gamma: float, lam: float) -> list[float]:
+    """Walks back over unmasked tokens only."""
+    out, last, following = [0.0] * len(r), 0.0, 0.0
+    for t in reversed(range(len(r))):
+        if not m[t]:
+            continue
+        delta = r[t] + gamma * following - v[t]
+        last = delta + gamma * lam * last
+        out[t], following = last, v[t]
+    return out
+
+
+@st.composite
+def batches(draw: st.DrawFn, longest: int = 9):  # type: ignore[no-untyped-def]
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
+    n = sum(lengths)
+    mask = draw(st.lists(st.sampled_from([0, 1, 1]), min_size=n, max_size=n))
+    numbers = st.lists(st.floats(-3, 3), min_size=n, max_size=n)
+    return lengths, mask, draw(numbers), draw(numbers)
+
+
+@given(batches(), st.floats(0.5, 1), st.floats(0, 1))
+def test_gae_matches_a_walk_over_unmasked_tokens(batch, gamma: float, lam: float) -> None:  # type: ignore[no-untyped-def]
+    lengths, mask, r, v = batch
+    poisoned = torch.tensor([x if m else math.nan for x, m in zip(v, mask, strict=True)], dtype=torch.float64)
+    a, returns = advantages.gae(
+        torch.tensor(r, dtype=torch.float64),
+        poisoned,
+        torch.tensor(mask),
+        torch.tensor(lengths),
+        gamma=gamma,
+        lam=lam,
+    )
+    expected, at = [], 0
+    for length in lengths:
+        part = slice(at, at + length)
+        expected += brute_gae(r[part], v[part], mask[part], gamma, lam)
+        at += length
+    torch.testing.assert_close(a, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    shown = torch.tensor(mask, dtype=torch.float64)
+    torch.testing.assert_close(
+        returns, (a + torch.tensor(v, dtype=torch.float64)) * shown, rtol=1e-9, atol=1e-9
+    )
+
+
+def test_gae_is_exact_across_chunks_of_long_samples() -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([700, 1, 129, 128, 256])
+    n = int(lengths.sum())
+    mask = (torch.rand(n) > 0.2).long()
+    r, v = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
+    a, _ = advantages.gae(r, v, mask, lengths, gamma=0.99, lam=0.95)
+    at = 0
+    for length in lengths.tolist():
+        part = slice(at, at + length)
+        expected = brute_gae(r[part].tolist(), v[part].tolist(), mask[part].tolist(), 0.99, 0.95)
+        torch.testing.assert_close(a[part], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        at += length
+
+
+def test_gae_with_lambda_one_and_no_values_is_the_return() -> None:
+    r, lengths = torch.tensor([0.0, 0, 1, 0, 2]), torch.tensor([3, 2])
+    a, returns = advantages.gae(r, torch.zeros(5), torch.ones(5), lengths, gamma=0.5, lam=1.0)
+    torch.testing.assert_close(a, torch.tensor([0.25, 0.5, 1, 1, 2]))
+    torch.testing.assert_close(returns, a)
+
+
+@given(batches(), st.floats(0.5, 1), st.floats(0, 1))
+def test_reinforce_plus_plus_matches_a_walk_over_all_tokens(batch, gamma: float, coef: float) -> None:  # type: ignore[no-untyped-def]
+    lengths, mask, kl, scores = batch
+    rewards = scores[: len(lengths)]
+    found = advantages.reinforce_plus_plus(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([x if m else math.nan for x, m in zip(kl, mask, strict=True)], dtype=torch.float64),
+        torch.tensor(mask),
+        torch.tensor(lengths),
+        gamma=gamma,
+        kl_coef=coef,
+    )
+    expected, at = [], 0
+    for number, length in enumerate(lengths):
+        m, part = mask[at : at + length], kl[at : at + length]
+        r = [-coef * k * on for k, on in zip(part, m, strict=True)]
+        if any(m):
+            r[max(t for t in range(length) if m[t])] += rewards[number]
+        total, walked = 0.0, []
+        for x in reversed(r):
+            total = x + gamma * total
+            walked.append(total)
+        expected += walked[::-1]
+        at += length
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_baseline_variant_takes_the_kl_of_each_token_off_the_centred_reward() -> None:
+    centred = advantages.group_relative(torch.tensor([3.0, 1.0]), torch.tensor([0, 0]), divide_by_std=False)
+    found = advantages.reinforce_plus_plus_baseline(
+        centred,
+        torch.tensor([0.1, 0.2, math.nan, 0.4]),
+        torch.tensor([1, 1, 0, 1]),
+        torch.tensor([2, 2]),
+        kl_coef=0.5,
+    )
+    torch.testing.assert_close(found, torch.tensor([0.95, 0.9, 0.0, -1.2]))
+
+
+def test_a_reward_lands_on_the_last_unmasked_token_and_nowhere_in_a_masked_sample() -> None:
+    found = advantages.token_rewards(
+        torch.tensor([5.0, 7.0, math.nan]),
+        None,
+        torch.tensor([1, 1, 0, 0, 0, 1]),
+        torch.tensor([3, 2, 1]),
+        kl_coef=0.0,
+    )
+    assert found.tolist() == [0, 5, 0, 0, 0, 0]
+
+
+@given(batches())
+def test_whitened_values_have_mean_zero_and_variance_one(batch) -> None:  # type: ignore[no-untyped-def]
+    _, mask, x, _ = batch
+    valid = [value for value, m in zip(x, mask, strict=True) if m]
+    values = torch.tensor([v if m else math.nan for v, m in zip(x, mask, strict=True)], dtype=torch.float64)
+    found = advantages.whiten(values, torch.tensor(mask))
+    if len(valid) < 2 or statistics.variance(valid) < 1e-3:
+        assert bool(torch.isfinite(found).all())
+        return
+    mean, std = statistics.fmean(valid), math.sqrt(statistics.variance(valid) + 1e-8)
+    expected = [(v - mean) / std if m else 0.0 for v, m in zip(x, mask, strict=True)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=1e-9)
+
+
+def test_whitening_a_single_or_no_valid_entry_gives_zeros() -> None:
+    assert advantages.whiten(torch.tensor([4.0, 9.0]), torch.tensor([1, 0])).tolist() == [0, 0]
+    assert advantages.whiten(torch.tensor([math.nan, 9.0]), torch.tensor([0, 0])).tolist() == [0, 0]
+
+
+@settings(max_examples=20)
+@given(batches())
+def test_broadcast_shows_a_sample_on_each_of_its_tokens(batch) -> None:  # type: ignore[no-untyped-def]
+    lengths = batch[0]
+    found = advantages.broadcast(torch.arange(len(lengths)).float(), torch.tensor(lengths))
+    assert found.tolist() == [number for number, length in enumerate(lengths) for _ in range(length)]
+
+
+def test_the_configured_estimator_is_used() -> None:
+    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 1, 1])
+    use = lambda **fields: advantages.sample_advantages(rewards, ids, Algorithm(**fields))  # noqa: E731
+    assert torch.equal(use(), advantages.group_relative(rewards, ids))
+    assert use(preset="dr_grpo").tolist() == [0.5, -0.5, -1.5, 1.5]
+    assert use(preset="rloo").tolist() == [1, -1, -3, 3]
+    assert use(preset="max_rl").tolist() == [1, -1, -1, 1]
+    assert use(preset="reinforce_plus_plus_baseline").tolist() == [0.5, -0.5, -1.5, 1.5]
+    assert use(preset="opd").tolist() == [0, 0, 0, 0]
+    assert use(preset="ppo") is None
+    assert use(preset="reinforce_plus_plus") is None
