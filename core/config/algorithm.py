@@ -155,7 +155,8 @@ class Algorithm(Section):
         if not isinstance(given, Mapping):
             return given
         preset = given.get("preset", "grpo")
-        return _merged(PRESETS[preset], given) if preset in PRESETS else given
+        known = isinstance(preset, str) and preset in PRESETS
+        return _merged(PRESETS[preset], given) if known else given
 
     @property
     def group_baseline(self) -> bool:

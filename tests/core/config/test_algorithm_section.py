@@ -1,0 +1,150 @@
+"""Presets, overrides, and the combinations that are refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from core.config.algorithm import Algorithm, Correction
+from core.config.algorithm_rules import problems
+from core.config.model import Filter, Rollout, Sampling
+from core.config.presets import PRESETS, Preset
+
+
+def found(
+    algorithm: dict[str, Any],
+    rollout: dict[str, Any] | None = None,
+    sampling: dict[str, Any] | None = None,
+    **more: Any,
+) -> list[str]:
+    section = Rollout(**(rollout or {}), sampling=Sampling(**(sampling or {})))
+    return [problem.field for problem in problems(Algorithm(**algorithm), section, **more)]
+
+
+def test_every_preset_is_named_and_its_fields_are_concrete() -> None:
+    assert set(PRESETS) == set(get_args(Preset))
+    for name, fields in PRESETS.items():
+        algorithm = Algorithm(preset=name)
+        for field, value in fields.items():
+            if not isinstance(value, dict):
+                assert getattr(algorithm, field) == value
+
+
+def test_given_fields_override_the_preset_and_nested_ones_keep_the_rest() -> None:
+    algorithm = Algorithm(preset="dapo", clip_high=0.5, overlong={"factor": 2})
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (0.2, 0.5, "token_mean")
+    assert algorithm.overlong is not None
+    assert algorithm.overlong.factor == 2
+    assert Algorithm(preset="dapo", overlong=None).overlong is None
+
+
+def test_no_preset_is_grpo() -> None:
+    assert Algorithm() == Algorithm(preset="grpo")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_resolved_section_stays_what_it_is(name: str) -> None:
+    algorithm = Algorithm(preset=name)
+    assert Algorithm.model_validate(algorithm.model_dump(mode="json")) == algorithm
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"preset": "ppoo"}, {"preset": ["grpo"]}, {"clip": 0.2}, {"clip_low": 1.5}, {"loss_function": "x"}],
+)
+def test_unknown_presets_keys_and_values_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Algorithm(**bad)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_makes_sense(name: str) -> None:
+    algorithm = {"preset": name} | ({"teacher": "teacher"} if name == "opd" else {})
+    assert found(algorithm, {"samples_per_prompt": 4}) == []
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_is_refused_for_group_estimators(preset: str) -> None:
+    assert found({"preset": preset}, {"samples_per_prompt": 1}) == ["rollout.samples_per_prompt"]
+
+
+@pytest.mark.parametrize("algorithm", [{"preset": "ppo"}, {"preset": "reinforce_plus_plus"}, {"loss": "sft"}])
+def test_a_group_of_one_is_fine_without_groups(algorithm: dict[str, Any]) -> None:
+    assert found(algorithm, {"samples_per_prompt": 1}) == []
+
+
+CORRECTED = {"correction": {"kind": "truncate"}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "field"),
+    [
+        ({"advantage": "none"}, "algorithm.advantage"),
+        ({"distillation_coef": 1}, "algorithm.teacher"),
+        ({"teacher": "x"}, "algorithm.distillation_coef"),
+        ({"overlong": {"buffer_tokens": 1000}}, "algorithm.overlong.buffer_tokens"),
+        ({"preset": "max_rl", "overlong": {}}, "algorithm.overlong"),
+        ({"preset": "ppo", "loss": "gspo"}, "algorithm.loss"),
+        ({"preset": "gspo", "distillation_coef": 1, "teacher": "x"}, "algorithm.loss"),
+        ({"loss": "cispo", "dual_clip": 3}, "algorithm.dual_clip"),
+        ({"dual_clip": 1.1}, "algorithm.dual_clip"),
+        ({"loss": "sapo", "sapo_temperatures": [0, 1]}, "algorithm.sapo_temperatures"),
+        ({"loss": "sft", "kl_coef": 0.1}, "algorithm.kl_coef"),
+        ({"kl_coef": 0.1, "kl_placement": "reward"}, "algorithm.kl_placement"),
+        ({"kl_coef": 0.1, "kl_kind": "k1"}, "algorithm.kl_kind"),
+        ({"preset": "ppo", "kl_coef": 0.1, "kl_unbiased": True}, "algorithm.kl_unbiased"),
+        ({"kl_target": 0.1}, "algorithm.kl_coef"),
+        ({"reference_update_steps": 10}, "algorithm.reference_update_steps"),
+        ({"correction": {"low": 3}}, "algorithm.correction.low"),
+        ({"correction": {"kind": "mask", "low": 1.1}}, "algorithm.correction.low"),
+        ({"old_logprobs": "rollout", **CORRECTED}, "algorithm.old_logprobs"),
+        ({"correction": {"kind": "icepop"}}, "algorithm.correction"),
+        ({"correction": {"kind": "icepop", "low": 0.5, "level": "sequence_product"}}, "algorithm.correction"),
+        ({"loss": "sft", **CORRECTED}, "algorithm.correction"),
+    ],
+)
+def test_senseless_combinations_are_refused(algorithm: dict[str, Any], field: str) -> None:
+    assert found(algorithm) == [field]
+
+
+def test_reinforce_takes_one_step_an_iteration() -> None:
+    assert found({"preset": "rloo"}, steps_per_iteration=1) == []
+    assert found({"preset": "rloo"}, steps_per_iteration=2) == ["algorithm.loss"]
+
+
+def test_unbiased_k1_may_stand_in_the_loss() -> None:
+    assert found({"kl_coef": 0.1, "kl_kind": "k1", "kl_unbiased": True}) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        CORRECTED,
+        {"correction": {"veto": 0.01}},
+        {"correction": {"opsm_delta": 0.1}},
+        {"old_logprobs": "rollout"},
+    ],
+)
+def test_ratios_against_the_engine_refuse_truncated_sampling(
+    name: str, value: float, algorithm: dict[str, Any]
+) -> None:
+    assert found(algorithm, sampling={name: value}) == [f"rollout.sampling.{name}"]
+    assert found(algorithm, sampling={name: value}, kept_set_replayed=True) == []
+    assert found({}, sampling={name: value}) == []
+
+
+def test_greedy_sampling_and_filters_without_variance_are_refused() -> None:
+    assert found({}, sampling={"temperature": 0}) == ["rollout.sampling.temperature"]
+    only = Filter(drop_zero_variance=True)
+    assert found({"preset": "ppo"}, {"samples_per_prompt": 1}, filter=only) == ["filter.drop_zero_variance"]
+
+
+def test_all_problems_come_at_once_with_reason_and_remedy() -> None:
+    many = problems(
+        Algorithm(dual_clip=1.1, kl_target=1, correction=Correction(low=3)), Rollout(samples_per_prompt=1)
+    )
+    assert len(many) == 4
+    assert all(p.reason and p.remedy for p in many)

@@ -1,0 +1,67 @@
+"""The hooks' signatures are a promise to users: a change shows here, as a difference."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+from core import hooks
+from core.errors import ConfigError
+
+SIGNATURES = {
+    "generate": "(sample: RewardInput, prompt_tokens: Sequence[int], engine: Callable[[Sequence[int], Mapping[str, Any]], "
+    "Awaitable[Generated]], sampling: Mapping[str, Any]) -> Awaitable[Generated]",
+    "reward": "(sample: RewardInput, **options: Any) -> float | RewardResult | Awaitable[float | RewardResult]",
+    "group_reward": "(samples: Sequence[RewardInput], **options: Any) -> Sequence[float | RewardResult]",
+    "group_filter": "(samples: Sequence[GroupSample]) -> str | None",
+    "buffer_filter": "(groups: Sequence[Sequence[GroupSample]], need: int, iteration: int) -> Sequence[int]",
+    "advantage": "(rewards: Tensor, group_ids: Tensor) -> Tensor",
+    "loss": "(batch: TokenBatch) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]",
+    "reward_shaping": "(rewards: Tensor, response_lengths: Tensor, truncated: Tensor) -> Tensor",
+    "data_source": "(path: str) -> Iterable[Mapping[str, Any]]",
+    "evaluate": "(inputs: Sequence[RewardInput], samples: Sequence[GroupSample], version: int) -> Mapping[str, float]",
+    "on_batch": "(config: RunConfig, iteration: int, batch_url: str) -> None",
+    "on_step": "(config: RunConfig, version: int, metrics: Mapping[str, float]) -> None",
+}
+FIELDS = {
+    hooks.RewardInput: "prompt response label metadata response_length status",
+    hooks.RewardResult: "reward parts",
+    hooks.GroupSample: "sample_id reward scoring",
+    hooks.Generated: "tokens logprobs loss_mask text status turns",
+}
+
+
+def test_signatures_are_frozen() -> None:
+    now = {
+        name: str(inspect.signature(hook.__call__)).replace("'", "").replace("(self, ", "(")
+        for name, hook in hooks.HOOKS.items()
+    }
+    assert now == SIGNATURES
+
+
+def test_what_hooks_see_is_frozen() -> None:
+    assert {kind: " ".join(item.name for item in fields(kind)) for kind in FIELDS} == FIELDS
+
+
+def test_load_finds_functions() -> None:
+    from core.rewards.text import exact_match
+
+    assert hooks.load("core.rewards.text:exact_match") is exact_match
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("core.rewards.text", "package.module:function"),
+        ("core.rewards.text:", "package.module:function"),
+        ("no_such_package.module:f", "PYTHONPATH"),
+        ("core.rewards.text:no_such", "has no function no_such"),
+        ("core.filters:ZERO_VARIANCE", "name a function"),
+    ],
+)
+def test_load_refuses_naming_field_path_and_remedy(path: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        hooks.load(path, "reward.function")
+    assert f"reward.function = {path}" in str(caught.value)

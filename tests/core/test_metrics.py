@@ -1,0 +1,72 @@
+"""Figures of an iteration."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pyarrow as pa
+import pytest
+
+from core.metrics import group_metrics, pass_at_k, sample_metrics, staleness_metrics
+
+
+def tables() -> tuple[pa.Table, pa.Table]:
+    rollouts = pa.table(
+        {
+            "sample_id": ["a", "b", "c", "d"],
+            "source": ["x", "x", "y", "y"],
+            "response_length": [1, 2, 3, 10],
+            "status": ["completed", "truncated", "completed", "failed"],
+            "policy_versions": [
+                [{"first_token": 0, "version": 3}],
+                [{"first_token": 0, "version": 1}, {"first_token": 2, "version": 3}],
+                [],
+                [],
+            ],
+        }
+    )
+    rewards = pa.table(
+        {
+            "sample_id": ["d", "c", "b", "a"],
+            "group_id": ["h", "h", "g", "g"],
+            "scoring": ["skipped", "scored", "scored", "scored"],
+            "reward": pa.array([None, 1.0, 0.0, 1.0]),
+        }
+    )
+    return rollouts, rewards
+
+
+def test_sample_metrics_count_only_scored_rewards() -> None:
+    found = sample_metrics(*tables())
+    assert found["reward/mean"] == pytest.approx(2 / 3)
+    assert found["rollout/truncated_share"] == 0.25
+    assert found["rollout/response_length_median"] == 2.5
+    assert found["rollout/response_length_max"] == 10
+    assert found["reward/x/mean"] == 0.5
+    assert found["reward/y/mean"] == 1.0
+
+
+def test_group_metrics() -> None:
+    found = group_metrics(tables()[1])
+    assert found["reward/zero_variance_share"] == 0.5
+    assert found["reward/group_std_mean"] == pytest.approx(0.5**0.5)
+    assert found["reward/pass@1"] == pytest.approx((0.5 + 1) / 2)
+    assert "reward/pass@2" not in found  # one group has a single scored sample
+
+
+@pytest.mark.parametrize("correct", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(correct: int, k: int) -> None:
+    subsets = list(combinations([1] * correct + [0] * (5 - correct), k))
+    assert pass_at_k(5, correct, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+
+
+def test_staleness_looks_at_the_oldest_token() -> None:
+    assert staleness_metrics(tables()[0], 4) == {"staleness/mean": 2.0, "staleness/max": 3.0}
+    assert staleness_metrics(tables()[0].slice(2), 4) == {}
+
+
+def test_nothing_generated_gives_no_nan() -> None:
+    rollouts, rewards = (table.slice(0, 0) for table in tables())
+    assert all(value == value for value in sample_metrics(rollouts, rewards).values())
+    assert group_metrics(rewards) == {}
