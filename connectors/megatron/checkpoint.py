@@ -7,7 +7,6 @@ under any tensor, pipeline, context and data parallel layout.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import tempfile
 import time
@@ -73,7 +72,9 @@ def load(rank: TrainerRank, url: str) -> int:
     store = Store(url)
     marker = _once(lambda: _read_marker(store))
     if marker is None:
-        raise MissingFileError(f"{url}: no complete checkpoint is there; load another, or train from the start")
+        raise MissingFileError(
+            f"{url}: no complete checkpoint is there; load another, or train from the start"
+        )
     if marker["distributed_optimizer"] != rank.config.trainer.optimizer.distributed:
         raise TrainerError(
             f"{url}: was saved with trainer.optimizer.distributed={str(marker['distributed_optimizer']).lower()}; "
@@ -83,7 +84,9 @@ def load(rank: TrainerRank, url: str) -> int:
         try:
             loaded = dist_checkpointing.load(_state(rank, loading=True), str(folder))
         except (CheckpointingException, KeyError) as error:
-            raise TrainerError(f"{url}: does not fit the model that the configuration names: {error}") from error
+            raise TrainerError(
+                f"{url}: does not fit the model that the configuration names: {error}"
+            ) from error
         rank.policy.load_state_dict(loaded["model"])
         optim.load_optimizer(rank.optimizer, loaded["optimizer"])
         rank.schedule.load_state_dict(loaded["schedule"])

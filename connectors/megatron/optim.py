@@ -92,6 +92,9 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             _hand_steps_through(part)
+        else:
+            adam = state.get("optimizer", state)["state"]
+            adam.setdefault("common_step", torch.zeros((), dtype=torch.float32))  # a step of 0 is not saved
     try:
         with torch.no_grad():
             optimizer.load_state_dict(state)

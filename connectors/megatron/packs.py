@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,16 +18,19 @@ from torch import Tensor
 
 from connectors.megatron.attention import zigzag_positions
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
 
 @dataclass
 class Row:
     """One sample of a batch, as the trainer needs it."""
 
     sample_id: str
-    tokens: list[int]
+    tokens: Ints
     response_length: int
-    loss_mask: list[int]
-    rollout_logprobs: list[float]
+    loss_mask: Ints
+    rollout_logprobs: Floats
     advantage: float
     train_step: int
 
@@ -51,52 +56,64 @@ class Pack:
 
 def rows_of(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
-    columns = [
-        "sample_id",
-        "tokens",
-        "response_length",
-        "loss_mask",
-        "rollout_logprobs",
-        "advantage",
-        "train_step",
+    tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
+    logprobs = _lists(table, "rollout_logprobs", np.float32)
+    plain = table.select(["sample_id", "response_length", "advantage", "train_step"]).to_pylist()
+    return [
+        Row(
+            sample_id=row["sample_id"],
+            tokens=tokens[i],
+            response_length=row["response_length"],
+            loss_mask=masks[i],
+            rollout_logprobs=logprobs[i],
+            advantage=row["advantage"] or 0.0,
+            train_step=row["train_step"],
+        )
+        for i, row in enumerate(plain)
     ]
-    rows = table.select(columns).to_pylist()
-    return [Row(**{**row, "advantage": row["advantage"] or 0.0}) for row in rows]
+
+
+def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
+    """Each row's list as an array, without a Python object an element."""
+    lists = table.column(column).combine_chunks()
+    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    values = lists.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+    bounds = lists.offsets.to_numpy()
+    return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def make_pack(rows: Sequence[Row], *, cp_size: int, cp_rank: int, align: int, device: Any) -> Pack:
     """Lay samples end to end, each padded to `align` tokens. No rows gives a pack of padding without response tokens."""
-    bounds, flat, positions, next_is_response = [0], [], [], []
-    for row in rows:
-        length = len(row.tokens)
-        padded = -(-length // align) * align
-        flat += row.tokens + [0] * (padded - length)
-        positions += range(padded)
-        prompt = length - row.response_length
-        next_is_response += [prompt - 1 <= at < length - 1 for at in range(padded)]
-        bounds.append(bounds[-1] + padded)
-    if not rows:
-        flat, positions, next_is_response = [0] * align, list(range(align)), [False] * align
-        bounds.append(align)
-    tokens, chosen = torch.tensor(flat), torch.tensor(next_is_response)
+    padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
+    bounds = [0, *np.cumsum(padded).tolist()]
+    tokens = np.zeros(bounds[-1], dtype=np.int64)
+    before_response = np.zeros(bounds[-1], dtype=bool)
+    for row, start in zip(rows, bounds, strict=False):
+        assert row.response_length < len(row.tokens), f"sample {row.sample_id} has no prompt token"
+        end = start + len(row.tokens)
+        tokens[start:end] = row.tokens
+        before_response[end - row.response_length - 1 : end - 1] = True
+    positions = np.concatenate([np.arange(length) for length in padded])
+    flat, chosen = torch.from_numpy(tokens), torch.from_numpy(before_response)
     mine = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
-    slot_of = chosen.cumsum(0) - 1
     places = chosen[mine].nonzero()[:, 0]
     whole = mine[places]
-    targets = tokens[(whole + 1).clamp(max=len(flat) - 1)]
     cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True))
     params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
     )
     params.bounds = bounds
     return Pack(
         rows=list(rows),
-        input_ids=tokens[mine][None].to(device),
-        position_ids=torch.tensor(positions)[mine][None].to(device),
+        input_ids=flat[mine][None].to(device),
+        position_ids=torch.from_numpy(positions)[mine][None].to(device),
         params=params,
         places=places.to(device),
-        targets=targets.to(device),
-        slots=slot_of[whole].to(device),
+        targets=flat[whole + 1].to(device),
+        slots=(chosen.cumsum(0) - 1)[whole].to(device),
         count=int(chosen.sum()),
     )

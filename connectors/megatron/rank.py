@@ -108,22 +108,11 @@ class TrainerRank:
             raise TrainerError(
                 f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
             )
-        objective = self.stepper.objective
-        several = len({row.train_step for row in every}) > 1
-        if not objective.supervised and several and (self._old is None or self._old[0] != batch_url):
-            assert version == min(row.train_step for row in every), (
-                "replay begins at an iteration's first step"
-            )
-            self._old = (batch_url, self.stepper.logprobs(every))
-        if objective.needs_ref and (self._ref is None or self._ref[0] != batch_url):
-            with self._reference_weights():
-                self._ref = (batch_url, self.stepper.logprobs(every))
+        old, ref = self._earlier(version, batch_url, every)
         prepared = time.perf_counter()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums, pack_tokens = self.stepper.forward_backward(
-            rows, self._old[1] if several and self._old else None, self._ref[1] if self._ref else None
-        )
+        sums, pack_tokens = self.stepper.forward_backward(rows, old, ref)
         metrics = {
             name: value if math.isnan(amount) or not amount else value / amount
             for name, (value, amount) in sums.items()
@@ -131,11 +120,9 @@ class TrainerRank:
         computed = time.perf_counter()
         self._check(metrics, version, guard)
         metrics["grad_norm"] = self._apply(version)
-        seconds = {
-            "read": prepared - started,
-            "compute": computed - prepared,
-            "apply": time.perf_counter() - computed,
-        }
+        finished = time.perf_counter()
+        if version == max(row.train_step for row in every):
+            self._rows = self._old = self._ref = None  # the iteration's last step
         tokens = sum(len(row.tokens) for row in rows)
         return {
             **metrics,
@@ -144,9 +131,38 @@ class TrainerRank:
             "samples": len(rows),
             "tokens": tokens,
             "packs": pack_tokens,
-            "seconds": seconds,
-            "tokens_per_second": tokens / (time.perf_counter() - started),
+            "seconds": {
+                "prepare": prepared - started,
+                "compute": computed - prepared,
+                "apply": finished - computed,
+            },
+            "tokens_per_second": tokens / (finished - started),
         }
+
+    def _earlier(
+        self, version: int, batch_url: str, every: list[Row]
+    ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+        """Log-probabilities under the weights before the iteration and under the reference, where they are needed.
+
+        Computed at the iteration's first step for all its rows.
+        """
+        objective = self.stepper.objective
+        steps = {row.train_step for row in every}
+        if (
+            objective.needs_old
+            and (len(steps) > 1 or objective.needs_recompute)
+            and (self._old is None or self._old[0] != batch_url)
+        ):
+            if version != min(steps):
+                raise TrainerError(
+                    f"step {version} of {batch_url} needs log-probabilities from before the iteration, which began at step "
+                    f"{min(steps)}; rebuild the trainer from a checkpoint and replay the iteration from there"
+                )
+            self._old = (batch_url, self.stepper.logprobs(every))
+        if objective.needs_ref and (self._ref is None or self._ref[0] != batch_url):
+            with self._reference_weights():
+                self._ref = (batch_url, self.stepper.logprobs(every))
+        return self._old[1] if self._old else None, self._ref[1] if self._ref else None
 
     def _check(self, metrics: dict[str, float], version: int, guard: float | None) -> None:
         if not math.isfinite(metrics["loss"]):
@@ -162,16 +178,20 @@ class TrainerRank:
             )
 
     def _apply(self, version: int) -> float:
-        """Optimizer and schedule step; returns the gradient norm before clipping."""
-        self.schedule.step(increment=1)  # the learning rate of step n is the schedule's at n
+        """Optimizer and schedule step, unless the gradient is not finite; returns its norm before clipping."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise TrainerError(
                 f"step {version}: the gradient norm is {norm}; nothing was applied. Lower trainer.optimizer.lr or look at the batch"
             )
-        done, _, _ = self.optimizer.step()
-        assert done, "the optimizer skipped a step with finite gradients"
+        try:
+            self.schedule.step(increment=1)  # the learning rate of step n is the schedule's at n
+            done, _, _ = self.optimizer.step()
+            assert done, "the optimizer skipped a step with finite gradients"
+        except BaseException:
+            self.version = None  # a step half applied leaves weights of no version
+            raise
         return norm
 
     def score(self, batch_url: str) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -20,6 +21,7 @@ from torch import Tensor
 from connectors.megatron.logprobs import token_logprobs
 from connectors.megatron.model import PolicyModel
 from connectors.megatron.packs import Pack, Row, make_pack
+from connectors.megatron.world import model_context
 from core.algorithms.objective import Objective, TokenBatch
 from core.batching import plan_packs
 from core.config import RunConfig
@@ -90,7 +92,7 @@ class Stepper:
         ref: dict[str, Tensor] | None,
     ) -> tuple[Sums, list[int]]:
         """Gradients of the step's loss in the model's buffers; sums of every metric over all ranks; tokens a pack."""
-        counts = torch.tensor([sum(row.loss_mask) for row in rows], dtype=torch.float64)
+        counts = torch.tensor([int(row.loss_mask.sum()) for row in rows], dtype=torch.float64)
         per_sample = self.objective.sample_weights(counts, self.longest)
         weight = {row.sample_id: float(w) for row, w in zip(rows, per_sample.tolist(), strict=True)}
         packs = self.packs(rows)
@@ -164,16 +166,19 @@ class Stepper:
         def stacked(parts: list[Tensor]) -> Tensor:
             return torch.cat(parts).to(device) if parts else values.new_zeros(0)
 
+        sampled = stacked([torch.from_numpy(row.rollout_logprobs.copy()) for row in rows])
+        if old is not None:
+            before = stacked([old[row.sample_id] for row in rows])
+        else:
+            before = sampled if self.objective.ratio_to_rollout else values.detach()
         lengths = torch.tensor([row.response_length for row in rows], dtype=torch.long)
         each = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         return TokenBatch(
             logprobs=values,
-            old_logprobs=values.detach() if old is None else stacked([old[row.sample_id] for row in rows]),
-            rollout_logprobs=stacked(
-                [torch.tensor(row.rollout_logprobs, dtype=torch.float32) for row in rows]
-            ),
+            old_logprobs=before,
+            rollout_logprobs=sampled,
             advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[each].to(device),
-            mask=stacked([torch.tensor(row.loss_mask, dtype=torch.float32) for row in rows]),
+            mask=stacked([torch.from_numpy(row.loss_mask.astype(np.float32)) for row in rows]),
             lengths=lengths.to(device),
             weights=torch.tensor([weight[row.sample_id] for row in rows], dtype=torch.float32)[each].to(
                 device
@@ -191,13 +196,18 @@ class Stepper:
     ) -> None:
         def forward(iterator: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             pack = next(iterator)
-            hidden = model(
-                input_ids=pack.input_ids,
-                position_ids=pack.position_ids,
-                attention_mask=None,
-                packed_seq_params=pack.params,
-            )
-            return hidden, partial(loss, pack)
+            with model_context(self.device):
+                hidden = model(
+                    input_ids=pack.input_ids,
+                    position_ids=pack.position_ids,
+                    attention_mask=None,
+                    packed_seq_params=pack.params,
+                )
+            return hidden, partial(evaluated, pack)
+
+        def evaluated(pack: Pack, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            with model_context(self.device):
+                return loss(pack, hidden)
 
         get_forward_backward_func()(
             forward_step_func=forward,

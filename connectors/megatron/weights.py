@@ -129,7 +129,7 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
 def _finish_export(aside: Path, target: Path, source: str, everywhere: list[Any]) -> None:
     written = {name: file for file, sizes in everywhere for name in sizes}
     total = sum(size for _, sizes in everywhere for size in sizes.values())
-    holders = sorted({file for file in written.values()})
+    holders = sorted(set(written.values()))
     if len(holders) == 1:
         (aside / holders[0]).rename(aside / "model.safetensors")
     else:

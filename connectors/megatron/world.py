@@ -46,12 +46,18 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     )
     torch.manual_seed(config.run.seed)
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
-    if config.trainer.deterministic and cuda:
+    if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return device
 
 
-def device_context(device: torch.device) -> Any:
+def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """What each thread enters around megatron's calls."""
     return cpu_shim.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
+
+
+def model_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What may be entered around the model's and the loss's own calls, which name no device."""
+    return cpu_shim.suspended() if device.type == "cpu" else contextlib.nullcontext()

@@ -74,6 +74,11 @@ class Objective:
         """Whether those need a forward pass even when an iteration makes one step (old_logprobs=recompute)."""
         return self.needs_old and self.config.old_logprobs == "recompute"
 
+    @property
+    def ratio_to_rollout(self) -> bool:
+        """Whether the ratio is taken against the engine's log-probabilities."""
+        return self.config.loss not in ("sft", "reinforce") and self.config.old_logprobs == "rollout"
+
     def sample_weights(self, counts: Tensor, longest: int) -> Tensor:
         """Weight [B] of each sample's tokens from `counts` [B], the unmasked tokens of every sample of the global batch.
 
