@@ -1,0 +1,302 @@
+"""Forward passes of small decoder models over a slot cache, straight from safetensors.
+
+Owns weights and arithmetic. Every row's result depends on that row alone, bit for bit: matrix products always see at
+least `ROWS` rows (below that, CPU kernels sum in another order), and attention spans are multiples of `SPAN`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+ROWS = 8
+SPAN = 64  # of attention in decoding
+PREFILL_SPAN = 16  # of prompts
+SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be served; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the forward pass needs of config.json."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    positions: int
+    tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_topk: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Shape:
+        """From a checkpoint folder. Raises ModelError."""
+        try:
+            c: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+        if c.get("model_type") not in SUPPORTED:
+            raise ModelError(
+                f"{folder}: model_type {c.get('model_type')!r} is not one of {', '.join(SUPPORTED)}"
+            )
+        rope = c.get("rope_parameters") or {}
+        if c.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+            raise ModelError(f"{folder}: scaled rotary embeddings are not supported")
+        heads = c["num_attention_heads"]
+        return cls(
+            family=c["model_type"],
+            layers=c["num_hidden_layers"],
+            hidden=c["hidden_size"],
+            heads=heads,
+            kv_heads=c.get("num_key_value_heads") or heads,
+            head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+            vocab=c["vocab_size"],
+            eps=c.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta") or c.get("rope_theta", 10000.0),
+            positions=c["max_position_embeddings"],
+            tied=bool(c.get("tie_word_embeddings", False)),
+            experts=c.get("num_experts", 0) if c["model_type"] == "qwen3_moe" else 0,
+            experts_per_token=c.get("num_experts_per_tok", 0),
+            norm_topk=bool(c.get("norm_topk_prob", False)),
+        )
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder. Raises ModelError."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder}: no safetensors")
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    tensors[name] = file.get_tensor(name)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+    return tensors
+
+
+class Weights:
+    """Named tensors, and the fused views of them that the forward pass uses."""
+
+    def __init__(self, shape: Shape, tensors: dict[str, Tensor]) -> None:
+        self.shape = shape
+        missing = [name for name in self.names(shape) if name not in tensors]
+        if missing:
+            raise ModelError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+        self.tensors = {name: tensors[name] for name in self.names(shape)}
+        self.layers = [self._layer(number) for number in range(shape.layers)]
+        self.embedding = self.tensors["model.embed_tokens.weight"]
+        self.norm = self.tensors["model.norm.weight"]
+        self.head = self.embedding if shape.tied else self.tensors["lm_head.weight"]
+
+    @staticmethod
+    def names(shape: Shape) -> list[str]:
+        """Every tensor of the family, by its Hugging Face name."""
+        names = ["model.embed_tokens.weight", "model.norm.weight"] + (
+            [] if shape.tied else ["lm_head.weight"]
+        )
+        for i in range(shape.layers):
+            p = f"model.layers.{i}"
+            names += [f"{p}.input_layernorm.weight", f"{p}.post_attention_layernorm.weight"]
+            names += [f"{p}.self_attn.{x}_proj.weight" for x in "qkvo"]
+            if shape.family == "qwen2":
+                names += [f"{p}.self_attn.{x}_proj.bias" for x in "qkv"]
+            if shape.family.startswith("qwen3"):
+                names += [f"{p}.self_attn.q_norm.weight", f"{p}.self_attn.k_norm.weight"]
+            if shape.experts:
+                names.append(f"{p}.mlp.gate.weight")
+                for e in range(shape.experts):
+                    names += [f"{p}.mlp.experts.{e}.{x}_proj.weight" for x in ("gate", "up", "down")]
+            else:
+                names += [f"{p}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+        return names
+
+    def _layer(self, number: int) -> dict[str, Any]:
+        t, p = self.tensors, f"model.layers.{number}"
+        layer: dict[str, Any] = {
+            "norm1": t[f"{p}.input_layernorm.weight"],
+            "norm2": t[f"{p}.post_attention_layernorm.weight"],
+            "qkv": torch.cat([t[f"{p}.self_attn.{x}_proj.weight"] for x in "qkv"]),
+            "o": t[f"{p}.self_attn.o_proj.weight"],
+            "bias": None,
+            "q_norm": t.get(f"{p}.self_attn.q_norm.weight"),
+            "k_norm": t.get(f"{p}.self_attn.k_norm.weight"),
+        }
+        if self.shape.family == "qwen2":
+            layer["bias"] = torch.cat([t[f"{p}.self_attn.{x}_proj.bias"] for x in "qkv"])
+        if self.shape.experts:
+            layer["router"] = t[f"{p}.mlp.gate.weight"]
+            layer["experts"] = [_mlp(t, f"{p}.mlp.experts.{e}") for e in range(self.shape.experts)]
+        else:
+            layer["mlp"] = _mlp(t, f"{p}.mlp")
+        return layer
+
+
+def _mlp(tensors: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+    gate_up = torch.cat([tensors[f"{prefix}.gate_proj.weight"], tensors[f"{prefix}.up_proj.weight"]])
+    return gate_up, tensors[f"{prefix}.down_proj.weight"]
+
+
+class Cache:
+    """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim] each."""
+
+    def __init__(self, shape: Shape, slots: int, capacity: int, dtype: torch.dtype) -> None:
+        self.capacity = capacity
+        size = (slots, shape.kv_heads, capacity, shape.head_dim)
+        self.keys = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a slot's first `length` positions to another slot."""
+        for layers in (self.keys, self.values):
+            for tensor in layers:
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def grow(self, capacity: int) -> None:
+        """Make every slot longer."""
+        for layers in (self.keys, self.values):
+            for number, tensor in enumerate(layers):
+                longer = tensor.new_zeros(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3])
+                longer[:, :, : self.capacity] = tensor
+                layers[number] = longer
+        self.capacity = capacity
+
+
+class Decoder:
+    """Prefill and decode."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.shape = weights.shape
+        self.weights = weights
+        half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
+        frequencies = torch.outer(
+            torch.arange(self.shape.positions, dtype=torch.float32), self.shape.rope_theta**-half
+        )
+        both = torch.cat([frequencies, frequencies], dim=-1)
+        self.cos, self.sin = both.cos(), both.sin()
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """tokens [B, S] with S a multiple of PREFILL_SPAN -> final hidden states [B, S, H] and keys and values by layer."""
+        batch, length = tokens.shape
+        assert length % PREFILL_SPAN == 0
+        cos, sin = self.cos[:length], self.sin[:length]
+        cached: list[tuple[Tensor, Tensor]] = []
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(batch, length, -1, self.shape.head_dim).transpose(1, 2) for x in (q, k, v))
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            cached.append((k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(batch * length, -1)
+
+        hidden = self._layers(self.weights.embedding[tokens.reshape(-1)], attend)
+        return hidden.view(batch, length, -1), cached
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Next hidden states [M, H] of slots 0..M-1 given each slot's last token [M] and its position [M]."""
+        count = len(tokens)
+        assert count % ROWS == 0
+        span = min(cache.capacity, -(-(int(positions.max()) + 1) // SPAN) * SPAN)
+        cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
+        mask = (torch.arange(span) <= positions[:, None])[:, None, None]
+        slots = torch.arange(count)
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(count, -1, 1, self.shape.head_dim) for x in (q, k, v))
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            keys, values = cache.keys[number], cache.values[number]
+            keys[slots, :, positions] = k[:, :, 0]
+            values[slots, :, positions] = v[:, :, 0]
+            out = F.scaled_dot_product_attention(
+                q, keys[:count, :, :span], values[:count, :, :span], attn_mask=mask, enable_gqa=True
+            )
+            return out.reshape(count, -1)
+
+        return self._layers(self.weights.embedding[tokens], attend)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [M, V] of hidden states [M, H]."""
+        return padded_linear(hidden, self.weights.head).float()
+
+    def _layers(self, x: Tensor, attend: Any) -> Tensor:
+        s = self.shape
+        sizes = [s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim]
+        for number, layer in enumerate(self.weights.layers):
+            normed = _norm(x, layer["norm1"], s.eps)
+            q, k, v = F.linear(normed, layer["qkv"], layer["bias"]).split(sizes, dim=-1)
+            if layer["q_norm"] is not None:
+                q = _norm(q.unflatten(-1, (s.heads, s.head_dim)), layer["q_norm"], s.eps).flatten(-2)
+                k = _norm(k.unflatten(-1, (s.kv_heads, s.head_dim)), layer["k_norm"], s.eps).flatten(-2)
+            x = x + F.linear(attend(number, q, k, v), layer["o"])
+            normed = _norm(x, layer["norm2"], s.eps)
+            x = x + (self._experts(normed, layer) if s.experts else _feed_forward(normed, *layer["mlp"]))
+        return _norm(x, self.weights.norm, s.eps)
+
+    def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
+        """Mixture of experts; each expert's rows are padded, so that results do not depend on who else chose it."""
+        scores = F.linear(x, layer["router"]).float().softmax(-1)
+        top, chosen = scores.topk(self.shape.experts_per_token, dim=-1)
+        if self.shape.norm_topk:
+            top = top / top.sum(-1, keepdim=True)
+        parts = torch.zeros(*chosen.shape, x.shape[-1], dtype=x.dtype)
+        for number, expert in enumerate(layer["experts"]):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                padded = -(-len(rows) // ROWS) * ROWS
+                inputs = torch.cat([x[rows], x.new_zeros(padded - len(rows), x.shape[-1])])
+                parts[rows, places] = _feed_forward(inputs, *expert)[: len(rows)]
+        out = torch.zeros_like(x)
+        for place in range(chosen.shape[1]):
+            out = out + parts[:, place] * top[:, place, None].to(x.dtype)
+        return out
+
+
+def padded_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T with at least ROWS rows in the product."""
+    rows = x.shape[0]
+    padded = -(-rows // ROWS) * ROWS
+    if padded != rows:
+        x = torch.cat([x, x.new_zeros(padded - rows, x.shape[1])])
+    return F.linear(x, weight)[:rows]
+
+
+def _feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos.to(x.dtype) + turned * sin.to(x.dtype)).to(x.dtype)

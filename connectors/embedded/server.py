@@ -1,0 +1,481 @@
+"""The HTTP face of the engine: SGLang's native endpoints and fields.
+
+Owns parsing and answering; decides nothing about tokens. Bodies are JSON and safetensors; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from connectors.embedded.engine import Engine, Request
+from connectors.embedded.model import ModelError, Weights
+from connectors.embedded.sampling import RequestError, SamplingParams
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BODY_LIMIT = 4 * 2**30
+
+
+class Server:
+    """Handlers over one engine."""
+
+    def __init__(self, engine: Engine, info: Mapping[str, Any]) -> None:
+        self.engine = engine
+        self.info = dict(info)
+        self.snapshot: dict[str, Tensor] = {}
+
+    def app(self) -> web.Application:
+        """The application with all routes."""
+        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_errors])
+        post, get = app.router.add_post, app.router.add_get
+        for path, handler in (("/health", self.health), ("/health_generate", self.health_generate)):
+            get(path, handler)
+        for path, handler in (("/server_info", self.server_info), ("/get_server_info", self.server_info)):
+            get(path, handler)
+        for path, handler in (("/model_info", self.model_info), ("/get_model_info", self.model_info)):
+            get(path, handler)
+        get("/get_load", self.load)
+        get("/flush_cache", self.flush_cache)
+        post("/generate", self.generate)
+        post("/abort_request", self.abort_request)
+        post("/pause_generation", self.pause_generation)
+        post("/continue_generation", self.continue_generation)
+        post("/flush_cache", self.flush_cache)
+        post("/update_weights_from_disk", self.update_weights_from_disk)
+        post("/begin_weight_update", self.begin_weight_update)
+        post("/end_weight_update", self.end_weight_update)
+        post("/update_weights_from_tensor", self.update_weights_from_tensor)
+        post("/update_weight_version", self.update_weight_version)
+        post("/release_memory_occupation", self.release_memory)
+        post("/resume_memory_occupation", self.resume_memory)
+        post("/weights_checker", self.weights_checker)
+        return app
+
+    # generation
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        """One prompt or a batch; plain or streamed."""
+        body = await _json(http)
+        prompts, single = self._prompts(body)
+        params = body.get("sampling_params")
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"sampling_params: {len(each)} given for {len(prompts)} prompts")
+        parsed = [SamplingParams.parse(p) for p in each]
+        rids = self._rids(body, sum(p.n for p in parsed), single and parsed[0].n == 1)
+        queue: asyncio.Queue[int] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        requests: list[Request] = []
+        for prompt, p in zip(prompts, parsed, strict=True):
+            self.engine.check(prompt, p)
+            for copy in range(p.n):
+                at = len(requests)
+                seed = self.engine.draw_seed() if p.sampling_seed is None else p.sampling_seed + copy
+                requests.append(self._request(body, rids[at], prompt, p, seed, _notifier(loop, queue, at)))
+        many = not single or len(requests) > 1
+        for request in requests:
+            self.engine.submit(request)
+        try:
+            if body.get("stream"):
+                return await self._stream(http, body, requests, queue, many)
+            waiting = len(requests)
+            while waiting:
+                waiting -= bool(requests[await queue.get()].finish)
+            answers = [self._answer(request, body) for request in requests]
+            return web.json_response(answers if many else answers[0])
+        except asyncio.CancelledError:
+            for request in requests:  # the client has gone
+                if request.finish is None:
+                    await asyncio.to_thread(self.engine.abort, request.rid)
+            raise
+
+    def _request(
+        self,
+        body: Mapping[str, Any],
+        rid: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        notify: Callable[[Request], None],
+    ) -> Request:
+        wanted = bool(body.get("return_logprob"))
+        start = body.get("logprob_start_len")
+        return Request(
+            rid=rid,
+            prompt=prompt,
+            params=params,
+            seed=seed,
+            notify=notify,
+            top_logprobs=int(body.get("top_logprobs_num") or 0) if wanted else 0,
+            prompt_logprobs_from=int(start) if wanted and start is not None else -1,
+        )
+
+    def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
+        ids, text = body.get("input_ids"), body.get("text")
+        if (ids is None) == (text is None):
+            raise RequestError("input_ids, text: send exactly one of them")
+        if text is not None:
+            if not isinstance(text, str | list) or not all(
+                isinstance(t, str) for t in ([text] if isinstance(text, str) else text)
+            ):
+                raise RequestError("text: a string or a list of strings is wanted")
+            texts = [text] if isinstance(text, str) else text
+            return [self.engine.text.encode(t) for t in texts], isinstance(text, str)
+        if not isinstance(ids, list) or not ids:
+            raise RequestError("input_ids: a list of token ids, or a list of such lists, is wanted")
+        single = not isinstance(ids[0], list)
+        prompts = [ids] if single else ids
+        for prompt in prompts:
+            if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+                raise RequestError("input_ids: every token id must be an integer")
+        return prompts, single
+
+    def _rids(self, body: Mapping[str, Any], count: int, single: bool) -> list[str]:
+        rid = body.get("rid")
+        if rid is None:
+            return [uuid.uuid4().hex for _ in range(count)]
+        if isinstance(rid, str):
+            return [rid] if single else [f"{rid}_{number}" for number in range(count)]
+        if not isinstance(rid, list) or len(rid) != count or not all(isinstance(item, str) for item in rid):
+            raise RequestError(f"rid: a string, or {count} of them, is wanted")
+        return rid
+
+    async def _stream(
+        self,
+        http: web.Request,
+        body: Mapping[str, Any],
+        requests: list[Request],
+        queue: asyncio.Queue[int],
+        many: bool,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(http)
+        async for at in _until_done(requests, queue):
+            answer = self._answer(requests[at], body)
+            if many:
+                answer["index"] = at
+            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _answer(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+        """SGLang's answer for what a request has so far."""
+        ids = list(request.output)
+        text = request.stopped_text if request.stopped_text is not None else self._text(request, ids)
+        spans = [dict(span) for span in request.spans]
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": request.finish,
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(ids),
+            "cached_tokens": request.cached_tokens,
+            "weight_version": spans[-1]["version"] if spans else self.engine.weight_version,
+            "weight_versions": spans,
+            "e2e_latency": time.time() - request.arrived,
+        }
+        if body.get("return_logprob"):
+            show = bool(body.get("return_text_in_logprobs"))
+            pairs = zip(request.logprobs[: len(ids)], ids, strict=False)
+            meta["output_token_logprobs"] = [
+                [value, token, self._token_text(token, show)] for value, token in pairs
+            ]
+            meta["input_token_logprobs"] = [
+                [value, token, self._token_text(token, show)] for value, token in request.prompt_logprobs
+            ]
+            if request.top_logprobs:
+                meta["output_top_logprobs"] = [
+                    [[value, token, self._token_text(token, show)] for value, token in tops]
+                    for tops in request.tops
+                ]
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+    def _text(self, request: Request, ids: list[int]) -> str:
+        matched = (request.finish or {}).get("matched")
+        if isinstance(matched, int) and not request.params.no_stop_trim:
+            ids = ids[:-1]
+        return self.engine.text.decode(ids, request.params)
+
+    def _token_text(self, token: int, show: bool) -> str | None:
+        return self.engine.text.decode([token], SamplingParams(skip_special_tokens=False)) if show else None
+
+    # control
+
+    async def abort_request(self, http: web.Request) -> web.Response:
+        """End requests by rid prefix, or all of them."""
+        body = await _json(http)
+        everything, rid = bool(body.get("abort_all")), body.get("rid") or ""
+        if not everything and not rid:
+            raise RequestError("rid, abort_all: one of them is needed")
+        count = await asyncio.to_thread(self.engine.abort, rid, everything)
+        return web.json_response({"success": True, "aborted": count})
+
+    async def pause_generation(self, http: web.Request) -> web.Response:
+        """Stop stepping, in one of SGLang's three modes."""
+        mode = (await _json(http)).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            raise RequestError(f"mode: {mode!r} is not abort, retract or in_place")
+        await self._call(lambda: self.engine.pause(mode))
+        return web.json_response({"success": True, "message": f"paused ({mode})"})
+
+    async def continue_generation(self, http: web.Request) -> web.Response:
+        """Go on stepping."""
+        await self._call(self.engine.resume)
+        return web.json_response({"success": True, "message": "continued"})
+
+    async def flush_cache(self, http: web.Request) -> web.Response:
+        """Forget cached prompts; 400 while anything runs."""
+        if not await self._call(self.engine.flush):
+            raise RequestError("flush_cache: requests are running or waiting")
+        return web.json_response({"success": True})
+
+    async def update_weights_from_disk(self, http: web.Request) -> web.Response:
+        """Load a checkpoint folder; waits for running requests unless paused."""
+        body = await _json(http)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str):
+            raise RequestError("model_path: a folder is wanted")
+        await self._idle()
+        await self._call(
+            lambda: self.engine.update_from_disk(path, None if version is None else str(version))
+        )
+        return web.json_response(
+            {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
+        )
+
+    async def begin_weight_update(self, http: web.Request) -> web.Response:
+        """Accepted for protocol's sake: updates here are atomic."""
+        return web.json_response({"success": True})
+
+    async def end_weight_update(self, http: web.Request) -> web.Response:
+        """Accepted for protocol's sake: updates here are atomic."""
+        return web.json_response({"success": True})
+
+    async def update_weights_from_tensor(self, http: web.Request) -> web.Response:
+        """Replace named tensors, sent as base64 of safetensors bytes. Pickled tensors are refused."""
+        body = await _json(http)
+        tensors: dict[str, Tensor] = {}
+        for text in _parts(body.get("serialized_named_tensors")):
+            tensors |= _decode_tensors(text)
+        if not tensors:
+            raise RequestError("serialized_named_tensors: no tensors in it")
+        version = body.get("weight_version")
+
+        def replace() -> None:
+            engine = self.engine
+            unknown = sorted(set(tensors) - set(engine.decoder.weights.tensors))
+            if unknown:
+                raise ModelError(f"{unknown[0]} is no tensor of the model served")
+            engine.check_tensors(tensors)
+            dtype = engine.decoder.weights.embedding.dtype
+            merged = {**engine.decoder.weights.tensors, **{name: t.to(dtype) for name, t in tensors.items()}}
+            engine.replace_weights(
+                Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
+            )
+
+        await self._idle()
+        await self._call(replace)
+        return web.json_response(
+            {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
+        )
+
+    async def update_weight_version(self, http: web.Request) -> web.Response:
+        """Rename the weights that are served."""
+        version = (await _json(http)).get("new_version")
+        if version is None:
+            raise RequestError("new_version: missing")
+
+        def rename() -> None:
+            self.engine.weight_version = str(version)
+
+        await self._call(rename)
+        return web.json_response({"success": True, "new_version": str(version)})
+
+    async def release_memory(self, http: web.Request) -> web.Response:
+        """Note memory as released; on a CPU nothing is given back but the prompt cache. Must be idle."""
+        tags = set((await _json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
+        _check_tags(tags)
+        if not await self._call(self.engine.flush):
+            raise RequestError("release_memory_occupation: requests are running or waiting")
+        self.engine.released |= tags
+        await self._call(lambda: self.engine.pause("in_place"))
+        return web.json_response({"success": True})
+
+    async def resume_memory(self, http: web.Request) -> web.Response:
+        """Take memory back; serving goes on when nothing is released any more."""
+        tags = set((await _json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
+        _check_tags(tags)
+        self.engine.released -= tags
+        if not self.engine.released:
+            await self._call(self.engine.resume)
+        return web.json_response({"success": True})
+
+    async def weights_checker(self, http: web.Request) -> web.Response:
+        """checksum: sha256 by tensor; snapshot and compare: whether weights changed since; reset_tensors: zero them."""
+        action = (await _json(http)).get("action")
+        if action not in ("checksum", "snapshot", "compare", "reset_tensors"):
+            raise RequestError(f"action: {action!r} is not checksum, snapshot, compare or reset_tensors")
+        return web.json_response(await self._call(lambda: self._check_weights(action)))
+
+    def _check_weights(self, action: str) -> dict[str, Any]:
+        held = self.engine.decoder.weights.tensors
+        if action == "checksum":
+            return {"success": True, "checksums": {name: _checksum(tensor) for name, tensor in held.items()}}
+        if action == "snapshot":
+            self.snapshot = {name: tensor.clone() for name, tensor in held.items()}
+        elif action == "reset_tensors":
+            zeroed = {name: tensor.new_zeros(tensor.shape) for name, tensor in held.items()}
+            self.engine.replace_weights(Weights(self.engine.shape, zeroed), self.engine.weight_version)
+        else:
+            differing = [
+                name for name, tensor in held.items() if not tensor.equal(self.snapshot.get(name, tensor[:0]))
+            ]
+            return {
+                "success": not differing,
+                "message": "equal" if not differing else f"{differing[0]} differs",
+            }
+        return {"success": True, "message": action}
+
+    # information
+
+    async def health(self, http: web.Request) -> web.Response:
+        """200 while the engine's thread lives."""
+        if self.engine.failure:
+            return web.json_response({"error": {"message": str(self.engine.failure)}}, status=503)
+        return web.Response()
+
+    async def health_generate(self, http: web.Request) -> web.Response:
+        """200 after a token was generated."""
+        queue: asyncio.Queue[int] = asyncio.Queue()
+        params = SamplingParams(max_new_tokens=1, temperature=0)
+        notify = _notifier(asyncio.get_running_loop(), queue, 0)
+        self.engine.submit(
+            Request(rid=f"health-{uuid.uuid4().hex}", prompt=[0], params=params, seed=0, notify=notify)
+        )
+        await queue.get()
+        return await self.health(http)
+
+    async def server_info(self, http: web.Request) -> web.Response:
+        """Settings, load and counters."""
+        engine = self.engine
+        return web.json_response(
+            {
+                **self.info,
+                "weight_version": engine.weight_version,
+                "paused": engine.paused,
+                "released": sorted(engine.released),
+                "load": engine.load(),
+                "counters": dict(engine.counters),
+            }
+        )
+
+    async def model_info(self, http: web.Request) -> web.Response:
+        """What is served."""
+        return web.json_response(
+            {
+                "model_path": self.info["model_path"],
+                "tokenizer_path": self.info["model_path"],
+                "is_generation": True,
+                "weight_version": self.engine.weight_version,
+            }
+        )
+
+    async def load(self, http: web.Request) -> web.Response:
+        """Requests and tokens held."""
+        return web.json_response(self.engine.load())
+
+    async def _call(self, job: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(self.engine.call, job)
+
+    async def _idle(self) -> None:
+        """Wait until nothing runs, unless paused."""
+        while not self.engine.paused and not await self._call(self.engine.idle):
+            await asyncio.sleep(0.005)
+
+
+@web.middleware
+async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(http)
+    except (RequestError, ModelError) as error:
+        message = {"object": "error", "message": str(error), "type": "BadRequestError", "code": 400}
+        return web.json_response({**message, "success": False, "error": message}, status=400)
+
+
+async def _json(http: web.Request) -> dict[str, Any]:
+    raw = await http.read()
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is {type(body).__name__}, an object is wanted")
+    return body
+
+
+def _notifier(
+    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[int], at: int
+) -> Callable[[Request], None]:
+    return lambda request: loop.call_soon_threadsafe(queue.put_nowait, at) and None
+
+
+async def _until_done(requests: list[Request], queue: asyncio.Queue[int]) -> AsyncIterator[int]:
+    """Numbers of requests that have news, each's last news being its end."""
+    open_ = set(range(len(requests)))
+    while open_:
+        at = await queue.get()
+        if at in open_:
+            if requests[at].finish:
+                open_.discard(at)
+            yield at
+
+
+def _parts(given: Any) -> list[str]:
+    parts = [given] if isinstance(given, str) else given
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise RequestError("serialized_named_tensors: a list of base64 texts is wanted")
+    return parts
+
+
+def _decode_tensors(text: str) -> dict[str, Tensor]:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"serialized_named_tensors: not base64: {error}") from error
+    if data[:1] == b"\x80":
+        raise RequestError(
+            "serialized_named_tensors: pickled tensors are never loaded; send safetensors bytes in base64"
+        )
+    try:
+        tensors: dict[str, Tensor] = load_safetensors(data)
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise RequestError(f"serialized_named_tensors: not safetensors: {error}") from error
+    return tensors
+
+
+def _check_tags(tags: set[str]) -> None:
+    unknown = tags - {"weights", "kv_cache", "cuda_graph"}
+    if unknown:
+        raise RequestError(f"tags: {sorted(unknown)[0]!r} is not weights, kv_cache or cuda_graph")
+
+
+def _checksum(tensor: Tensor) -> str:
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

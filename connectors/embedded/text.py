@@ -1,0 +1,67 @@
+"""Text in and out: the tokenizer file, end-of-sequence ids and stop strings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from connectors.embedded.sampling import RequestError, SamplingParams
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A stop string that was found, and the text to answer with."""
+
+    stop: str
+    text: str
+
+
+class Text:
+    """The tokenizer of a model folder. A folder without tokenizer.json serves token ids only."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        self.tokenizer: Any = Tokenizer.from_file(str(path)) if path.exists() else None
+        self.eos = _eos_ids(folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. Raises RequestError without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("text: this model has no tokenizer.json; send input_ids")
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int], params: SamplingParams) -> str:
+        """Text of token ids; empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        return text
+
+    def find_stop(self, output: list[int], params: SamplingParams) -> Stop | None:
+        """The first stop string that the newest token completed."""
+        reach = max(len(stop) for stop in params.stop) + 1
+        tail = self.decode(output[-reach - 8 :], params)
+        if not any(stop in tail for stop in params.stop):
+            return None
+        text = self.decode(output, params)
+        found = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        if not found:
+            return None
+        at, stop = min(found)
+        return Stop(stop, text[: at + len(stop)] if params.no_stop_trim else text[:at])
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """End-of-sequence ids of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.exists():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            if eos is not None:
+                return set(eos) if isinstance(eos, list) else {eos}
+    return set()
