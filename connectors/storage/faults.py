@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from tenacity import (
+    RetryCallState,
     Retrying,
-    before_sleep_log,
     retry_if_exception,
     stop_after_attempt,
+    stop_after_delay,
     wait_random_exponential,
 )
 
@@ -23,6 +25,7 @@ from core.errors import MissingFileError, StorageError
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 8
+PROBE_S = 1.0
 LONGEST_WAIT_S = 5.0
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FINAL = (
@@ -49,17 +52,17 @@ FINAL_NAMES = (
 Result = TypeVar("Result")
 
 
-def retried(verb: str, url: str, call: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
-    """The call's result, tried again while it fails transiently.
+def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False) -> Result:
+    """The call's result, tried again while it fails transiently; a probe gives up early, since somebody waits for it.
 
     Raises MissingFileError if what it reads is not there, StorageError with url, cause and remedy for any other
     failure of the storage. Defects of ours pass through.
     """
     retrying = Retrying(
-        stop=stop_after_attempt(attempts),
+        stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(PROBE_S if probe else math.inf),
         wait=wait_random_exponential(multiplier=0.1, max=LONGEST_WAIT_S),
         retry=retry_if_exception(is_transient),
-        before_sleep=before_sleep_log(log, logging.WARNING),
+        before_sleep=lambda state: log.warning("%s: cannot %s, trying again: %s", url, verb, _cause(state)),
         reraise=True,
     )
     try:
@@ -93,6 +96,10 @@ def is_transient(error: BaseException) -> bool:
             error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError
         )
     )
+
+
+def _cause(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
 
 
 def _remedy(error: BaseException) -> str:

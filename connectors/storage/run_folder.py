@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COMPLETE = "complete.json"
-READ_AHEAD = 32
 ABANDONED_S = 3600.0
 
 
@@ -89,19 +88,19 @@ class RunFolder:
 
         Raises CorruptFileError if one is broken, MissingFileError if one is missing before a committed one.
         """
-        while True:
-            start = len(self._manifests)
-            ahead = range(start, start + (READ_AHEAD if start % READ_AHEAD == 0 else 1))
-            found = in_threads(self.manifest, ahead)
-            committed = found.index(None) if None in found else len(found)
-            if any(found[committed:]):
-                raise MissingFileError(
-                    f"{self._manifest_url(start + committed)}: no such file, though later iterations are committed; "
-                    "restore it, or remove the later iterations' folders"
-                )
-            self._manifests += [manifest for manifest in found[:committed] if manifest]
-            if committed < len(found):
-                return dict(enumerate(self._manifests))
+        start = len(self._manifests)
+        numbers = [number for number in self._numbers("iterations") if number >= start]
+        found = dict(zip(numbers, in_threads(self.manifest, numbers), strict=True))
+        committed: list[Manifest] = []
+        while manifest := found.pop(start + len(committed), None):
+            committed.append(manifest)
+        if any(found.values()):
+            raise MissingFileError(
+                f"{self._manifest_url(start + len(committed))}: no such file, though later iterations are committed; "
+                "restore it, or remove the later iterations' folders"
+            )
+        self._manifests = self._manifests[:start] + committed
+        return dict(enumerate(self._manifests))
 
     def first_open_iteration(self) -> int:
         """The first iteration without a manifest."""
@@ -163,11 +162,11 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[int]:
         """Checkpoints with a completeness marker, by iterations seen, oldest first."""
-        return [done for done in self._checkpoints() if self._is_complete(done)]
+        return [done for done in self._numbers("checkpoints") if self._is_complete(done)]
 
     def incomplete_checkpoints(self) -> list[int]:
         """Checkpoints without a completeness marker: saves in progress, or interrupted ones."""
-        return [done for done in self._checkpoints() if not self._is_complete(done)]
+        return [done for done in self._numbers("checkpoints") if not self._is_complete(done)]
 
     def remove_checkpoint(self, done: int) -> None:
         """Remove a checkpoint, its marker first: interrupted half-way, it no longer counts."""
@@ -181,8 +180,8 @@ class RunFolder:
             log.warning("removed %s: an interrupted write left it", self.store.url_of(path))
         return removed
 
-    def _checkpoints(self) -> list[int]:
-        return sorted(int(name) for name in self.store.folders("checkpoints") if name.isdecimal())
+    def _numbers(self, folder: str) -> list[int]:
+        return sorted(int(name) for name in self.store.folders(folder) if name.isdecimal())
 
     def _is_complete(self, done: int) -> bool:
         return self.store.exists(f"{self.checkpoint_path(done)}/{COMPLETE}")

@@ -13,7 +13,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +22,14 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from connectors.storage import local, tables
-from connectors.storage.faults import ATTEMPTS, retried
+from connectors.storage.faults import retried
 from core.errors import CorruptFileError, MissingFileError, StorageError
 
 BLOCK = 8 << 20
 THREADS = 8
-PROBE_ATTEMPTS = 2
+CONNECT_TIMEOUT_S = 2
+READ_TIMEOUT_S = 60
+Names = list[str]  # within Store, `list` is its method
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
 
 Item = TypeVar("Item")
@@ -44,6 +46,9 @@ class FileEntry(BaseModel):
     size: int
     rows: int | None = None
     table: str | None = None
+
+
+Entries = list[FileEntry]
 
 
 class Store:
@@ -85,7 +90,7 @@ class Store:
 
     def write(self, path: str, data: bytes) -> FileEntry:
         """Write a whole file or nothing. Raises StorageError naming the file."""
-        return self._write(path, data, ATTEMPTS)
+        return self._write(path, data)
 
     def read(self, path: str) -> bytes:
         """The whole file. Raises MissingFileError or StorageError."""
@@ -96,18 +101,13 @@ class Store:
         """The file, a block at a time, so that it need not fit in memory."""
         length = int(self._retried("read", path, lambda: self.fs.size(self._full(path))))
         for start in range(0, length, size):
-            end = min(start + size, length)
-            yield self._retried(
-                "read",
-                path,
-                lambda start=start, end=end: self.fs.cat_file(self._full(path), start=start, end=end),
-            )
+            yield self._retried("read", path, partial(self._range, path, start, min(start + size, length)))
 
     def exists(self, path: str) -> bool:
         """Whether the file or folder is there."""
         return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))
 
-    def list(self, path: str = "") -> list[str]:
+    def list(self, path: str = "") -> Names:
         """Paths of all files below a folder, sorted; none if it is not there."""
         try:
             found = self._retried("list", path, lambda: self.fs.find(self._full(path)))
@@ -117,7 +117,7 @@ class Store:
         relative = sorted(name.strip("/").removeprefix(prefix) for name in found)
         return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(local.ASIDE)]
 
-    def folders(self, path: str = "") -> list[str]:
+    def folders(self, path: str = "") -> Names:
         """Names of the folders right below a folder, sorted."""
         try:
             found = self._retried("list", path, lambda: self.fs.ls(self._full(path), detail=True))
@@ -134,7 +134,7 @@ class Store:
         except MissingFileError:
             return
 
-    def sweep(self, older_than_s: float) -> list[str]:
+    def sweep(self, older_than_s: float) -> Names:
         """Remove what interrupted writes left on a local disk; returns the paths. Object stores show no such files."""
         if not self.local:
             return []
@@ -169,7 +169,7 @@ class Store:
         path: str,
         kind: str | None = None,
         entry: FileEntry | None = None,
-        columns: list[str] | None = None,
+        columns: Names | None = None,
     ) -> pa.Table:
         """Read a table and check its kind, version and, given its entry, hash and rows.
 
@@ -201,7 +201,7 @@ class Store:
         rows, kind = tables.describe(data, self.url_of(path))
         return found.model_copy(update={"rows": rows, "table": kind})
 
-    def entries(self, paths: Iterable[str]) -> list[FileEntry]:
+    def entries(self, paths: Iterable[str]) -> Entries:
         """Entries of several files, in order."""
         return in_threads(self.entry, paths)
 
@@ -211,7 +211,7 @@ class Store:
 
     # folders
 
-    def upload_dir(self, folder: str, path: str) -> list[FileEntry]:
+    def upload_dir(self, folder: str, path: str) -> Entries:
         """Copy a local folder here, each file whole or not at all; returns their entries."""
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         return in_threads(
@@ -234,7 +234,7 @@ class Store:
         """Write and remove a small file. Raises StorageError naming storage.root."""
         probe = f".millrace-probe-{uuid.uuid4().hex}"
         try:
-            self._write(probe, b"probe", PROBE_ATTEMPTS)
+            self._write(probe, b"probe", probe=True)
             self.remove(probe)
         except StorageError as error:
             raise StorageError(f"storage.root = {self.url}: cannot be written: {error}") from error
@@ -242,12 +242,16 @@ class Store:
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
-    def _write(self, path: str, data: bytes, attempts: int) -> FileEntry:
+    def _range(self, path: str, start: int, end: int) -> bytes:
+        data: bytes = self.fs.cat_file(self._full(path), start=start, end=end)
+        return data
+
+    def _write(self, path: str, data: bytes, probe: bool = False) -> FileEntry:
         full = self._full(path)
         if self.local:
-            retried("write", self.url_of(path), lambda: local.write_whole(Path(full), [data]), attempts)
+            retried("write", self.url_of(path), lambda: local.write_whole(Path(full), [data]), probe)
         else:
-            retried("write", self.url_of(path), lambda: self.fs.pipe_file(full, data), attempts)
+            retried("write", self.url_of(path), lambda: self.fs.pipe_file(full, data), probe)
         return _entry(path, data)
 
     def _upload(self, file: Path, path: str) -> FileEntry:
@@ -319,7 +323,11 @@ def _filesystem(protocol: str, process: int, endpoint: str | None) -> Any:
         return fsspec.filesystem(protocol)
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol in ("s3", "s3a"):
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
+        options["config_kwargs"] = {
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": READ_TIMEOUT_S,
+        }
     filesystem = fsspec.filesystem(protocol, **options)
     if protocol in ("s3", "s3a"):
         filesystem.retries = 1

@@ -79,7 +79,7 @@ def _open(data: bytes) -> pq.ParquetFile:
 
 
 def _kind(found: pa.Schema) -> str:
-    return (found.metadata or {}).get(b"millrace.table", b"").decode(errors="replace")
+    return str((found.metadata or {}).get(b"millrace.table", b""), errors="replace")
 
 
 def _floats(wanted: pa.Schema) -> list[str]:

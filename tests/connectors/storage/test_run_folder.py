@@ -9,7 +9,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from connectors.storage import run_folder
 from connectors.storage.manifest import Manifest
 from connectors.storage.run_folder import RunFolder
 from core import schema
@@ -115,13 +114,13 @@ def test_the_history_is_expressed_by_the_manifests_alone(root: str) -> None:
     assert here.counts == {"kept": 6, "dropped": 3, "returned": 3}
 
 
-def test_more_iterations_than_are_read_ahead_are_found(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "READ_AHEAD", 4)
-    for iterations in (4, 5, 9):
-        other = f"{root}/{iterations}"
-        folder = committed(other, iterations)
-        assert list(folder.manifests()) == list(range(iterations))
-        assert list(RunFolder(other, "run").manifests()) == list(range(iterations))
+def test_many_iterations_are_found_in_order_and_an_open_one_after_them_does_not_count(root: str) -> None:
+    folder = committed(root, 12)
+    assert list(folder.manifests()) == list(range(12))
+    folder.iteration(12).write("prompts.parquet", b"")
+    again = RunFolder(root, "run")
+    assert [manifest.iteration for manifest in again.manifests().values()] == list(range(12))
+    assert again.first_open_iteration() == 12
 
 
 def test_a_committed_iteration_is_never_overwritten(root: str) -> None:

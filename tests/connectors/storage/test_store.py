@@ -296,7 +296,7 @@ def test_a_root_that_cannot_be_written_is_named_with_the_field(tmp_path: Path, s
 
 
 def test_an_endpoint_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, s3_bucket: str) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
     with pytest.raises(StorageError, match=r"storage\.root = s3://bucket/runs: .*127\.0\.0\.1:9"):
         Store("s3://bucket/runs").check_writable()
 
