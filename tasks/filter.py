@@ -173,6 +173,7 @@ def _batch(ctx: IterationContext, kept: list[_Group], steps: dict[str, int]) -> 
     import torch
 
     from core.algorithms.advantages import sample_advantages
+    from core.algorithms.schedule import shape_rewards
 
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}
@@ -183,12 +184,18 @@ def _batch(ctx: IterationContext, kept: list[_Group], steps: dict[str, int]) -> 
         if group.rewards[sid]["scoring"] == "scored"
     ]
     numbers = {group.group_id: at for at, group in enumerate(kept)}
-    advantages = sample_advantages(
-        torch.tensor([row["reward"] for row in scores], dtype=torch.float64),
-        torch.tensor([numbers[row["group_id"]] for row in scores]),
-        ctx.config.algorithm,
-    )
     table = rollouts.take([order[row["sample_id"]] for row in scores])
+    config = ctx.config.algorithm
+    rewards = shape_rewards(
+        torch.tensor([row["reward"] for row in scores], dtype=torch.float64),
+        torch.tensor(table.column("response_length").to_pylist()),
+        torch.tensor([status == "truncated" for status in table.column("status").to_pylist()]),
+        config,
+        budget=ctx.config.rollout.sampling.max_new_tokens,
+    )
+    advantages = sample_advantages(
+        rewards, torch.tensor([numbers[row["group_id"]] for row in scores]), config
+    )
     added = {
         "reward": [row["reward"] for row in scores],
         "reward_parts": [row["reward_parts"] for row in scores],
