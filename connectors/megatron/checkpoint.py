@@ -57,6 +57,7 @@ def save(rank: TrainerRank, url: str) -> dict[str, Any]:
         "version": rank.version,
         "layout": {"world_size": rank.world_size, **rank.config.trainer.parallel.model_dump()},
         "distributed_optimizer": rank.config.trainer.optimizer.distributed,
+        "last": rank.last,
         "files": [entry.model_dump(include={"path", "size", "sha256"}) for part in mine for entry in part],
     }
     _once(lambda: store.write_json(COMPLETE, marker))
@@ -91,7 +92,7 @@ def load(rank: TrainerRank, url: str) -> int:
         optim.load_optimizer(rank.optimizer, loaded["optimizer"])
         rank.schedule.load_state_dict(loaded["schedule"])
         _set_rng(loaded["rng"])
-    rank.remember(loaded["last"])
+    rank.remember(marker["last"])
     return int(loaded["version"])
 
 
@@ -106,7 +107,6 @@ def _state(rank: TrainerRank, *, loading: bool) -> dict[str, Any]:
         "schedule": rank.schedule.state_dict(),
         "rng": _rng(),
         "version": rank.version,
-        "last": rank.last,
     }
 
 

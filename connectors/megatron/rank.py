@@ -233,10 +233,9 @@ class TrainerRank:
 
     def shutdown(self) -> None:
         """Leave the other ranks."""
-        import torch.distributed as dist
+        from connectors.megatron import world
 
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        world.leave()
 
     def _read(self, url: str) -> list[Row]:
         """Rows of a batch; an iteration's steps read its file once."""

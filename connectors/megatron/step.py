@@ -96,7 +96,7 @@ class Stepper:
         per_sample = self.objective.sample_weights(counts, self.longest)
         weight = {row.sample_id: float(w) for row, w in zip(rows, per_sample.tolist(), strict=True)}
         packs = self.packs(rows)
-        sums: dict[str, list[float]] = {}
+        sums: Sums = {}
         first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
         done: list[int] = []
 
@@ -107,10 +107,7 @@ class Stepper:
             metrics["loss"] = (total.detach(), torch.zeros_like(total))
             metrics.update(_gap(batch))
             if mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
-                for name, (value, amount) in metrics.items():
-                    held = sums.setdefault(name, [0.0, 0.0])
-                    held[0] += float(value)
-                    held[1] += float(amount)
+                _add(sums, {name: (float(value), float(amount)) for name, (value, amount) in metrics.items()})
             # megatron divides gradients by the sum of these counts over all packs: exactly one pack counts 1
             count = 1 if first and not done else 0
             done.append(1)
@@ -231,20 +228,25 @@ def _gap(batch: TokenBatch) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def _merged(sums: dict[str, list[float]]) -> Sums:
-    """Sums over all ranks, in rank order; a weight of NaN marks a maximum, a weight of 0 a plain sum."""
+def _add(held: Sums, more: Sums) -> None:
+    """Sum by name; a weight of NaN marks a maximum, a weight of 0 a plain sum."""
+    for name, (value, amount) in more.items():
+        before = held.get(name)
+        if before is None:
+            held[name] = (value, amount)
+        elif math.isnan(amount):
+            held[name] = (max(before[0], value), amount)
+        else:
+            held[name] = (before[0] + value, before[1] + amount)
+
+
+def _merged(sums: Sums) -> Sums:
+    """Sums over all ranks, in rank order."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sums)
-    merged: dict[str, tuple[float, float]] = {}
+    merged: Sums = {}
     for part in everywhere:
-        for name, (value, amount) in part.items():
-            before = merged.get(name)
-            if before is None:
-                merged[name] = (value, amount)
-            elif math.isnan(amount):
-                merged[name] = (max(before[0], value), amount)
-            else:
-                merged[name] = (before[0] + value, before[1] + amount)
+        _add(merged, part)
     return merged
 
 

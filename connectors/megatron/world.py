@@ -53,6 +53,13 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     return device
 
 
+def leave() -> None:
+    """Undo `join`, so that the process may join other ranks."""
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """What each thread enters around megatron's calls."""
     return cpu_shim.on_cpu() if device.type == "cpu" else contextlib.nullcontext()

@@ -1,0 +1,81 @@
+"""One global batch gives one step, however the model and the batch are cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_ranks import Workers, configuration
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tensor": {"parallel": {"tensor": 2}},
+    "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "pipeline": {"parallel": {"pipeline": 2}},
+    "data": {},
+    "context": {"parallel": {"context": 2}},
+    "data, replicated optimizer": {"optimizer": {"distributed": False}},
+}
+FIGURES = ("loss", "grad_norm", "kl", "entropy", "logprob_gap_mean", "logprob_gap_max")
+
+
+def world_of(layout: str) -> int:
+    return 1 if layout.startswith("one rank") else 2
+
+
+def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [{name: step[name] for name in FIGURES} for step in steps]
+
+
+ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "preset": "grpo"}
+
+
+@pytest.fixture(scope="module")
+def reached(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Of every layout: three steps, the same steps again from a checkpoint, and the steps on from another's."""
+    found: dict[str, Any] = {}
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, changes in LAYOUTS.items():
+        world = world_of(name)
+        with workers.group(configuration(model(), world, algorithm=ALGORITHM, **changes)) as group:
+            group.call("save", f"{folder}/{name}/0")
+            first = group.train([1], batch.format(1)) + group.train([2], batch.format(2))
+            group.call("save", f"{folder}/{name}/2")
+            first += group.train([3], batch.format(3))
+            group.call("load", f"{folder}/{name}/0")
+            again = [group.train([step], batch.format(step))[0] for step in (1, 2, 3)]
+            resumed = {}
+            for other in found:
+                if ("replicated" in other) == ("replicated" in name):
+                    assert group.call("load", f"{folder}/{other}/2") == [2] * world
+                    resumed[other] = group.train([3], batch.format(3))[0]
+            found[name] = {"steps": first, "again": again, "resumed": resumed}
+    return found
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
+def test_losses_and_gradient_norms_are_those_of_one_rank(reached: dict[str, Any], layout: str) -> None:
+    for mine, alone in zip(
+        figures(reached[layout]["steps"]), figures(reached["one rank"]["steps"]), strict=True
+    ):
+        assert mine == pytest.approx(alone, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeated_at_the_same_layout_from_a_checkpoint_every_figure_is_bit_equal(
+    reached: dict[str, Any], layout: str
+) -> None:
+    assert figures(reached[layout]["again"]) == figures(reached[layout]["steps"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_any_other_layout_goes_on_as_if_it_were_ones_own(
+    reached: dict[str, Any], layout: str
+) -> None:
+    own = figures(reached[layout]["steps"])[2]
+    for resumed in reached[layout]["resumed"].values():
+        assert figures([resumed])[0] == pytest.approx(own, rel=1e-5, abs=1e-5)
