@@ -232,9 +232,7 @@ class Decoder:
             keys, values = cache.keys[number], cache.values[number]
             keys[slots, :, positions] = k[:, :, 0]
             values[slots, :, positions] = v[:, :, 0]
-            out = F.scaled_dot_product_attention(
-                q, keys[:count, :, :span], values[:count, :, :span], attn_mask=mask, enable_gqa=True
-            )
+            out = _attend_one(q, keys[:count, :, :span], values[:count, :, :span], mask)
             return out.reshape(count, -1)
 
         return self._layers(self.weights.embedding[tokens], attend)
@@ -294,6 +292,16 @@ def _feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query a slot, q [M, heads, 1, d]. Plain products: fused kernels split the work of several threads
+    in ways that change the last bits with the number of slots."""
+    count, heads, _, width = q.shape
+    kv_heads = keys.shape[1]
+    scores = q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * width**-0.5
+    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+    return weights @ values
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
