@@ -37,3 +37,11 @@ class TrainerError(MillraceError):
 
 class BudgetError(MillraceError):
     """More failed than the configuration allows; the message names the cause. Nothing done is lost."""
+
+
+class ActorLostError(MillraceError):
+    """A live part of the run died; it can be rebuilt from storage."""
+
+
+class EngineLostError(EngineError):
+    """An engine did not answer, or answered that it cannot; another try elsewhere may succeed."""

@@ -18,7 +18,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, ModelError, Shape, Weights, read_tensors
+from connectors.embedded.model import (
+    PREFILL_SPAN,
+    ROWS,
+    SPAN,
+    Cache,
+    Decoder,
+    ModelError,
+    Shape,
+    Weights,
+    read_tensors,
+)
 from connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
 from connectors.embedded.text import Text
 

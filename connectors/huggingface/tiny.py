@@ -54,7 +54,11 @@ def build_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if experts:
-            moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": intermediate_size}
+            moe = {
+                "num_experts": experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": intermediate_size,
+            }
             model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe, norm_topk_prob=True))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))

@@ -28,7 +28,9 @@ class PromptTokenizer:
         """
         from transformers import AutoTokenizer
 
-        field, folder = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
+        field, folder = (
+            ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
+        )
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
@@ -37,10 +39,14 @@ class PromptTokenizer:
             try:
                 tokenizer.chat_template = Path(model.chat_template).read_text()
             except OSError as error:
-                raise ConfigError(f"model.chat_template = {model.chat_template}: cannot be read: {error}") from error
+                raise ConfigError(
+                    f"model.chat_template = {model.chat_template}: cannot be read: {error}"
+                ) from error
         return cls(tokenizer)
 
-    def encode_prompts(self, prompts: Sequence[Prompt], *, chat: bool, system: str | None = None) -> list[list[int]]:
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], *, chat: bool, system: str | None = None
+    ) -> list[list[int]]:
         """Token ids of prompts, ready for generation. A string becomes one user message where `chat` is set."""
         if not prompts:
             return []
@@ -58,7 +64,9 @@ class PromptTokenizer:
         """The text that is tokenised."""
         if isinstance(prompt, str) and not chat:
             return (system or "") + prompt
-        messages: list[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages: list[Mapping[str, Any]] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         if self.tokenizer.chat_template is None:

@@ -7,6 +7,7 @@ in connectors.megatron.logprobs, so that logits of a whole pack never exist.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,38 @@ def read_hf_config(folder: str) -> dict[str, Any]:
         raise ConfigError(
             f"model.path = {folder}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(SUPPORTED)}"
         )
+    for what in _unsupported(config):
+        raise ConfigError(
+            f"model.path = {folder}: {what} in config.json is not supported; take another model"
+        )
     return config
+
+
+def _unsupported(hf: dict[str, Any]) -> Iterator[str]:
+    """What a config asks for that would silently be another model here."""
+    rope = hf.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
+        yield "scaled rotary embedding (rope_type, rope_scaling)"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield "partial_rotary_factor"
+    if hf.get("use_sliding_window"):
+        yield "use_sliding_window"
+    if hf.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act = {hf['hidden_act']}"
+    for name in ("attention_bias", "mlp_bias"):
+        if hf.get(name):
+            yield name
+    if hf["model_type"] == "qwen3_moe" and (
+        hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
+    ):
+        yield "layers without experts (mlp_only_layers, decoder_sparse_step)"
+
+
+def expert_count(hf: dict[str, Any]) -> int:
+    """Experts of a mixture-of-experts layer; 0 for a dense model. transformers 5 writes the field by another name."""
+    if hf["model_type"] != "qwen3_moe":
+        return 0
+    return int(hf.get("num_experts") or hf["num_local_experts"])
 
 
 def model_shape(hf: dict[str, Any]) -> Shape:
@@ -82,7 +114,7 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
     """megatron's configuration of the model and its parallelism. Raises ConfigError for refused passthrough fields."""
     parallel, shape = config.trainer.parallel, model_shape(hf)
-    experts = hf.get("num_experts") if hf["model_type"] == "qwen3_moe" else None
+    experts = expert_count(hf)
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
@@ -96,7 +128,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf["model_type"] == "qwen2" or bool(hf.get("attention_bias")),
+        "add_qkv_bias": hf["model_type"] == "qwen2",
         "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe"),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -168,9 +200,6 @@ def build_model(config: RunConfig, hf: dict[str, Any]) -> PolicyModel:
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     if tc.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    rope = hf.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
-        raise ConfigError("model.path: scaled rotary embeddings (rope_scaling) are not supported")
     layers = get_num_layers_to_build(tc)
     return PolicyModel(
         config=tc,
@@ -181,6 +210,6 @@ def build_model(config: RunConfig, hf: dict[str, Any]) -> PolicyModel:
         post_process=mpu.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000),
+        rotary_base=(hf.get("rope_parameters") or hf).get("rope_theta", 10000),
         parallel_output=True,
     )

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from connectors.megatron.families import Mapped, Shape, lookup
-from connectors.megatron.model import PolicyModel, model_shape, padded_vocab
+from connectors.megatron.model import PolicyModel, expert_count, model_shape, padded_vocab
 from core.errors import ConfigError
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
@@ -58,7 +58,7 @@ class Checkpoint:
 def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapped]]:
     """This rank's parameters with the Hugging Face tensors they belong to, in a fixed order."""
     offset = _layer_offset(model)
-    experts = hf.get("num_experts", 0) // mpu.get_expert_model_parallel_world_size()
+    experts = expert_count(hf) // mpu.get_expert_model_parallel_world_size()
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
     tied = bool(hf.get("tie_word_embeddings", False))
     for name, parameter in model.named_parameters():

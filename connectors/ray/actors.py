@@ -1,0 +1,137 @@
+"""Named, detached actors around plain classes: made, found again, called, ended.
+
+Owns names (`<role>-<index>` within the run's namespace), resources and errors; knows nothing of what the classes do.
+Health questions have their own threads, so that a busy actor still answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from core.errors import ActorLostError, MillraceError
+
+log = logging.getLogger(__name__)
+PING_TIMEOUT_S = 20.0
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"health": 2})
+class Host:
+    """The actor: holds one object of a plain class."""
+
+    def __init__(self, cls: type, config: Mapping[str, Any], index: int, count: int) -> None:
+        os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
+        self._held = cls(config, index, count)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the held object."""
+        return getattr(self._held, method)(*args)
+
+    @ray.method(concurrency_group="health")
+    def state(self) -> dict[str, Any]:
+        """The held object's own account of itself."""
+        return {**self._held.state(), "actor_pid": os.getpid()}
+
+
+class Actor:
+    """A handle on one actor."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call and wait. Raises ActorLostError if the actor died, else what the method raised."""
+        return await self._answer(self._handle.call.remote(method, *args))
+
+    async def state(self) -> dict[str, Any]:
+        """The held object's state. Raises ActorLostError if the actor is dead or does not answer."""
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                found: dict[str, Any] = await self._answer(self._handle.state.remote())
+                return found
+        except TimeoutError:
+            raise ActorLostError(f"actor {self.name} does not answer for {PING_TIMEOUT_S:g} s") from None
+
+    async def _answer(self, reference: Any) -> Any:
+        try:
+            return await reference
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, MillraceError):
+                raise cause from None
+            raise
+        except (RayActorError, GetTimeoutError) as error:
+            reason = str(error).strip().splitlines()
+            raise ActorLostError(
+                f"actor {self.name} died: {reason[0] if reason else type(error).__name__}"
+            ) from None
+
+    def kill(self) -> None:
+        """End the actor's process."""
+        ray.kill(self._handle, no_restart=True)
+
+
+class ActorGroup:
+    """Actors that act together: every call goes to all of them."""
+
+    def __init__(self, actors: list[Actor]) -> None:
+        self.actors = actors
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call all; the answers in order. If one fails the others are not waited for."""
+        return list(await asyncio.gather(*(actor.call(method, *args) for actor in self.actors)))
+
+    async def states(self) -> list[dict[str, Any]]:
+        """All states in order."""
+        return list(await asyncio.gather(*(actor.state() for actor in self.actors)))
+
+
+def make(role: str, index: int, count: int, cls: type, config: Mapping[str, Any], **options: Any) -> Actor:
+    """Make an actor; its constructor runs in the background."""
+    name = f"{role}-{index}"
+    handle = Host.options(  # type: ignore[attr-defined]
+        name=name, lifetime="detached", num_cpus=0, **options
+    ).remote(cls, dict(config), index, count)
+    return Actor(name, handle)
+
+
+def find(role: str, index: int) -> Actor | None:
+    """An actor made before in this namespace, by this process or one that died."""
+    name = f"{role}-{index}"
+    try:
+        return Actor(name, ray.get_actor(name))
+    except ValueError:
+        return None
+
+
+def find_group(role: str, count: int) -> ActorGroup | None:
+    """All actors of a role, or None if one is missing."""
+    found = [find(role, index) for index in range(count)]
+    whole = [actor for actor in found if actor is not None]
+    return ActorGroup(whole) if len(whole) == count else None
+
+
+async def end(role: str | None = None) -> int:
+    """End this namespace's actors, of one role or all; returns how many there were."""
+    named = ray.util.list_named_actors()
+    chosen = [name for name in named if role is None or name.rsplit("-", 1)[0] == role]
+    ended = 0
+    for name in chosen:
+        try:
+            ray.kill(ray.get_actor(name), no_restart=True)
+            ended += 1
+        except ValueError:
+            continue
+    for _ in range(100):  # a name is free only once the actor is gone
+        left = set(ray.util.list_named_actors()) & set(chosen)
+        if not left:
+            break
+        await asyncio.sleep(0.05)
+    return ended

@@ -1,0 +1,155 @@
+"""Joining a Ray cluster, or a local one that outlives this process.
+
+The local head is a process of its own, bound to loopback and found again through a record in MILLRACE_HOME, so that
+actors survive the driver that made them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from core.errors import MillraceError
+
+START_TIMEOUT_S = 120
+
+
+def start_or_join(address: str | None, namespace: str) -> None:
+    """Connect this process to Ray under a namespace; starts the local head if none is configured or running."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    import ray
+
+    if ray.is_initialized():
+        if ray.get_runtime_context().namespace == namespace:
+            return
+        ray.shutdown()
+    ray.init(
+        address=address or local_head(),
+        namespace=namespace,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+    )
+
+
+def leave() -> None:
+    """Disconnect; detached actors stay."""
+    import ray
+
+    ray.shutdown()
+
+
+def local_head() -> str:
+    """Address of the local head, started if it does not run."""
+    record = _read()
+    if record and _alive(record):
+        return str(record["address"])
+    return _start()
+
+
+def stop_local_head() -> bool:
+    """End the local head and all its processes; False if none runs."""
+    record = _read()
+    if not record or not _alive(record):
+        return False
+    processes = [psutil.Process(pid) for pid in record["pids"] if psutil.pid_exists(pid)]
+    everything = {child for process in processes for child in process.children(recursive=True)} | set(
+        processes
+    )
+    for process in everything:
+        _signal(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(everything, timeout=5)
+    for process in alive:
+        _signal(process, signal.SIGKILL)
+    _path().unlink(missing_ok=True)
+    return True
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _start() -> str:
+    port = _free_port()
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"millrace-ray-{os.getuid()}-{port}"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
+    command += [
+        f"--port={port}",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        f"--temp-dir={folder}",
+    ]
+    command += [
+        "--num-cpus=1024",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]  # what runs where is placed by hand
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": _python_path()}
+    environment["RAY_prestart_worker_first_driver"] = "0"
+    environment["RAY_enable_worker_prestart"] = "0"
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment, check=False
+    )
+    if done.returncode:
+        raise MillraceError(f"Ray did not start:\n{(done.stdout + done.stderr)[-2000:]}")
+    pids = [p.pid for p in psutil.process_iter() if _belongs(p, str(folder))]
+    record: dict[str, Any] = {"address": f"127.0.0.1:{port}", "pids": pids, "folder": str(folder)}
+    record["created"] = [psutil.Process(pid).create_time() for pid in pids]
+    _path().parent.mkdir(parents=True, exist_ok=True)
+    _path().write_text(json.dumps(record))
+    return str(record["address"])
+
+
+def _belongs(process: psutil.Process, folder: str) -> bool:
+    try:
+        return any(folder in argument for argument in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _alive(record: dict[str, Any]) -> bool:
+    """Whether every process of the head is the one that was started."""
+    try:
+        found = [psutil.Process(pid) for pid in record["pids"]]
+        return bool(found) and all(
+            p.status() != psutil.STATUS_ZOMBIE and abs(p.create_time() - created) < 1
+            for p, created in zip(found, record["created"], strict=True)
+        )
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _path() -> Path:
+    return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "ray.json"
+
+
+def _read() -> dict[str, Any] | None:
+    path = _path()
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _python_path() -> str:
+    """Where workers find the project when it is not installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(
+        dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

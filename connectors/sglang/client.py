@@ -1,0 +1,219 @@
+"""A client of one engine that speaks SGLang's native protocol. Does not know which engine it talks to.
+
+Owns requests, answers and their errors; decides nothing about where a request goes or what is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from core.errors import EngineError, EngineLostError
+
+CONTROL_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine generated for one prompt."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish: Literal["stop", "length", "abort"]
+    weight_versions: list[tuple[int, int]]  # first output token, weight version
+    engine_id: str
+    cached_tokens: int
+
+
+class EngineClient:
+    """One engine at a base URL."""
+
+    def __init__(self, url: str, engine_id: str) -> None:
+        self.url = url
+        self.engine_id = engine_id
+        self.in_flight = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        rid: str,
+        progress_timeout_s: float,
+    ) -> Generation:
+        """Generate once. Cancelling aborts the request at the engine.
+
+        Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
+        """
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {name: value for name, value in sampling_params.items() if value is not None},
+            "rid": rid,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_text_in_logprobs": False,
+        }
+        self.in_flight += 1
+        try:
+            answer = await self._watched(body, progress_timeout_s)
+        finally:
+            self.in_flight -= 1
+        return self._generation(answer)
+
+    async def _watched(self, body: dict[str, Any], progress_timeout_s: float) -> Any:
+        """The answer, however long it takes, as long as the engine generates tokens at all."""
+        running = asyncio.ensure_future(self._post("/generate", body, timeout_s=None))
+        before: Any = None
+        try:
+            while True:
+                done, _ = await asyncio.wait({running}, timeout=progress_timeout_s)
+                if done:
+                    return running.result()
+                now = await self.progress()
+                if now == before:
+                    raise EngineLostError(
+                        f"{self.engine_id}: no token for {progress_timeout_s:g} s (rollout.progress_timeout_s)"
+                    )
+                before = now
+        finally:
+            running.cancel()
+
+    def _generation(self, answer: Mapping[str, Any]) -> Generation:
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]["type"]
+        if finish == "abort" and meta["finish_reason"].get("status_code", 200) != 200:
+            raise EngineLostError(f"{self.engine_id}: {meta['finish_reason'].get('message')}")
+        spans = meta.get("weight_versions") or [{"start": 0, "version": meta["weight_version"]}]
+        pairs = meta.get("output_token_logprobs") or []
+        ids = [token for _, token, *_ in pairs]
+        return Generation(
+            output_ids=ids,
+            logprobs=[value for value, *_ in pairs],
+            text=answer["text"],
+            finish=finish,
+            weight_versions=[(span["start"], _version(span["version"])) for span in spans],
+            engine_id=self.engine_id,
+            cached_tokens=meta.get("cached_tokens", 0),
+        )
+
+    async def progress(self) -> Any:
+        """Something that changes while the engine generates."""
+        info = await self.server_info()
+        counters = info.get("counters")
+        return counters["tokens"] if counters else info.get("internal_states")
+
+    # control
+
+    async def health(self, timeout_s: float = 5.0) -> bool:
+        """Whether the server answers."""
+        try:
+            await self._get("/health", timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def server_info(self) -> dict[str, Any]:
+        """Settings, load and counters."""
+        info: dict[str, Any] = await self._get("/server_info", 30.0)
+        return info
+
+    async def weight_version(self) -> int | None:
+        """The version the engine says it serves; None if it is none of the trainer's, or the engine is paused."""
+        if (await self.server_info()).get("paused"):
+            return None
+        info = await self._get("/model_info", 30.0)
+        found = _version(info.get("weight_version"))
+        return None if found < 0 else found
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
+        """Stop generating; what runs is kept unless aborted."""
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._post("/continue_generation", {})
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End requests whose rid starts with `rid`, or all of them."""
+        await self._post("/abort_request", {"rid": rid} if rid else {"abort_all": True})
+
+    async def flush(self) -> None:
+        """Forget cached prompts; the engine must be idle."""
+        await self._post("/flush_cache", {})
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Load a Hugging Face folder as a weight version."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        answer = await self._post("/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise EngineError(
+                f"{self.engine_id}: did not take weight version {version}: {answer.get('message')}"
+            )
+
+    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Give GPU memory back; the engine must be idle."""
+        await self._post("/release_memory_occupation", {"tags": list(tags)} if tags else {})
+
+    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take GPU memory again."""
+        await self._post("/resume_memory_occupation", {"tags": list(tags)} if tags else {})
+
+    async def weights_checksum(self) -> dict[str, Any]:
+        """Checksums of the tensors held."""
+        answer: dict[str, Any] = await self._post("/weights_checker", {"action": "checksum"})
+        return answer
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self._session:
+            await self._session.close()
+            self._session = None
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+    async def _get(self, path: str, timeout_s: float) -> Any:
+        return await self._send("GET", path, None, timeout_s)
+
+    async def _post(
+        self, path: str, body: dict[str, Any], timeout_s: float | None = CONTROL_TIMEOUT_S
+    ) -> Any:
+        return await self._send("POST", path, body, timeout_s)
+
+    async def _send(self, verb: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._http.request(verb, self.url + path, json=body, timeout=timeout) as answer:
+                if answer.status == 200:
+                    return (
+                        await answer.json()
+                        if answer.content_type == "application/json"
+                        else await answer.text()
+                    )
+                message = (await answer.text())[:500]
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise EngineLostError(
+                f"{self.engine_id}: {path} failed: {type(error).__name__}: {error}"
+            ) from error
+        if answer.status >= 500:
+            raise EngineLostError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+        raise EngineError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+
+
+def _version(text: Any) -> int:
+    """A weight version as the trainer counts them; -1 for an engine's own name for its weights."""
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return -1

@@ -1,0 +1,85 @@
+"""Sends each request to the least loaded engine, keeps groups together, and tries elsewhere when one is lost.
+
+Owns that choice and the count of tries; JSON passes untouched. A sample of another weight version than expected is
+never returned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from connectors.sglang.client import EngineClient, Generation
+from core.errors import EngineError, EngineLostError
+
+log = logging.getLogger(__name__)
+SESSIONS = 65536
+
+
+class Dispatcher:
+    """Generates on engines that all serve one weight version."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[EngineClient]],
+        recover: Callable[[int], Awaitable[None]],
+        *,
+        version: int,
+        attempts: int,
+        progress_timeout_s: float,
+    ) -> None:
+        self.version = version
+        self.attempts = attempts
+        self.progress_timeout_s = progress_timeout_s
+        self.retries = 0
+        self._engines = engines
+        self._recover = recover
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    async def generate(
+        self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
+    ) -> Generation:
+        """Generate one sample. Raises EngineError after all attempts, naming the last cause."""
+        last: EngineError | None = None
+        for attempt in range(self.attempts):
+            engine = self._choose(session)
+            try:
+                result = await engine.generate(
+                    input_ids,
+                    params,
+                    rid=rid if not attempt else f"{rid}~{attempt}",
+                    progress_timeout_s=self.progress_timeout_s,
+                )
+            except EngineLostError as error:
+                last = error
+            else:
+                wrong = [version for _, version in result.weight_versions if version != self.version]
+                if not wrong and result.finish != "abort":
+                    return result
+                last = EngineError(
+                    f"{engine.engine_id}: aborted by somebody else"
+                    if not wrong
+                    else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self.version} is expected"
+                )
+            self.retries += 1
+            log.warning("request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
+            if session:
+                self._sessions.pop(session, None)
+            await self._recover(self.version)
+        raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
+
+    def _choose(self, session: str | None) -> EngineClient:
+        engines = {engine.engine_id: engine for engine in self._engines()}
+        if not engines:
+            raise EngineError("no engine serves; see the engines' logs")
+        held = self._sessions.get(session) if session else None
+        if held in engines:
+            return engines[held]
+        chosen = min(engines.values(), key=lambda engine: (engine.in_flight, engine.engine_id))
+        if session:
+            self._sessions[session] = chosen.engine_id
+            if len(self._sessions) > SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen

@@ -1,0 +1,99 @@
+"""Command lines of the servers: the embedded engine, and SGLang with any of its own options.
+
+Owns how configuration becomes arguments. SGLang's options are checked against the installed version's ServerArgs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from core.config import RunConfig
+from core.errors import ConfigError
+
+OWNED = (
+    "model_path",
+    "host",
+    "port",
+    "tp_size",
+    "weight_version",
+    "enable_memory_saver",
+    "skip_tokenizer_init",
+    "dtype",
+)
+
+
+def engine_kind(config: RunConfig, gpus: int) -> str:
+    """embedded or sglang; auto takes sglang where there is a GPU."""
+    if config.engines.kind != "auto":
+        return config.engines.kind
+    return "sglang" if gpus else "embedded"
+
+
+def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
+    """Start the embedded engine on a free port that it tells in a file."""
+    e = config.engines
+    command = [
+        sys.executable,
+        "-m",
+        "connectors.embedded",
+        "--model-path",
+        model,
+        "--host",
+        e.host,
+        "--port",
+        "0",
+    ]
+    command += ["--port-file", str(port_file), "--weight-version", "initial"]
+    command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
+    return command + (["--threads", str(e.threads)] if e.threads else [])
+
+
+def sglang_command(config: RunConfig, model: str, port: int, seed: int) -> list[str]:
+    """Start SGLang. Raises ConfigError for an option that the installed version does not have, or that millrace sets."""
+    e = config.engines
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        model,
+        "--host",
+        e.host,
+        "--port",
+        str(port),
+    ]
+    command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed", str(seed)]
+    command += ["--weight-version", "initial"]
+    if config.placement.colocate:
+        command.append("--enable-memory-saver")
+    return command + passthrough(e.sglang)
+
+
+def passthrough(options: dict[str, Any]) -> list[str]:
+    """engines.sglang as arguments, by upstream's own names."""
+    known = _server_args()
+    arguments: list[str] = []
+    for name, value in options.items():
+        if name in OWNED:
+            raise ConfigError(f"engines.sglang.{name}: set by millrace; remove it")
+        if known is not None and name not in known:
+            raise ConfigError(f"engines.sglang.{name}: the installed SGLang has no such ServerArgs field")
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            arguments.append(flag)
+        elif isinstance(value, list):
+            arguments += [flag, *map(str, value)]
+        elif value is not False and value is not None:
+            arguments += [flag, str(value)]
+    return arguments
+
+
+def _server_args() -> set[str] | None:
+    """Field names of the installed SGLang's ServerArgs; None where SGLang lives in the server's environment only."""
+    try:
+        from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    return set(ServerArgs.__dataclass_fields__)
