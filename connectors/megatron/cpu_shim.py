@@ -68,7 +68,19 @@ def install() -> None:
     utils: Any = moe_utils
     utils.te_general_gemm = None  # 0.16.1 tests the wrong name when Transformer Engine is not installed
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher._maybe_dtoh_and_synchronize = lambda self, point, tokens_per_expert=None: tokens_per_expert
+    dispatcher.cuda_dtoh_stream = (
+        CPU  # anything but None: its side stream, which copies split sizes to the CPU
+    )
+    dispatcher._maybe_dtoh_and_synchronize = _split_sizes
+
+
+def _split_sizes(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """The experts' dispatcher hands split sizes to collectives as arrays, not tensors."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        sizes = getattr(dispatcher, name, None)
+        if isinstance(sizes, torch.Tensor):
+            setattr(dispatcher, name, sizes.numpy())
+    return tokens_per_expert
 
 
 @contextlib.contextmanager

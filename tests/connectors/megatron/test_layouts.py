@@ -18,6 +18,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context": {"parallel": {"context": 2}},
     "data, replicated optimizer": {"optimizer": {"distributed": False}},
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "expert": {"parallel": {"expert": 2}},
+    "data": {},
+    "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "tensor, sequence and expert": {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
+    "pipeline": {"parallel": {"pipeline": 2}},
+}
 FIGURES = ("loss", "grad_norm", "kl", "entropy", "logprob_gap_mean", "logprob_gap_max")
 
 
@@ -79,3 +87,40 @@ def test_a_checkpoint_of_any_other_layout_goes_on_as_if_it_were_ones_own(
     own = figures(reached[layout]["steps"])[2]
     for resumed in reached[layout]["resumed"].values():
         assert figures([resumed])[0] == pytest.approx(own, rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def reached_by_experts(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Three steps of a mixture of experts in every layout, and the last from a checkpoint."""
+    found: dict[str, Any] = {}
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, changes in EXPERTS.items():
+        with workers.group(configuration(model("qwen3_moe"), world_of(name), **changes)) as group:
+            steps = [group.train([step], batch.format(step))[0] for step in (1, 2)]
+            group.call("save", f"{folder}/{name}")
+            steps += group.train([3], batch.format(3))
+            group.call("load", f"{folder}/{name}")
+            found[name] = {"steps": steps, "again": group.train([3], batch.format(3))[0]}
+    return found
+
+
+@pytest.mark.parametrize("layout", [name for name in EXPERTS if name != "one rank"])
+def test_a_mixture_of_experts_makes_the_steps_of_one_rank(
+    reached_by_experts: dict[str, Any], layout: str
+) -> None:
+    for mine, alone in zip(
+        reached_by_experts[layout]["steps"], reached_by_experts["one rank"]["steps"], strict=True
+    ):
+        for figure in ("loss", "grad_norm", "logprob_gap_mean"):
+            assert mine[figure] == pytest.approx(alone[figure], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_mixture_of_experts_goes_on_from_its_checkpoint_bit_equal(
+    reached_by_experts: dict[str, Any], layout: str
+) -> None:
+    found = reached_by_experts[layout]
+    for figure in ("loss", "grad_norm", "logprob_gap_mean"):
+        assert found["again"][figure] == found["steps"][2][figure]
