@@ -1,0 +1,160 @@
+"""The trainer's steps against plain Hugging Face forward passes, torch AdamW and torch clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trainer_ranks import Workers, configuration, samples, write_batch
+
+LR, DECAY, CLIP = 1e-3, 0.01, 0.5
+STEPS = 4
+
+
+class Plain:
+    """The same steps in the plainest way: one sequence at a time, nothing packed, nothing cut."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+            lr=LR,
+            betas=(0.9, 0.98),
+            eps=1e-8,
+        )
+
+    def logprobs(self, row: dict[str, Any], model: Any = None, temperature: float = 1.0) -> Tensor:
+        tokens = torch.tensor(row["tokens"])
+        logits = (model or self.model)(tokens[None]).logits[0] / temperature
+        chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        return chosen[-row["response_length"] :]
+
+    def step(self, loss: Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        return float(norm)
+
+
+def policy_loss(plain: Plain, rows: list[dict[str, Any]], old: dict[str, Tensor], kl_coef: float) -> Tensor:
+    """GRPO as published: the clipped loss and k3, meant over each sample's tokens, then over samples."""
+    total = torch.zeros(())
+    for row in rows:
+        mask = torch.tensor(row["loss_mask"], dtype=torch.float32)
+        new = plain.logprobs(row)
+        ratio = (new - old.get(row["sample_id"], new.detach())).exp()
+        each = -torch.minimum(ratio * row["advantage"], ratio.clamp(0.8, 1.2) * row["advantage"])
+        if kl_coef:
+            with torch.no_grad():
+                apart = plain.logprobs(row, plain.reference)
+            each = each + kl_coef * ((apart - new).exp() - (apart - new) - 1)
+        total = total + (each * mask).sum() / mask.sum()
+    return total / len(rows)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+def test_four_steps_have_the_loss_and_gradient_norm_of_plain_torch(
+    workers: Workers, model: Callable[..., Path], batch: str, kind: str
+) -> None:
+    folder = model(kind)
+    changes: dict[str, Any] = {"algorithm": {"kl_coef": 0.1, "clip_high": 0.2, "divide_by_std": True}}
+    with workers.group(configuration(folder, **changes)) as group:
+        ours = [group.train([step], batch.format(step))[0] for step in range(1, STEPS + 1)]
+    plain = Plain(folder)
+    for step, found in enumerate(ours, start=1):
+        loss = policy_loss(plain, samples(step), {}, 0.1)
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-6)
+        assert found["grad_norm"] == pytest.approx(plain.step(loss), rel=1e-5)
+
+
+def test_several_steps_an_iteration_take_the_ratio_against_the_weights_before_it(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    iteration = [row for step in (1, 2, 3) for row in samples(step)]
+    url = write_batch(tmp_path, iteration)
+    with workers.group(configuration(model(), global_batch=8)) as group:
+        ours = group.train([1, 2, 3], url)
+    plain = Plain(model())
+    with torch.no_grad():
+        old = {row["sample_id"]: plain.logprobs(row) for row in iteration}
+    for step, found in enumerate(ours, start=1):
+        loss = policy_loss(plain, samples(step), old, 0.0)
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-6)
+        assert found["grad_norm"] == pytest.approx(plain.step(loss), rel=1e-5)
+    assert ours[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert ours[2]["ratio_distance"] > 1e-4
+
+
+def test_supervised_steps_are_those_of_plain_likelihood(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    config = configuration(model(), algorithm={"loss": "sft", "aggregation": "token_mean"})
+    config["rollout"]["sampling"]["temperature"] = 0.7  # plays no part
+    with workers.group(config) as group:
+        ours = [group.train([step], batch.format(step))[0] for step in (1, 2, 3)]
+    plain = Plain(model())
+    for step, found in enumerate(ours, start=1):
+        masks = [torch.tensor(row["loss_mask"], dtype=torch.float32) for row in samples(step)]
+        parts = [(plain.logprobs(row) * mask).sum() for row, mask in zip(samples(step), masks, strict=True)]
+        loss = -torch.stack(parts).sum() / sum(mask.sum() for mask in masks)
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(plain.step(loss), rel=1e-5)
+
+
+def test_scores_are_log_probabilities_at_the_sampling_temperature(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    config = configuration(model(), 2, parallel={"tensor": 2})
+    config["rollout"]["sampling"]["temperature"] = 0.7
+    with workers.group(config) as group:
+        found, elsewhere = group.call("score", batch.format(1))
+    plain = Plain(model())
+    with torch.no_grad():
+        for row in samples(1):
+            expected = plain.logprobs(row, temperature=0.7)
+            assert found[row["sample_id"]] == pytest.approx(expected.tolist(), abs=2e-6)
+    assert elsewhere == {}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_change_nothing(
+    workers: Workers, model: Callable[..., Path], batch: str, recompute: str
+) -> None:
+    found = []
+    for how in ("none", recompute):
+        with workers.group(configuration(model(), recompute=how)) as group:
+            found.append([group.train([step], batch.format(step))[0] for step in (1, 2)])
+    for plain, again in zip(*found, strict=True):
+        assert (again["loss"], again["grad_norm"]) == (plain["loss"], plain["grad_norm"])
+
+
+def test_the_ratio_may_be_taken_against_the_engines_log_probabilities(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    algorithm = {"old_logprobs": "rollout", "correction": {"kind": "none"}}
+    with workers.group(configuration(model(), algorithm=algorithm)) as group:
+        (found,) = group.train([1], batch.format(1))
+    plain = Plain(model())
+    old = {row["sample_id"]: torch.tensor(row["rollout_logprobs"]) for row in samples(1)}
+    assert found["loss"] == pytest.approx(float(policy_loss(plain, samples(1), old, 0.0)), rel=1e-5)
+
+
+def test_the_learning_rate_follows_warm_up_and_decay(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    schedule = {"kind": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr": 1e-4}
+    with workers.group(configuration(model(), schedule=schedule)) as group:
+        rates = [group.train([step], batch.format(step))[0]["lr"] for step in range(1, 7)]
+    assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4])
