@@ -25,7 +25,7 @@ from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
-from core.errors import TrainerError
+from core.errors import ActorLostError, TrainerError
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
 from tasks.catalogue import Catalogue, PromptSet, load_prompts
@@ -51,6 +51,8 @@ class Live:
         self._pool: WorkerPool | None = None
         self._ledger: Ledger | None = None
         self._held_out: dict[str, PromptSet] = {}
+        self.tracker: Any = None  # set when tracking is opened
+        self.progress: Any = None
         self._folder = Path(
             tempfile.mkdtemp(prefix=f"millrace-{config.run.name}-", dir=_shared_memory(config))
         )
@@ -98,60 +100,43 @@ class Live:
     async def trainer(self, version: int) -> actors.ActorGroup:
         """The trainer ranks, holding weight version `version` or a later one of the same iteration."""
         async with self._trainer_lock:
-            group = self._trainer or await actors.attach(
-                self.config, "trainer", self.config.trainer.world_size
-            )
-            held = await _versions(group) if group else set()
-            if (
-                group
-                and len(held) == 1
-                and version <= next(iter(held)) <= version + self.config.steps_per_iteration
-            ):
-                self._trainer = group
-                return group
+            group = self._trainer or actors.find_group("trainer", self.config.trainer.world_size)
             if group:
-                log.warning(
-                    "trainer ranks hold versions %s, %d is wanted: rebuilding them",
-                    sorted(held, key=str),
-                    version,
-                )
-                await actors.end(self.config, "trainer")
+                held = await _versions(group)
+                if len(held) == 1 and _reaches(held, version, self.config.steps_per_iteration):
+                    self._trainer = group
+                    return group
+                log.warning("trainer ranks hold versions %s, %d is wanted: rebuilding them", held, version)
+            await actors.end("trainer")
             self._trainer = await self._build_trainer(version)
             return self._trainer
 
     async def _build_trainer(self, version: int) -> actors.ActorGroup:
-        """New ranks, brought to `version` by the newest complete checkpoint and replay."""
-        started = time.perf_counter()
-        world = self.config.trainer.world_size
-        group = await actors.create(self.config, "trainer", TrainerRank, world)
-        master = await group.call_one(0, "address")
+        """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it."""
+        marks = [time.perf_counter()]
+        world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
+        settings = self.config.model_dump(mode="json")
+        group = actors.ActorGroup([actors.make("trainer", i, world, TrainerRank, settings) for i in range(world)])
+        master = await group.actors[0].call("address")
         await group.call("setup", master)
-        built = time.perf_counter()
+        marks.append(time.perf_counter())
+        complete = await asyncio.to_thread(self.run_folder.complete_checkpoints)
+        usable = [done for done in complete if done * steps <= version]
         held = 0
-        usable = [
-            done
-            for done in await asyncio.to_thread(self.run_folder.complete_checkpoints)
-            if done * self.config.steps_per_iteration <= version
-        ]
         if usable:
-            url = self.run_folder.store.url_of(self.run_folder.checkpoint_path(usable[-1]))
-            held = (await group.call("load", url))[0]
-        loaded = time.perf_counter()
+            held = (await group.call("load", self.run_folder.store.url_of(self.run_folder.checkpoint_path(usable[-1]))))[0]
+        marks.append(time.perf_counter())
         for replayed in range(held + 1, version + 1):
-            iteration = (replayed - 1) // self.config.steps_per_iteration
-            batch = self.run_folder.iteration(iteration).url_of("batch.parquet")
+            batch = self.run_folder.iteration((replayed - 1) // steps).url_of("batch.parquet")
             await group.call("train", replayed, batch, None)
-        now = {await_ for await_ in await _versions(group)}
+        marks.append(time.perf_counter())
+        now = await _versions(group)
         if now != {version}:
             raise TrainerError(f"after load and replay the trainer ranks hold versions {now}, not {version}")
+        built, loaded, replay = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
         log.info(
             "trainer at version %d: built in %.1f s, checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
-            version,
-            built - started,
-            usable[-1] if usable else None,
-            loaded - built,
-            version - held,
-            time.perf_counter() - loaded,
+            version, built, usable[-1] if usable else "none", loaded, version - held, replay,
         )
         return group
 
@@ -161,22 +146,29 @@ class Live:
         """A dispatcher over engines that have all confirmed `version`; publishes it to those that have not."""
         async with self._engines_lock:
             fleet = await self._ensure_fleet()
-            if await fleet.unconfirmed(version):
-                await self._publish(fleet, version)
-            return fleet.dispatcher(version)
+            missing = fleet.unconfirmed(version)
+            if missing:
+                await self._publish(fleet, version, missing)
+            return fleet.dispatcher(version, self._recover)
 
     async def publish(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase."""
         async with self._engines_lock:
-            return await self._publish(await self._ensure_fleet(), version)
+            fleet = await self._ensure_fleet()
+            return await self._publish(fleet, version, fleet.unconfirmed(version))
 
-    async def _publish(self, fleet: Fleet, version: int) -> dict[str, float]:
-        trainer = await self.trainer(version)
-        directory = self._folder / f"weights-{version:08d}"
+    async def _recover(self, version: int) -> None:
+        """Have every engine running and at `version` again, after a request was lost."""
+        await self.engines(version)
+
+    async def _publish(self, fleet: Fleet, version: int, engines: list[int]) -> dict[str, float]:
         started = time.perf_counter()
-        await trainer.call("export", str(directory), version)
+        directory = self._folder / f"weights-{version:08d}"
+        if not directory.exists():
+            trainer = await self.trainer(version)
+            await trainer.call("export", str(directory), version)
         exported = time.perf_counter()
-        phases = await fleet.publish(str(directory), version)
+        phases = await fleet.publish(str(directory), version, engines) if engines else {}
         for old in self._folder.glob("weights-*"):
             if old != directory:
                 shutil.rmtree(old)
@@ -184,18 +176,23 @@ class Live:
 
     async def _ensure_fleet(self) -> Fleet:
         if self._fleet is None:
-            self._fleet = Fleet(
-                self.config, lambda index: actors.get_or_create(self.config, "engine", EngineServer, index)
-            )
+            self._fleet = Fleet(self.config, self._engine)
         await self._fleet.ensure(self.config.model.path)
         return self._fleet
+
+    async def _engine(self, index: int) -> actors.Actor:
+        """The actor of an engine: the one that is there, or a new one."""
+        settings = self.config.model_dump(mode="json")
+        return actors.find("engine", index) or actors.make(
+            "engine", index, self.config.engines.count, EngineServer, settings
+        )
 
     # life
 
     async def open(self, first: int) -> None:
-        """Join Ray to drive the run from iteration `first` on."""
+        """Join Ray to drive the run from iteration `first` on; actors of another configuration are ended."""
         self.first_version = first * self.config.steps_per_iteration
-        await cluster.start_or_join(self.config)
+        await asyncio.to_thread(cluster.start_or_join, self.config.placement.ray_address, self.config.run.name)
 
     async def close(self, end_actors: bool) -> None:
         """Leave; with `end_actors` the run's actors end too, else they stay for the next driver."""
@@ -204,12 +201,23 @@ class Live:
         if self._fleet:
             await self._fleet.close()
         if end_actors:
-            await actors.end(self.config)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            await actors.end()
+        cluster.leave()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 async def _versions(group: actors.ActorGroup) -> set[int | None]:
-    return {state["version"] for state in await group.states()}
+    """Versions that the ranks hold; {None} if one of them is gone."""
+    try:
+        return {state["version"] for state in await group.states()}
+    except ActorLostError as error:
+        log.warning("%s", error)
+        return {None}
+
+
+def _reaches(held: set[int | None], version: int, steps: int) -> bool:
+    found = next(iter(held))
+    return found is not None and version <= found <= version + steps
 
 
 def _shared_memory(config: RunConfig) -> str | None:

@@ -20,6 +20,11 @@ class Run(Section):
         0, ge=0, lt=2**31, description="Every random choice of the run is derived from this seed."
     )
     iterations: int = Field(1, ge=1, description="RL iterations in all.")
+    prepare: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="Import path of a function that is called with the configuration before anything else, to make files that are missing.",
+    )
     experiment: str = Field(
         "millrace", min_length=1, description="MLflow experiment that the run belongs to."
     )

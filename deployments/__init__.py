@@ -1,0 +1,1 @@
+"""Recipes and deployment files that ship with the flows."""
