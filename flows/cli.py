@@ -72,7 +72,7 @@ def quickstart(
 @app.command()
 def runs(root: RootOption = "runs") -> None:
     """List the runs under a storage root."""
-    from flows.inspect import runs_table
+    from flows.browse import runs_table
 
     _guarded(lambda: console.print(runs_table(root)))
 
@@ -80,7 +80,7 @@ def runs(root: RootOption = "runs") -> None:
 @app.command()
 def show(run: str, root: RootOption = "runs") -> None:
     """Show a run: its iterations, curves and files."""
-    from flows.inspect import run_tables
+    from flows.browse import run_tables
 
     _guarded(lambda: [console.print(part) for part in run_tables(root, run)])
 
@@ -91,7 +91,7 @@ def stop(
     root: RootOption = "runs",
 ) -> None:
     """End what a killed driver left behind of a run: trainer ranks and engines. Files stay."""
-    from flows.inspect import stop_run
+    from flows.browse import stop_run
 
     _guarded(lambda: console.print(stop_run(root, run)))
 

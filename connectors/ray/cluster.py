@@ -20,6 +20,8 @@ import psutil
 from core.errors import MillraceError
 
 START_TIMEOUT_S = 120
+# Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
@@ -28,7 +30,11 @@ def start_or_join(address: str | None, namespace: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
+    from ray._private import ray_constants
 
+    # The constant that LOOPBACK_ONLY sets was read when ray was first imported, before the address was known.
+    if address is None:
+        ray_constants.ENABLE_RAY_CLUSTER = False
     if ray.is_initialized():
         if ray.get_runtime_context().namespace == namespace:
             return
@@ -97,7 +103,8 @@ def _start() -> str:
         "--min-worker-port=0",
         "--max-worker-port=0",
     ]  # what runs where is placed by hand
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": _python_path()}
+    environment = {**os.environ, **LOOPBACK_ONLY, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": _python_path()}
+    environment.setdefault("RAY_AUTH_MODE", "disabled")  # drivers find a token only by an explicit mode
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
     done = subprocess.run(
