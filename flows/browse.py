@@ -48,13 +48,7 @@ def runs_table(root: str) -> Table:
 
 def run_tables(root: str, run: str) -> list[Any]:
     """One run: its record, and a line an iteration."""
-    folder = RunFolder(root, run)
-    try:
-        record = folder.store.read_json("run.json")
-    except MissingFileError as error:
-        raise StorageError(
-            f"{folder.store.url}: no such run; `millrace runs --root {root}` lists them"
-        ) from error
+    folder, record = RunFolder(root, run), _record(root, run)
     facts = Table("what", "value", title=run, show_header=False)
     facts.add_row("folder", folder.store.url)
     facts.add_row("code", str(record["code_revision"]))
@@ -75,6 +69,14 @@ def run_tables(root: str, run: str) -> list[Any]:
     return [facts, table]
 
 
+def _record(root: str, run: str) -> Any:
+    store = RunFolder(root, run).store
+    try:
+        return store.read_json("run.json")
+    except MissingFileError as error:
+        raise StorageError(f"{store.url}: no such run; `millrace runs --root {root}` lists them") from error
+
+
 def stop_run(root: str, run: str) -> str:
     """End the actors that a killed driver left of a run."""
     import asyncio
@@ -82,11 +84,10 @@ def stop_run(root: str, run: str) -> str:
     from connectors.ray import actors, cluster
     from core.config import RunConfig
 
-    record = RunFolder(root, run).store.read_json("run.json")
+    record = _record(root, run)
     config = RunConfig.model_validate(record["config"])
 
-    async def end() -> int:
-        await cluster.start_or_join(config)
-        return await actors.end(config)
-
-    return f"{asyncio.run(end())} actors of {run} ended"
+    cluster.start_or_join(config.placement.ray_address, config.run.name)
+    ended = asyncio.run(actors.end())
+    cluster.leave()
+    return f"{ended} actors of {run} ended"

@@ -98,11 +98,14 @@ def stop(
 
 @app.command("server")
 def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start") -> None:
-    """Start (or find) the local Prefect server, or stop it."""
+    """Start (or find) the local Prefect server; or stop it, and the local Ray head with every actor on it."""
     from flows.server import ensure_server, stop_server, ui_url
 
     if action == "stop":
-        console.print("stopped" if stop_server() else "no local server runs")
+        from connectors.ray.cluster import stop_local_head
+
+        console.print(f"Prefect server: {'stopped' if stop_server() else 'none runs'}")
+        console.print(f"Ray head: {'stopped' if stop_local_head() else 'none runs'}")
     elif action == "start":
         _guarded(lambda: console.print(f"Prefect: {ui_url(ensure_server())}"))
     else:
@@ -114,8 +117,7 @@ def run_training(config: RunConfig) -> dict[str, Any]:
     from flows.server import ensure_server, ui_url
 
     def go() -> dict[str, Any]:
-        url = ensure_server()
-        console.print(f"Prefect: {ui_url(url)}")
+        console.print(f"Prefect: {ui_url(ensure_server())}")
         from flows.train import train as train_flow
 
         return asyncio.run(train_flow(config))

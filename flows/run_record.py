@@ -16,14 +16,17 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from core.config import RunConfig
-from core.errors import ConfigError, MissingFileError
+from core.errors import ConfigError, DataError, MissingFileError
+from core.prompts import SourceFingerprint, source_changes
 from tasks import report
 from tasks.live import Live
 
 FIXED = (
     "run.seed",
     "model.path",
-    "data",
+    "data.sources",
+    "data.shuffle",
+    "data.max_prompt_tokens",
     "rollout",
     "filter",
     "algorithm",
@@ -46,6 +49,9 @@ async def open_run_record(live: Live, attempt: int) -> None:
         record = {"name": live.config.run.name, "config": resolved, "mlflow_run_id": None, "attempts": []}
     check_same_run(record["config"], resolved, live.config)
     record["config"] = resolved
+    record["data"] = await asyncio.to_thread(check_same_data, record.get("data"), live)
+    await asyncio.to_thread(live.prompts.write_quarantine, store)
+    record["quarantined"] = live.prompts.quarantined()
     record["mlflow_run_id"] = await report.open_tracking(live, record["mlflow_run_id"])
     record["versions"] = versions()
     record["code_revision"] = code_revision()
@@ -72,6 +78,7 @@ async def finish_run_record(live: Live) -> None:
 
 def check_same_run(before: dict[str, Any], now: dict[str, Any], config: RunConfig) -> None:
     """Refuse to go on with a configuration that would make it another run, naming every field that differs."""
+    before, now = _without_paths(before), _without_paths(now)
     differing = [path for path in FIXED if _get(before, path) != _get(now, path)]
     if differing:
         lines = [
@@ -81,6 +88,23 @@ def check_same_run(before: dict[str, Any], now: dict[str, Any], config: RunConfi
             f"run {config.run.name} exists with another configuration:\n" + "\n".join(lines) + "\n"
             "Give the new run another run.name, or put these fields back."
         )
+
+
+def check_same_data(before: dict[str, Any] | None, live: Live) -> dict[str, Any]:
+    """Fingerprints of the sources; refuses ones that changed under the run, naming what did.
+
+    A file that was only moved is the same data.
+    """
+    now = live.prompts.fingerprints()
+    if before is not None:
+        held = {name: SourceFingerprint.model_validate(value) for name, value in before.items()}
+        changes = source_changes(held, now)
+        if changes and not live.config.data.allow_changes:
+            raise DataError(
+                f"the data of run {live.config.run.name} changed:\n  " + "\n  ".join(changes) + "\n"
+                "Put the files back, start under another run.name, or set data.allow_changes=true to go on with them."
+            )
+    return {name: value.model_dump() for name, value in now.items()}
 
 
 def versions() -> dict[str, str]:
@@ -107,6 +131,12 @@ def code_revision() -> str | None:
         [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
     )
     return revision.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+
+
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without where its sources lie: what they hold is compared by fingerprint."""
+    sources = [{**source, "path": None} for source in config["data"]["sources"]]
+    return {**config, "data": {**config["data"], "sources": sources}}
 
 
 def _get(values: dict[str, Any], path: str) -> Any:

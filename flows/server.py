@@ -6,6 +6,7 @@ Owns the server's process and its record in MILLRACE_HOME; knows nothing of flow
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -19,7 +20,11 @@ import psutil
 
 from core.errors import MillraceError
 
+LOGGERS = ("core", "connectors", "tasks", "flows")
 CLIENT_SETTINGS = {
+    # the project's own log lines are shown and kept with the flow run; of Prefect's only warnings
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(LOGGERS),
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "DO_NOT_TRACK": "1",
@@ -41,6 +46,8 @@ def ensure_server(timeout_s: float = 120) -> str:
     """
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
     configured = os.environ.get("PREFECT_API_URL") or _profile_url()
     if configured:
         return configured

@@ -32,7 +32,7 @@ async def sft(config: RunConfig) -> Record:
     live = Live(config)
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)
     if first < config.run.iterations:
-        async with driving(live, first) as attempt:
+        async with driving(live) as attempt:
             await open_run_record(live, attempt)
             for index in range(first, config.run.iterations):
                 await sft_iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(live, index)

@@ -9,13 +9,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 
 from prefect import flow
 
 from connectors.storage.lease import DURATION_S, Lease
 from core.config import RunConfig
+from core.config.problems import render_problems
+from core.errors import ConfigError
+from core.hooks import load
 from core.retention import due
+from flows.check import check
 from flows.run_record import finish_run_record, open_run_record
 from tasks import report
 from tasks.checkpoint import checkpoint
@@ -41,12 +45,13 @@ async def train(config: RunConfig) -> Record:
 
     Run again under the same run name it does what is missing; when nothing is, it returns at once.
     """
+    await prepare(config)
     live = Live(config)
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)
     if first >= config.run.iterations:
         log.info("run %s is complete: %d iterations in %s", config.run.name, first, live.run_folder.store.url)
         return {"run": config.run.name, "iterations": first, "did": 0}
-    async with driving(live, first) as attempt:
+    async with driving(live) as attempt:
         await open_run_record(live, attempt)
         if config.evaluation.sets and first == 0:
             await _evaluate_before(live)
@@ -54,6 +59,30 @@ async def train(config: RunConfig) -> Record:
             await iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(live, index)
         await finish_run_record(live)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
+
+
+async def prepare(config: RunConfig) -> None:
+    """Make the files that the configuration says how to make, then check all of it.
+
+    Raises ConfigError with every problem found.
+    """
+    if config.run.prepare:
+        await asyncio.to_thread(load(config.run.prepare, "run.prepare"), config)
+    problems = await asyncio.to_thread(check, config)
+    if problems:
+        raise ConfigError(render_problems(problems))
+
+
+@contextlib.contextmanager
+def the_first_of_several() -> Iterator[None]:
+    """Raise the first error of a task group by itself: it is what made the others end."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 @flow(name="iteration", validate_parameters=False)
@@ -68,9 +97,10 @@ async def iteration(live: Live, index: int) -> None:
         ctx.seconds[name] = time.perf_counter() - started
 
     await step("sample_prompts", run_recorded(sample_prompts, ctx))
-    async with asyncio.TaskGroup() as streaming:
-        for name, task in (("rollout", rollout), ("reward", reward), ("filter", filter_groups)):
-            streaming.create_task(step(name, run_recorded(task, ctx)))
+    with the_first_of_several():
+        async with asyncio.TaskGroup() as streaming:
+            for name, task in (("rollout", rollout), ("reward", reward), ("filter", filter_groups)):
+                streaming.create_task(step(name, run_recorded(task, ctx)))
     await step("train_step", run_recorded(train_step, ctx))
     await step("sync_weights", run_recorded(sync_weights, ctx))
     await step("checkpoint", run_recorded(checkpoint, ctx))
@@ -87,8 +117,11 @@ async def _evaluate_before(live: Live) -> None:
 
 
 @contextlib.asynccontextmanager
-async def driving(live: Live, first: int) -> AsyncIterator[int]:
-    """Hold the run's lease, renewed in the background; losing it cancels the flow. Ends the run's actors on leaving."""
+async def driving(live: Live) -> AsyncIterator[int]:
+    """Hold the run's lease, renewed in the background; losing it cancels the flow. Yields the number of this attempt.
+
+    What interrupted writes left is removed first. The run's actors end on leaving, unless another driver has them.
+    """
     lease = await asyncio.to_thread(Lease.take, live.run_folder.store)
     driver = asyncio.current_task()
     assert driver is not None
@@ -106,7 +139,8 @@ async def driving(live: Live, first: int) -> AsyncIterator[int]:
 
     renewing = asyncio.create_task(renew())
     try:
-        await live.open(first)
+        await asyncio.to_thread(live.run_folder.clean)
+        await live.open()
         yield lease.token
     except asyncio.CancelledError:
         if lost:

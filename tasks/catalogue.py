@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from connectors.huggingface.tokenizer import PromptTokenizer
-from connectors.storage.prompts import read_source
+from connectors.storage.prompts import fingerprint, read_source
 from connectors.storage.store import Store
 from core import schema
 from core.config import RunConfig
 from core.config.model import Source
 from core.config.training import EvalSet
 from core.errors import DataError
-from core.prompts import PromptRow, Quarantined
+from core.prompts import PromptRow, Quarantined, SourceFingerprint
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Catalogue:
     """All training sources of a run."""
 
     def __init__(self, config: RunConfig, tokenizer: PromptTokenizer) -> None:
+        self._sources = config.data.sources
         self.sets = {
             source.name: load_prompts(source, tokenizer, config.data.max_prompt_tokens)
             for source in config.data.sources
@@ -64,6 +65,15 @@ class Catalogue:
     def quarantined(self) -> dict[str, int]:
         """Unusable rows by source."""
         return {name: len(prompts.quarantined) for name, prompts in self.sets.items()}
+
+    def fingerprints(self) -> dict[str, SourceFingerprint]:
+        """What each source holds now."""
+        return {
+            source.name: fingerprint(
+                source, self.sets[source.name].rows, self.sets[source.name].quarantined
+            )
+            for source in self._sources
+        }
 
     def write_quarantine(self, store: Store) -> None:
         """Keep each unusable row with its reason in quarantine.parquet of the run folder."""

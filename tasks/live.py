@@ -41,9 +41,7 @@ class Live:
         self.config = config
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.record_storage = record_storage(config.storage.root)
-        self.first_version = (
-            0  # weight version at which this process began; the guard looks at the step after it
-        )
+        self.guarded = False  # whether engine and trainer log-probabilities were compared in this process
         self._trainer: actors.ActorGroup | None = None
         self._fleet: Fleet | None = None
         self._trainer_lock = asyncio.Lock()
@@ -53,9 +51,12 @@ class Live:
         self._held_out: dict[str, PromptSet] = {}
         self.tracker: Any = None  # set when tracking is opened
         self.progress: Any = None
-        self._folder = Path(
-            tempfile.mkdtemp(prefix=f"millrace-{config.run.name}-", dir=_shared_memory(config))
-        )
+        self._weights: Path | None = None  # folder through which the trainer hands weights to the engines
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The configuration as actors get it."""
+        return self.config.model_dump(mode="json")
 
     # prompts and scoring
 
@@ -115,7 +116,7 @@ class Live:
         """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it."""
         marks = [time.perf_counter()]
         world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
-        settings = self.config.model_dump(mode="json")
+        settings = self._settings
         group = actors.ActorGroup([actors.make("trainer", i, world, TrainerRank, settings) for i in range(world)])
         master = await group.actors[0].call("address")
         await group.call("setup", master)
@@ -163,13 +164,14 @@ class Live:
 
     async def _publish(self, fleet: Fleet, version: int, engines: list[int]) -> dict[str, float]:
         started = time.perf_counter()
-        directory = self._folder / f"weights-{version:08d}"
+        assert self._weights is not None
+        directory = self._weights / f"weights-{version:08d}"
         if not directory.exists():
             trainer = await self.trainer(version)
             await trainer.call("export", str(directory), version)
         exported = time.perf_counter()
         phases = await fleet.publish(str(directory), version, engines) if engines else {}
-        for old in self._folder.glob("weights-*"):
+        for old in self._weights.glob("weights-*"):
             if old != directory:
                 shutil.rmtree(old)
         return {"export": exported - started, **phases}
@@ -182,17 +184,18 @@ class Live:
 
     async def _engine(self, index: int) -> actors.Actor:
         """The actor of an engine: the one that is there, or a new one."""
-        settings = self.config.model_dump(mode="json")
+        settings = self._settings
         return actors.find("engine", index) or actors.make(
             "engine", index, self.config.engines.count, EngineServer, settings
         )
 
     # life
 
-    async def open(self, first: int) -> None:
-        """Join Ray to drive the run from iteration `first` on; actors of another configuration are ended."""
-        self.first_version = first * self.config.steps_per_iteration
+    async def open(self) -> None:
+        """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
+        self._weights = Path(tempfile.mkdtemp(prefix=f"millrace-{self.config.run.name}-", dir=_shared_memory(self.config)))
         await asyncio.to_thread(cluster.start_or_join, self.config.placement.ray_address, self.config.run.name)
+        await actors.end_others(self._settings)
 
     async def close(self, end_actors: bool) -> None:
         """Leave; with `end_actors` the run's actors end too, else they stay for the next driver."""
@@ -203,7 +206,8 @@ class Live:
         if end_actors:
             await actors.end()
         cluster.leave()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._weights:
+            shutil.rmtree(self._weights, ignore_errors=True)
 
 
 async def _versions(group: actors.ActorGroup) -> set[int | None]:

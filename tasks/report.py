@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import logging
 import re
 from typing import Any
 
@@ -28,6 +29,15 @@ from tasks.context import IterationContext
 from tasks.live import Live
 from tasks.records import Record
 
+log = logging.getLogger(__name__)
+
+LINE = (
+    ("reward", "reward/mean"),
+    ("grad norm", "train/grad_norm"),
+    ("log-prob gap", "train/logprob_gap_mean"),
+    ("rollout s", "time/rollout_s"),
+    ("train s", "time/train_step_s"),
+)
 HEADLINES = (
     "reward/mean",
     "rollout/response_length_mean",
@@ -75,6 +85,7 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
     live, config, done = ctx.live, ctx.config, ctx.index + 1
     await asyncio.to_thread(live.tracker.log_metrics, metrics, done)
+    log.info("iteration %d of %d: %s", done, config.run.iterations, _line(metrics))
     calls = [
         acreate_markdown_artifact(
             _summary(ctx, metrics), key=_key(config, "iteration"), description=f"Iteration {ctx.index}"
@@ -96,6 +107,17 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         )
         await asyncio.to_thread(live.tracker.log_artifact, picture, "reward.png")
     await asyncio.gather(*calls)
+
+
+def _line(metrics: dict[str, float]) -> str:
+    """The figures one wants to see pass by."""
+    shown = [f"{label} {metrics[name]:.4g}" for label, name in LINE if name in metrics]
+    shown += [
+        f"{name.split('/')[1]} {value:.3f}"
+        for name, value in metrics.items()
+        if name.startswith("eval/") and name.endswith("/reward_mean")
+    ]
+    return ", ".join(shown)
 
 
 async def evaluation(live: Live, record: Record) -> None:

@@ -24,9 +24,10 @@ async def train_step(ctx: IterationContext) -> Record:
     url = ctx.folder.url_of("batch.parquet")
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
         trainer = await ctx.live.trainer(version - 1)
-        guarded = version == ctx.live.first_version + 1 and ctx.config.algorithm.loss != "sft"
-        guard = ctx.config.sync.max_logprob_gap if guarded else None
+        first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"
+        guard = ctx.config.sync.max_logprob_gap if first else None
         answers = await trainer.call("train", version, url, guard)
+        ctx.live.guarded = True
         steps.append(answers[0])
     record = {"version": ctx.version_after, "steps": steps, "seconds": time.perf_counter() - started}
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", record)

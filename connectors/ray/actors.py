@@ -7,6 +7,8 @@ Health questions have their own threads, so that a busy actor still answers them
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ class Host:
 
     def __init__(self, cls: type, config: Mapping[str, Any], index: int, count: int) -> None:
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
+        self._made_by = digest(config)
         self._held = cls(config, index, count)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -36,7 +39,7 @@ class Host:
     @ray.method(concurrency_group="health")
     def state(self) -> dict[str, Any]:
         """The held object's own account of itself."""
-        return {**self._held.state(), "actor_pid": os.getpid()}
+        return {**self._held.state(), "actor_pid": os.getpid(), "made_by": self._made_by}
 
 
 class Actor:
@@ -118,10 +121,34 @@ def find_group(role: str, count: int) -> ActorGroup | None:
     return ActorGroup(whole) if len(whole) == count else None
 
 
+def digest(config: Mapping[str, Any]) -> str:
+    """A short name for a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+async def end_others(config: Mapping[str, Any]) -> int:
+    """End this namespace's actors that another configuration made, or that do not answer; returns how many."""
+    wanted, names = digest(config), []
+    for name in ray.util.list_named_actors():
+        try:
+            state = await Actor(name, ray.get_actor(name)).state()
+        except (ActorLostError, ValueError):
+            names.append(name)
+            continue
+        if state["made_by"] != wanted:
+            names.append(name)
+    if names:
+        log.warning("ending %s: made by another configuration, or not answering", ", ".join(names))
+    return await _end(names)
+
+
 async def end(role: str | None = None) -> int:
     """End this namespace's actors, of one role or all; returns how many there were."""
     named = ray.util.list_named_actors()
-    chosen = [name for name in named if role is None or name.rsplit("-", 1)[0] == role]
+    return await _end([name for name in named if role is None or name.rsplit("-", 1)[0] == role])
+
+
+async def _end(chosen: list[str]) -> int:
     ended = 0
     for name in chosen:
         try:

@@ -93,6 +93,10 @@ class Data(Section):
         le=1,
         description="Stop before training if more than this share of a source's rows is unusable.",
     )
+    allow_changes: bool = Field(
+        False,
+        description="Go on with a run although its data changed. Rows drawn before keep their record; what is left of the epoch is drawn from the data as it is now.",
+    )
 
 
 class Sampling(Section):
