@@ -17,6 +17,7 @@ import pyarrow as pa
 from prefect import task
 
 from connectors.sglang.client import Generation
+from connectors.sglang.dispatcher import Dispatcher
 from connectors.storage.parts import read_parts, write_part
 from core import schema
 from core.errors import BudgetError, EngineError
@@ -75,6 +76,8 @@ class _Generator:
             "stop_token_ids": s.stop_token_ids or None,
             "no_stop_trim": True,
         }
+        self._ready = asyncio.Lock()
+        self._engines: Dispatcher | None = None
         self.slots = asyncio.Semaphore(config.max_concurrency * ctx.config.engines.count)
 
     async def generate(
@@ -85,8 +88,8 @@ class _Generator:
         row = _row(prompt, sid, index, seed)
         async with self.slots:
             started = time.time()
-            engines = await self.ctx.live.engines(self.ctx.version_before)
             try:
+                engines = await self._dispatcher()
                 result = await engines.generate(
                     prompt["prompt_tokens"],
                     {**self.sampling, "sampling_seed": seed},
@@ -101,6 +104,13 @@ class _Generator:
             row["timings"] = [("started", started), ("generate_s", time.time() - started)]
         self.counts["samples_generated"] += 1
         await queue.put(row)
+
+    async def _dispatcher(self) -> Dispatcher:
+        """The engines at this iteration's version: made ready when the first sample needs them."""
+        async with self._ready:
+            if self._engines is None:
+                self._engines = await self.ctx.live.engines(self.ctx.version_before)
+            return self._engines
 
     def _fail(self, row: dict[str, Any], reason: str) -> None:
         row.update(status="failed", reason=reason)
