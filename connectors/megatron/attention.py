@@ -48,9 +48,7 @@ class PackedAttention(torch.nn.Module):
             longest = packed_seq_params.max_seqlen_q
             out = _varlen(query, key, value, cu, cu, longest, longest, self.scale)
         else:
-            spans = [(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-            pieces = [_sdpa(query[s:e], key[s:e], value[s:e], self.scale) for s, e in spans]
-            out = torch.cat(pieces)
+            out = _by_length(query, key, value, bounds, self.scale)
         return out.reshape(out.shape[0], -1)
 
     def _zigzag(
@@ -90,6 +88,25 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
         mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(offset)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _by_length(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None) -> Tensor:
+    """Whole sequences, those of one length in one call: short samples would else cost a call each."""
+    starts: dict[int, list[int]] = {}
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        starts.setdefault(end - start, []).append(start)
+    order = torch.cat([(torch.tensor(at)[:, None] + torch.arange(n)).flatten() for n, at in starts.items()])
+    sorted_qkv = [x.index_select(0, order) for x in (query, key, value)]
+    pieces, done = [], 0
+    for length, at in starts.items():
+        tokens = length * len(at)
+        q, k, v = (
+            x[done : done + tokens].unflatten(0, (len(at), length)).transpose(1, 2) for x in sorted_qkv
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))
+        done += tokens
+    return torch.cat(pieces).index_select(0, torch.argsort(order))
 
 
 def _varlen(
