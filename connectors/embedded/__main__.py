@@ -52,7 +52,9 @@ async def serve(args: argparse.Namespace) -> None:
         "pid": os.getpid(),
     }
     engine.start()
-    runner = web.AppRunner(Server(engine, info).app(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        Server(engine, info).app(), access_log=None, handler_cancellation=True, shutdown_timeout=1
+    )
     await runner.setup()
     site = web.TCPSite(runner, args.host, args.port)
     await site.start()

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from connectors.embedded.text import Text
 PREFIXES = 128  # prompts whose keys and values are kept
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One generation, from arrival to its last token."""
 
@@ -76,6 +76,16 @@ class _Prefix:
     hidden: Tensor
 
 
+@dataclass(eq=False)
+class _Job:
+    """Something to run between two steps, and how it ended."""
+
+    run: Callable[[], Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    value: Any = None
+    error: BaseException | None = None
+
+
 class Engine:
     """Serves one model from one thread."""
 
@@ -98,7 +108,10 @@ class Engine:
         self._admitting: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
-        self._jobs: deque[tuple[Callable[[], Any], threading.Event, dict[str, Any]]] = deque()
+        self._jobs: deque[_Job] = deque()
+        self._idle_jobs: deque[_Job] = (
+            deque()
+        )  # wait until nothing is in a slot; nothing is admitted meanwhile
         self._wake = threading.Condition()
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -135,6 +148,15 @@ class Engine:
                 f"input_ids: {len(prompt)} tokens and sampling_params.max_new_tokens = {params.max_new_tokens} need "
                 f"{need} positions, the limit is {limit}"
             )
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        self._check_tokens("logit_bias", map(int, params.logit_bias))
+
+    def _check_tokens(self, field_name: str, tokens: Iterable[int]) -> None:
+        bad = next((token for token in tokens if not 0 <= token < self.shape.vocab), None)
+        if bad is not None:
+            raise RequestError(
+                f"sampling_params.{field_name}: token {bad} is not in the vocabulary of {self.shape.vocab}"
+            )
 
     def submit(self, request: Request) -> None:
         """Queue a request; its `notify` is called after each of its tokens and at its end."""
@@ -151,18 +173,27 @@ class Engine:
 
     def abort(self, rid: str, everything: bool = False) -> int:
         """End requests whose rid starts with `rid`, with what they have."""
-        return int(self.call(lambda: self._abort(rid, everything)))
+        return int(self.call(lambda: self._abort(lambda r: everything or r.rid.startswith(rid))))
 
-    def call(self, job: Callable[[], Any]) -> Any:
-        """Run something between two steps, in the engine's thread; its exception is raised here."""
-        done, box = threading.Event(), {}  # type: ignore[var-annotated]
+    def withdraw(self, requests: list[Request]) -> None:
+        """End these very requests, whatever others are called."""
+        self.call(lambda: self._abort(lambda r: any(r is one for one in requests)))
+
+    def call(self, run: Callable[[], Any], *, when_idle: bool = False) -> Any:
+        """Run something between two steps, in the engine's thread; its exception is raised here.
+
+        With `when_idle` it waits until nothing is in a slot, unless the engine is paused; new requests wait for it.
+        """
+        job = _Job(run)
         with self._wake:
-            self._jobs.append((job, done, box))
+            if self.failure:
+                raise RequestError(f"the engine failed: {self.failure}; restart it")
+            (self._idle_jobs if when_idle else self._jobs).append(job)
             self._wake.notify()
-        done.wait()
-        if "error" in box:
-            raise box["error"]
-        return box["value"]
+        job.done.wait()
+        if job.error is not None:
+            raise job.error
+        return job.value
 
     def load(self) -> dict[str, int]:
         """Requests and tokens held right now."""
@@ -178,7 +209,7 @@ class Engine:
     def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop stepping. abort ends what runs; retract drops its keys and values; in_place keeps them."""
         if mode == "abort":
-            self._abort("", True)
+            self._abort(lambda request: True)
         elif mode == "retract":
             self._retract()
         self.paused = True
@@ -201,10 +232,6 @@ class Engine:
         self._prefixes.clear()
         return True
 
-    def idle(self) -> bool:
-        """Whether nothing is in a slot."""
-        return not self._running
-
     def replace_weights(self, weights: Weights, version: str) -> None:
         """Serve other weights from the next step on."""
         self.decoder.weights = weights
@@ -217,7 +244,7 @@ class Engine:
         shape = Shape.read(path)
         if shape != self.shape:
             raise ModelError(f"{folder}: its config.json describes another model than the one served")
-        tensors = read_tensors(path)
+        tensors = {name: tensor.to(self._dtype) for name, tensor in read_tensors(path).items()}
         self.check_tensors(tensors)
         self.replace_weights(Weights(shape, tensors), version or self.weight_version)
 
@@ -236,37 +263,53 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    while not (
-                        self._stop or self._jobs or (not self.paused and (self._running or self._waiting))
-                    ):
+                    while not (self._stop or self._jobs or self._idle_jobs_due() or self._can_step()):
                         self._wake.wait()
                     if self._stop:
                         return
                     jobs = list(self._jobs)
                     self._jobs.clear()
-                for job, done, box in jobs:
+                    if self._idle_jobs_due():
+                        jobs += self._idle_jobs
+                        self._idle_jobs.clear()
+                for job in jobs:
                     try:
-                        box["value"] = job()
-                    except BaseException as error:  # noqa: BLE001 - handed to whoever asked
-                        box["error"] = error
-                    done.set()
-                if not self.paused:
+                        job.value = job.run()
+                    except Exception as error:  # noqa: BLE001 - handed to whoever asked
+                        job.error = error
+                    job.done.set()
+                if self._can_step():
                     self._step()
         except BaseException as error:
-            self.failure = error
-            for request in [*self._admitting, *self._running, *self._waiting]:
-                request.slot = -1
-                self._finish(
-                    request, {"type": "abort", "message": f"the engine failed: {error}", "status_code": 500}
-                )
+            self._fail(error)
             raise
+
+    def _idle_jobs_due(self) -> bool:
+        return bool(self._idle_jobs) and (self.paused or not self._running)
+
+    def _can_step(self) -> bool:
+        return not self.paused and bool(self._running or self._waiting)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everybody who waits that nothing comes any more."""
+        with self._wake:
+            self.failure = error
+            jobs = [*self._jobs, *self._idle_jobs]
+        for job in jobs:
+            job.error = RequestError(f"the engine failed: {error}; restart it")
+            job.done.set()
+        reason = {"type": "abort", "message": f"the engine failed: {error}", "status_code": 500}
+        for request in [*self._admitting, *self._running, *self._waiting]:
+            if request.finish is None:
+                request.slot = -1
+                self._finish(request, dict(reason))
 
     def _step(self) -> None:
         self._admit()
         if not self._running:
             return
         count = len(self._running)
-        padded = -(-count // ROWS) * ROWS
+        padded = _padded(count)
         tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
         tokens[:count] = torch.tensor([r.output[-1] for r in self._running])
         positions[:count] = torch.tensor([r.length - 1 for r in self._running])
@@ -277,7 +320,7 @@ class Engine:
     def _admit(self) -> None:
         """Move waiting requests into slots, prefill them, and give each its next token."""
         admitted: list[Request] = []
-        while self._waiting and self._fits(self._waiting[0], len(self._running) + len(admitted) + 1):
+        while self._waiting and not self._idle_jobs and self._fits([*admitted, self._waiting[0]]):
             admitted.append(self._waiting.popleft())
         if not admitted:
             return
@@ -287,10 +330,11 @@ class Engine:
         self._admitting = []
         self._take_tokens(admitted, self.decoder.logits(last))
 
-    def _fits(self, request: Request, count: int) -> bool:
-        capacity = self._capacity_for([request])
-        slots = max(ROWS, -(-count // ROWS) * ROWS)
-        return count == 1 or (count <= self.max_running and slots * capacity <= self.max_total_tokens)
+    def _fits(self, admitted: list[Request]) -> bool:
+        """Whether these can run beside what runs. One request alone always can; its slots are padded to ROWS."""
+        count = len(self._running) + len(admitted)
+        tokens = _padded(count) * self._capacity_for(admitted)
+        return count == 1 or (count <= self.max_running and tokens <= self.max_total_tokens)
 
     def _capacity_for(self, requests: list[Request]) -> int:
         longest = max([r.longest for r in requests] + [r.longest for r in self._running])
@@ -300,23 +344,17 @@ class Engine:
         return capacity
 
     def _prepare_cache(self, admitted: list[Request]) -> None:
-        """Make the cache wide and long enough for all that will run."""
-        capacity = max(self._cache.capacity, self._capacity_for(admitted))
-        slots = -(-(len(self._running) + len(admitted)) // ROWS) * ROWS
-        have = self._cache.keys[0].shape[0] if self._cache.keys else 0
-        if not self._running:
-            capacity = self._capacity_for(admitted)
-            if capacity != self._cache.capacity or have < slots:
-                self._cache = Cache(self.shape, max(slots, have), capacity, self._dtype)
+        """Make the cache wide and long enough for all that will run, within max_total_tokens."""
+        old, busy = self._cache, len(self._running)
+        slots, capacity = _padded(busy + len(admitted)), self._capacity_for(admitted)
+        have = old.keys[0].shape[0] if old.keys else 0
+        if busy and old.capacity > capacity and slots * old.capacity <= self.max_total_tokens:
+            capacity = old.capacity
+        if capacity == old.capacity and slots <= have:
             return
-        if capacity > self._cache.capacity:
-            self._cache.grow(capacity)
-        if slots > have:
-            wider = Cache(self.shape, slots, self._cache.capacity, self._dtype)
-            for new, old in ((wider.keys, self._cache.keys), (wider.values, self._cache.values)):
-                for to, source in zip(new, old, strict=True):
-                    to[:have] = source
-            self._cache = wider
+        room = self.max_total_tokens // capacity // ROWS * ROWS
+        self._cache = Cache(self.shape, max(slots, min(have, room)), capacity, self._dtype)
+        self._cache.take(old, busy)
 
     def _prefill(self, admitted: list[Request]) -> Tensor:
         """Fill slots for requests; returns the hidden state [n, H] that predicts each one's next token."""
@@ -376,12 +414,15 @@ class Engine:
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
         """Sample each request's next token and see whether it ends."""
-        rows = logits
+        rows = (
+            logits.clone() if any(r.params.penalised or r.params.min_new_tokens for r in requests) else logits
+        )
         for row, request in enumerate(requests):
             if request.params.penalised:
                 rows[row] = penalise(rows[row], request.params, request.prompt, request.output)
-            if len(request.output) < request.params.min_new_tokens:
-                rows[row, list(self._enders(request))] = float("-inf")
+            enders = self._enders(request)
+            if enders and len(request.output) < request.params.min_new_tokens:
+                rows[row, list(enders)] = float("-inf")
         draws = [uniform(r.seed, len(r.output)) for r in requests]
         tokens, logprobs = sample(rows, [r.params for r in requests], draws)
         picked = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
@@ -436,9 +477,9 @@ class Engine:
             request.slot = -1
         request.notify(request)
 
-    def _abort(self, rid: str, everything: bool) -> int:
-        chosen = [r for r in [*self._running, *self._waiting] if everything or r.rid.startswith(rid)]
-        for request in chosen:
+    def _abort(self, chosen: Callable[[Request], bool]) -> int:
+        ending = [r for r in [*self._running, *self._waiting] if chosen(r)]
+        for request in ending:
             if request.slot < 0:
                 self._waiting.remove(request)
             message = {
@@ -448,4 +489,9 @@ class Engine:
                 "err_type": "Abort",
             }
             self._finish(request, message)
-        return len(chosen)
+        return len(ending)
+
+
+def _padded(count: int) -> int:
+    """Slots for a number of requests."""
+    return -(-count // ROWS) * ROWS

@@ -175,14 +175,13 @@ class Cache:
             for tensor in layers:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
-    def grow(self, capacity: int) -> None:
-        """Make every slot longer."""
-        for layers in (self.keys, self.values):
-            for number, tensor in enumerate(layers):
-                longer = tensor.new_zeros(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3])
-                longer[:, :, : self.capacity] = tensor
-                layers[number] = longer
-        self.capacity = capacity
+    def take(self, other: Cache, slots: int) -> None:
+        """Copy the first `slots` slots of another cache, as far as both reach."""
+        length = min(self.capacity, other.capacity)
+        if slots:
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                for to, source in zip(mine, theirs, strict=True):
+                    to[:slots, :, :length] = source[:slots, :, :length]
 
 
 class Decoder:

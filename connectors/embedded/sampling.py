@@ -6,6 +6,7 @@ log-probability reported is log_softmax(logits / temperature), before top-k, top
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 MASK = (1 << 64) - 1
+GREEDY_BELOW = 1e-6  # temperatures below this are 0, as in SGLang
 
 
 class RequestError(ValueError):
@@ -46,6 +48,8 @@ class SamplingParams:
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> SamplingParams:
         """From a request. Raises RequestError naming an unknown, ill-typed or impossible field."""
+        if given is not None and not isinstance(given, Mapping):
+            raise RequestError(f"sampling_params: {type(given).__name__} given, an object is wanted")
         values = {name: value for name, value in (given or {}).items() if value is not None}
         unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
@@ -57,6 +61,8 @@ class SamplingParams:
             _check_type(name, value)
         params = cls(**values)
         params._check()
+        if params.temperature < GREEDY_BELOW:
+            params.temperature = 0.0
         return params
 
     def _check(self) -> None:
@@ -119,6 +125,13 @@ def _check_type(name: str, value: Any) -> None:
     inner = {"stop": str, "stop_token_ids": int}.get(name)
     if inner and not all(isinstance(item, inner) for item in value):
         raise RequestError(f"sampling_params.{name}: every item must be {inner.__name__}")
+    if name == "logit_bias" and not all(
+        token.isdecimal() and isinstance(bias, int | float) and math.isfinite(bias)
+        for token, bias in value.items()
+    ):
+        raise RequestError(
+            "sampling_params.logit_bias: token ids as text, each with a finite number, are wanted"
+        )
 
 
 def uniform(seed: int, position: int) -> float:

@@ -89,15 +89,12 @@ class Server:
         try:
             if body.get("stream"):
                 return await self._stream(http, body, requests, queue, many)
-            waiting = len(requests)
-            while waiting:
-                waiting -= bool(requests[await queue.get()].finish)
+            async for _ in _until_done(requests, queue):
+                pass
             answers = [self._answer(request, body) for request in requests]
             return web.json_response(answers if many else answers[0])
-        except asyncio.CancelledError:
-            for request in requests:  # the client has gone
-                if request.finish is None:
-                    await asyncio.to_thread(self.engine.abort, request.rid)
+        except (asyncio.CancelledError, ConnectionError):  # the client has gone
+            await asyncio.shield(asyncio.to_thread(self.engine.withdraw, requests))
             raise
 
     def _request(
@@ -110,15 +107,19 @@ class Server:
         notify: Callable[[Request], None],
     ) -> Request:
         wanted = bool(body.get("return_logprob"))
-        start = body.get("logprob_start_len")
+        start, tops = body.get("logprob_start_len"), body.get("top_logprobs_num") or 0
+        if start is not None and type(start) is not int:
+            raise RequestError("logprob_start_len: an integer is wanted")
+        if type(tops) is not int or not 0 <= tops <= self.engine.shape.vocab:
+            raise RequestError(f"top_logprobs_num: an integer up to {self.engine.shape.vocab} is wanted")
         return Request(
             rid=rid,
             prompt=prompt,
             params=params,
             seed=seed,
             notify=notify,
-            top_logprobs=int(body.get("top_logprobs_num") or 0) if wanted else 0,
-            prompt_logprobs_from=int(start) if wanted and start is not None else -1,
+            top_logprobs=tops if wanted else 0,
+            prompt_logprobs_from=start if wanted and start is not None else -1,
         )
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
@@ -247,9 +248,9 @@ class Server:
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str):
             raise RequestError("model_path: a folder is wanted")
-        await self._idle()
         await self._call(
-            lambda: self.engine.update_from_disk(path, None if version is None else str(version))
+            lambda: self.engine.update_from_disk(path, None if version is None else str(version)),
+            when_idle=True,
         )
         return web.json_response(
             {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
@@ -285,8 +286,7 @@ class Server:
                 Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
             )
 
-        await self._idle()
-        await self._call(replace)
+        await self._call(replace, when_idle=True)
         return web.json_response(
             {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
         )
@@ -396,13 +396,8 @@ class Server:
         """Requests and tokens held."""
         return web.json_response(self.engine.load())
 
-    async def _call(self, job: Callable[[], Any]) -> Any:
-        return await asyncio.to_thread(self.engine.call, job)
-
-    async def _idle(self) -> None:
-        """Wait until nothing runs, unless paused."""
-        while not self.engine.paused and not await self._call(self.engine.idle):
-            await asyncio.sleep(0.005)
+    async def _call(self, job: Callable[[], Any], *, when_idle: bool = False) -> Any:
+        return await asyncio.to_thread(self.engine.call, job, when_idle=when_idle)
 
 
 @web.middleware

@@ -53,7 +53,7 @@ class Text:
         if not found:
             return None
         at, stop = min(found)
-        return Stop(stop, text[: at + len(stop)] if params.no_stop_trim else text[:at])
+        return Stop(stop, text if params.no_stop_trim else text[:at])
 
 
 def _eos_ids(folder: Path) -> set[int]:

@@ -1,0 +1,267 @@
+"""What /generate answers: tokens, log-probabilities, stopping, streams, batches, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import torch
+from engine_process import reference_logits, reference_logprobs
+
+PROMPT = [10, 20, 30, 40, 50]
+
+
+def ids_of(answer: dict[str, Any]) -> list[int]:
+    return [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+
+
+def logprobs_of(answer: dict[str, Any]) -> list[float]:
+    return [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
+
+
+async def test_an_answer_holds_tokens_text_and_their_account(http: Any) -> None:
+    answer = await http.generate(PROMPT, max_new_tokens=7, ignore_eos=True, top={"rid": "mine"})
+    meta = answer["meta_info"]
+    assert len(answer["output_ids"]) == meta["completion_tokens"] == 7
+    assert ids_of(answer) == answer["output_ids"]
+    assert all(text is None for _, _, text in meta["output_token_logprobs"])
+    assert meta["id"] == "mine"
+    assert meta["prompt_tokens"] == len(PROMPT)
+    assert meta["finish_reason"] == {"type": "length", "length": 7}
+    assert isinstance(meta["weight_version"], str)
+    assert isinstance(answer["text"], str)
+    assert meta["e2e_latency"] > 0
+
+
+async def test_no_logprobs_come_unless_asked_for(http: Any) -> None:
+    answer = await http.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    assert not answer["meta_info"].get("output_token_logprobs")
+    assert answer["output_ids"]
+
+
+async def test_text_in_logprobs_comes_when_asked_for(http: Any) -> None:
+    answer = await http.generate(PROMPT, max_new_tokens=3, top={"return_text_in_logprobs": True})
+    assert all(isinstance(text, str) for _, _, text in answer["meta_info"]["output_token_logprobs"])
+
+
+async def test_text_can_be_sent_instead_of_ids(http: Any) -> None:
+    body = {"text": "1+2=", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    assert (await http.post("/generate", body))["meta_info"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+async def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(
+    http: Any, temperature: float
+) -> None:
+    answer = await http.generate(PROMPT, max_new_tokens=40, temperature=temperature, ignore_eos=True)
+    expected = reference_logprobs(await http.model(), PROMPT, answer["output_ids"], temperature)
+    assert logprobs_of(answer) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_greedy_takes_the_likeliest_token(http: Any) -> None:
+    answer = await http.generate(PROMPT, max_new_tokens=40, temperature=0, ignore_eos=True)
+    logits = reference_logits(await http.model(), PROMPT, answer["output_ids"])
+    chosen = logits.gather(1, torch.tensor(answer["output_ids"])[:, None])[:, 0]
+    assert torch.allclose(chosen, logits.max(-1).values, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], ids=lambda cut: next(iter(cut))
+)
+async def test_cut_sampling_stays_in_the_kept_set_and_reports_the_uncut_logprob(
+    http: Any, cut: dict[str, float]
+) -> None:
+    temperature = 1.5
+    answers = await asyncio.gather(
+        *(
+            http.generate(PROMPT, max_new_tokens=16, temperature=temperature, ignore_eos=True, **cut)
+            for _ in range(8)
+        )
+    )
+    for answer in answers:
+        output = answer["output_ids"]
+        expected = reference_logprobs(await http.model(), PROMPT, output, temperature)
+        assert logprobs_of(answer) == pytest.approx(expected, abs=1e-4)
+        probabilities = (reference_logits(await http.model(), PROMPT, output) / temperature).softmax(-1)
+        own = probabilities.gather(1, torch.tensor(output)[:, None])[:, 0]
+        above = torch.where(probabilities > own[:, None] + 1e-5, probabilities, torch.zeros(())).sum(-1)
+        rank = (probabilities > own[:, None] + 1e-5).sum(-1)
+        if "top_k" in cut:
+            assert bool((rank < cut["top_k"]).all())
+        elif "top_p" in cut:
+            assert bool((above <= cut["top_p"] + 1e-4).all())
+        else:
+            assert bool((own >= cut["min_p"] * probabilities.max(-1).values - 1e-5).all())
+
+
+async def test_prompt_logprobs_come_from_a_start(http: Any, own_engine: None) -> None:
+    answer = await http.generate(PROMPT, max_new_tokens=1, temperature=1.0, top={"logprob_start_len": 0})
+    first, *rest = answer["meta_info"]["input_token_logprobs"]
+    assert first[:2] == [None, PROMPT[0]]
+    expected = reference_logprobs(await http.model(), PROMPT[:1], PROMPT[1:])
+    assert [value for value, _, _ in rest] == pytest.approx(expected, abs=1e-4)
+    assert [token for _, token, _ in rest] == PROMPT[1:]
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_among_64_others(http: Any, own_engine: None) -> None:
+    """At SGLang this needs its deterministic mode."""
+    mine = {"max_new_tokens": 48, "temperature": 1.2, "sampling_seed": 7, "ignore_eos": True}
+    alone = await http.generate(PROMPT, **mine)
+    others = [
+        http.generate([9 + n % 60] * (1 + 3 * n), max_new_tokens=1 + n, temperature=1.0, ignore_eos=True)
+        for n in range(64)
+    ]
+    among, *_ = await asyncio.gather(http.generate(PROMPT, **mine), *others)
+    assert among["output_ids"] == alone["output_ids"]
+    assert logprobs_of(among) == logprobs_of(alone)
+    other_seed = await http.generate(PROMPT, **{**mine, "sampling_seed": 8})
+    assert other_seed["output_ids"] != alone["output_ids"]
+
+
+async def test_a_stop_token_ends_the_request_and_stays_in_the_ids(http: Any) -> None:
+    free = await http.generate(PROMPT, max_new_tokens=20, temperature=0, ignore_eos=True)
+    stop = free["output_ids"][5]
+    first = free["output_ids"].index(stop)
+    answer = await http.generate(PROMPT, max_new_tokens=20, temperature=0, stop_token_ids=[stop])
+    assert answer["output_ids"] == free["output_ids"][: first + 1]
+    assert len(logprobs_of(answer)) == first + 1
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+async def test_a_stop_string_ends_the_text_before_it_unless_trimming_is_off(http: Any) -> None:
+    free = await http.generate(PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True)
+    stop = free["text"][6:8]
+    before = free["text"][: free["text"].index(stop)]
+    trimmed = await http.generate(PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True, stop=[stop])
+    kept = await http.generate(
+        PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True, stop=stop, no_stop_trim=True
+    )
+    assert trimmed["text"] == before
+    assert kept["text"] == before + stop
+    assert trimmed["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert trimmed["output_ids"] == kept["output_ids"]
+    assert len(logprobs_of(trimmed)) == len(trimmed["output_ids"])
+
+
+async def test_no_stop_token_comes_before_the_least_length(http: Any) -> None:
+    free = await http.generate(PROMPT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    stop = free["output_ids"][0]
+    answer = await http.generate(
+        PROMPT, max_new_tokens=12, min_new_tokens=6, temperature=0, stop_token_ids=[stop], ignore_eos=False
+    )
+    assert stop not in answer["output_ids"][:6]
+    assert len(answer["output_ids"]) >= 6
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 2.0}],
+    ids=lambda p: next(iter(p)),
+)
+async def test_penalties_make_repetition_rarer(http: Any, penalty: dict[str, float]) -> None:
+    plain = await http.generate([60] * 8, max_new_tokens=40, temperature=0, ignore_eos=True)
+    punished = await http.generate([60] * 8, max_new_tokens=40, temperature=0, ignore_eos=True, **penalty)
+    assert len(set(punished["output_ids"])) > len(set(plain["output_ids"]))
+
+
+async def test_a_bias_forces_a_token(http: Any) -> None:
+    answer = await http.generate(PROMPT, max_new_tokens=5, ignore_eos=True, logit_bias={"33": 100.0})
+    assert answer["output_ids"] == [33] * 5
+
+
+async def test_a_batch_answers_in_order_with_its_own_params_and_rids(http: Any) -> None:
+    prompts = [[10, 11], [20, 21, 22], [30]]
+    params = [{"max_new_tokens": n, "temperature": 0, "ignore_eos": True} for n in (2, 5, 3)]
+    body = {"input_ids": prompts, "sampling_params": params, "rid": ["a", "b", "c"], "return_logprob": True}
+    answers = await http.post("/generate", body)
+    assert [a["meta_info"]["id"] for a in answers] == ["a", "b", "c"]
+    assert [len(a["output_ids"]) for a in answers] == [2, 5, 3]
+    for prompt, answer, p in zip(prompts, answers, params, strict=True):
+        alone = await http.post("/generate", {"input_ids": prompt, "sampling_params": p})
+        assert alone["output_ids"] == answer["output_ids"]
+
+
+async def test_n_samples_come_prompt_by_prompt(http: Any) -> None:
+    answers = await http.generate([[10, 11], [20, 21, 22]], n=2, max_new_tokens=3, ignore_eos=True)
+    assert [a["meta_info"]["prompt_tokens"] for a in answers] == [2, 2, 3, 3]
+
+
+async def test_a_stream_grows_to_the_plain_answer_and_ends_with_done(http: Any) -> None:
+    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    plain = await http.generate(PROMPT, **params)
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "stream": True}
+    events = []
+    async with http.session.post(http.url + "/generate", json=body) as answer:
+        assert answer.content_type == "text/event-stream"
+        async for line in answer.content:
+            if line.startswith(b"data:"):
+                events.append(line[5:].strip())
+    assert events[-1] == b"[DONE]"
+    objects = [json.loads(event) for event in events[:-1]]
+    lengths = [len(o["output_ids"]) for o in objects]
+    assert lengths == sorted(lengths)
+    assert len(objects) > 1
+    assert objects[0]["meta_info"]["finish_reason"] is None
+    assert objects[-1]["output_ids"] == plain["output_ids"]
+    assert objects[-1]["text"] == plain["text"]
+    assert logprobs_of(objects[-1]) == pytest.approx(logprobs_of(plain), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"input_ids": [10] * 5000, "sampling_params": {"max_new_tokens": 4}}, ""),
+        ({"input_ids": [10], "sampling_params": {"max_new_tokens": 10**6}}, ""),
+        ({"input_ids": [10], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"input_ids": [10], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"input_ids": [10], "sampling_params": {"unheard_of": 1}}, "unheard_of"),
+        ({"sampling_params": {}}, "input_ids"),
+    ],
+    ids=["long prompt", "long answer", "temperature", "top_p", "unknown", "nothing"],
+)
+async def test_what_cannot_be_served_is_refused_with_a_message(
+    http: Any, body: dict[str, Any], named: str
+) -> None:
+    answer = await http.post("/generate", body, status=400)
+    assert named in json.dumps(answer)
+    assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [10**6]},
+        {"input_ids": [-1]},
+        {"input_ids": []},
+        {"input_ids": ["a"]},
+        {"input_ids": [10], "text": "a"},
+        {"input_ids": [10], "sampling_params": "hot"},
+        {"input_ids": [10], "sampling_params": [{}, {}]},
+        {"input_ids": [10], "sampling_params": {"temperature": "hot"}},
+        {"input_ids": [10], "sampling_params": {"temperature": float("nan")}},
+        {"input_ids": [10], "sampling_params": {"logit_bias": {"100000": 1.0}}},
+        {"input_ids": [10], "sampling_params": {"logit_bias": {"a": 1.0}}},
+        {"input_ids": [10], "sampling_params": {"logit_bias": {"1": "a"}}},
+        {"input_ids": [10], "sampling_params": {"stop_token_ids": [10**6], "min_new_tokens": 2}},
+        {"input_ids": [10], "return_logprob": True, "top_logprobs_num": 10**6},
+        {"input_ids": [10], "return_logprob": True, "top_logprobs_num": "a"},
+        {"input_ids": [10], "return_logprob": True, "logprob_start_len": "a"},
+        {"input_ids": [[10], [10]], "rid": ["only one"]},
+    ],
+    ids=json.dumps,
+)
+async def test_a_malformed_request_is_refused_and_hurts_nobody_else(
+    http: Any, own_engine: None, body: dict[str, Any]
+) -> None:
+    answer = await http.post("/generate", body, status=400)
+    assert answer["error"]["message"]
+    assert len((await http.generate(PROMPT, max_new_tokens=2, ignore_eos=True))["output_ids"]) == 2
+
+
+async def test_a_temperature_next_to_nothing_is_greedy(http: Any) -> None:
+    greedy = await http.generate(PROMPT, max_new_tokens=12, temperature=0, ignore_eos=True)
+    cold = await http.generate(PROMPT, max_new_tokens=12, temperature=1e-9, ignore_eos=True)
+    assert cold["output_ids"] == greedy["output_ids"]
+    assert logprobs_of(cold) == pytest.approx(logprobs_of(greedy), abs=1e-4)
