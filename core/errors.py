@@ -45,3 +45,7 @@ class ActorLostError(MillraceError):
 
 class EngineLostError(EngineError):
     """An engine did not answer, or answered that it cannot; another try elsewhere may succeed."""
+
+
+class EngineStalledError(EngineLostError):
+    """An engine answers but generates nothing, although it has requests and is not paused."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from core.errors import EngineError, EngineLostError
+from core.errors import EngineError, EngineLostError, EngineStalledError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
@@ -38,6 +38,7 @@ class EngineClient:
         self.url = url
         self.engine_id = engine_id
         self.in_flight = 0
+        self._closed = False
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
@@ -68,7 +69,10 @@ class EngineClient:
         return self._generation(answer)
 
     async def _watched(self, body: dict[str, Any], progress_timeout_s: float) -> Any:
-        """The answer, however long it takes, as long as the engine generates tokens at all."""
+        """The answer, however long it takes, as long as the engine generates tokens at all.
+
+        A paused engine that stays paused is given up too, but is not held to be stalled.
+        """
         running = asyncio.ensure_future(self._post("/generate", body, timeout_s=None))
         before: Any = None
         try:
@@ -76,14 +80,14 @@ class EngineClient:
                 done, _ = await asyncio.wait({running}, timeout=progress_timeout_s)
                 if done:
                     return running.result()
-                now = await self.progress()
+                now, paused = await self.progress()
                 if now == before:
-                    raise EngineLostError(
-                        f"{self.engine_id}: no token for {progress_timeout_s:g} s (rollout.progress_timeout_s)"
-                    )
+                    message = f"{self.engine_id}: no token for {progress_timeout_s:g} s (rollout.progress_timeout_s)"
+                    raise EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
                 before = now
         finally:
             running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     def _generation(self, answer: Mapping[str, Any]) -> Generation:
         meta = answer["meta_info"]
@@ -103,11 +107,11 @@ class EngineClient:
             cached_tokens=meta.get("cached_tokens", 0),
         )
 
-    async def progress(self) -> Any:
-        """Something that changes while the engine generates."""
+    async def progress(self) -> tuple[Any, bool]:
+        """Something that changes while the engine generates, and whether it is paused."""
         info = await self.server_info()
         counters = info.get("counters")
-        return counters["tokens"] if counters else info.get("internal_states")
+        return counters["tokens"] if counters else info.get("internal_states"), bool(info.get("paused"))
 
     # control
 
@@ -171,10 +175,10 @@ class EngineClient:
         return answer
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close connections; requests still in flight are lost."""
+        self._closed = True
         if self._session:
             await self._session.close()
-            self._session = None
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -192,6 +196,8 @@ class EngineClient:
         return await self._send("POST", path, body, timeout_s)
 
     async def _send(self, verb: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+        if self._closed:
+            raise EngineLostError(f"{self.engine_id}: not used any more")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._http.request(verb, self.url + path, json=body, timeout=timeout) as answer:

@@ -25,6 +25,7 @@ class Dispatcher:
         self,
         engines: Callable[[], Sequence[EngineClient]],
         recover: Callable[[int], Awaitable[None]],
+        doubt: Callable[[EngineClient, EngineLostError], None],
         *,
         version: int,
         attempts: int,
@@ -36,6 +37,7 @@ class Dispatcher:
         self.retries = 0
         self._engines = engines
         self._recover = recover
+        self._doubt = doubt
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     async def generate(
@@ -54,6 +56,7 @@ class Dispatcher:
                 )
             except EngineLostError as error:
                 last = error
+                self._doubt(engine, error)
             else:
                 wrong = [version for _, version in result.weight_versions if version != self.version]
                 if not wrong and result.finish != "abort":

@@ -1,7 +1,7 @@
 """All engines of a run: started, watched, restarted within their budget, and brought to a weight version.
 
-Owns clients and who may serve; the handles on the processes are given to it. An engine serves only after it has
-confirmed the version it is meant to have.
+Owns clients and who may serve (core.engine_health); the handles on the processes are given to it. An engine serves
+only after it has confirmed the version it is meant to have.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any, Protocol
 from connectors.sglang.client import EngineClient
 from connectors.sglang.dispatcher import Dispatcher
 from core.config import RunConfig
-from core.errors import ActorLostError, EngineError
+from core.engine_health import EngineHealth, Event, State
+from core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
 log = logging.getLogger(__name__)
+PHASES = ("pause", "load", "resume", "confirm")
 
 
 class Handle(Protocol):
@@ -37,33 +39,66 @@ class Fleet:
         self._handle = handle
         self._handles: dict[int, Handle] = {}
         self._clients: dict[int, EngineClient] = {}
-        self._confirmed: dict[int, int] = {}
-        self._known = False
+        self._health = {index: EngineHealth() for index in range(config.engines.count)}
+        self._model = config.model.path
+
+    # life
 
     async def ensure(self, model: str) -> None:
-        """Have every engine's process running. Raises EngineError when the restart budget is spent."""
-        await asyncio.gather(*(self._ensure_one(index, model) for index in range(self.config.engines.count)))
+        """Have every engine's process running and answering. Raises EngineError when the restart budget is spent."""
+        self._model = model
+        await asyncio.gather(*(self._ensure_one(index) for index in self._health))
 
-    async def _ensure_one(self, index: int, model: str) -> None:
-        for _ in range(self.config.engines.restarts + 1):
+    async def _ensure_one(self, index: int) -> None:
+        while True:
             try:
                 if index not in self._handles:
                     self._handles[index] = await self._handle(index)
-                state = await self._handles[index].state()
+                handle = self._handles[index]
+                state = await handle.state()
+                if state["alive"] and not await self._answers(index, state["url"]):
+                    await handle.call("kill")
+                    state = await handle.state()
                 if not state["alive"]:
-                    self._drop(index)
+                    await self._drop(index)
                     if state["starts"]:
                         self._count_restart(index)
-                    state = await self._handles[index].call("start", model)
+                    self._tell(index, Event.STARTED)
+                    state = await handle.call("start", self._model)
+                    if not await self._answers(index, state["url"]):
+                        continue
+                return
             except ActorLostError as error:
                 log.warning("engine %d: %s", index, error)
                 self._handles.pop(index, None)
-                self._drop(index)
+                await self._drop(index)
                 self._count_restart(index)
-                continue
-            await self._connect(index, state["url"])
-            return
-        raise EngineError(f"engine {index} could not be kept running; see its log")
+
+    async def _answers(self, index: int, url: str) -> bool:
+        """Whether the engine at this URL answers; one that is new here, or was in doubt, says what it serves."""
+        client = self._clients.get(index)
+        if client is None or client.url != url:
+            state = self._health[index].state
+            await self._drop(index, died=state is not State.STARTING)
+            self._clients[index] = client = EngineClient(url, f"engine-{index}")
+            if state is not State.STARTING:  # found running, or restarted by somebody else
+                self._tell(index, Event.STARTED)
+        elif self._health[index].state is State.DEAD:
+            return False
+        elif self._health[index].state is State.SERVING:
+            return True
+        try:
+            if not await client.health():
+                raise EngineLostError(f"engine-{index}: does not answer to /health")
+            version = await client.weight_version()
+        except EngineLostError as error:
+            log.warning("%s", error)
+            return False
+        if self._clients.get(index) is client:
+            self._tell(index, Event.ANSWERED)
+            if version is not None and self._health[index].state is State.REFITTING:
+                self._tell(index, Event.CONFIRMED, version)
+        return True
 
     def _count_restart(self, index: int) -> None:
         self.restarts += 1
@@ -74,58 +109,96 @@ class Fleet:
             )
         log.warning("engine %d died: restart %d of %d", index, self.restarts, self.config.engines.restarts)
 
-    async def _connect(self, index: int, url: str) -> None:
-        client = self._clients.get(index)
-        if client is None or client.url != url:
-            self._drop(index)
-            self._clients[index] = client = EngineClient(url, f"engine-{index}")
-            version = await client.weight_version()
-            if version is not None:
-                self._confirmed[index] = version
+    async def _drop(self, index: int, died: bool = True) -> None:
+        """Use this engine's connections no more; what is in flight on them is lost."""
+        if died:
+            self._tell(index, Event.DIED)
+        client = self._clients.pop(index, None)
+        if client:
+            await client.close()
 
-    def _drop(self, index: int) -> None:
-        self._clients.pop(index, None)
-        self._confirmed.pop(index, None)
+    def doubt(self, client: EngineClient, error: EngineLostError) -> None:
+        """Send nothing to an engine that lost a request until `ensure` has looked at it; a stalled one is replaced."""
+        for index, held in self._clients.items():
+            if held is client:
+                self._tell(index, Event.DIED if isinstance(error, EngineStalledError) else Event.LOST_REQUEST)
+
+    def _tell(self, index: int, event: Event, version: int | None = None) -> None:
+        self._health[index] = self._health[index].after(event, version)
+
+    # weights
 
     def unconfirmed(self, version: int) -> list[int]:
         """Engines that have not confirmed a version."""
-        return [index for index in range(self.config.engines.count) if self._confirmed.get(index) != version]
+        return [index for index, health in self._health.items() if not health.serves(version)]
 
     async def publish(self, directory: str, version: int, only: list[int] | None = None) -> dict[str, float]:
-        """Load a version into engines and have each confirm it; seconds by phase. Requests in flight are kept."""
-        clients = {i: self._clients[i] for i in (only if only is not None else sorted(self._clients))}
+        """Load a version into engines and have each confirm it; seconds by phase. Requests in flight are kept.
+
+        An engine lost on the way is restarted and tried again, within the restart budget.
+        """
+        left = only if only is not None else sorted(self._clients)
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for _ in range(self.config.engines.restarts + 2):
+            await self._publish_once(directory, version, left, seconds)
+            left = [index for index in left if not self._health[index].serves(version)]
+            if not left:
+                return seconds
+            await self.ensure(self._model)
+        raise EngineError(f"engines {left} could not be brought to weight version {version}; see their logs")
+
+    async def _publish_once(
+        self, directory: str, version: int, engines: list[int], seconds: dict[str, float]
+    ) -> None:
+        clients = {index: self._clients[index] for index in engines if index in self._clients}
         for index in clients:
-            self._confirmed.pop(index, None)
-        marks = [time.perf_counter()]
+            self._tell(index, Event.REFIT)
+        confirmed: dict[int, int | None] = {}
 
-        async def phase(call: Callable[[EngineClient], Awaitable[Any]]) -> list[Any]:
-            results = await asyncio.gather(*(call(client) for client in clients.values()))
-            marks.append(time.perf_counter())
-            return list(results)
+        async def confirm(client: EngineClient) -> None:
+            confirmed[next(i for i, c in clients.items() if c is client)] = await client.weight_version()
 
-        await phase(lambda client: client.pause("retract"))
-        await phase(lambda client: client.update_weights_from_disk(directory, version))
-        await phase(lambda client: client.resume())
-        confirmed = await phase(lambda client: client.weight_version())
-        for index, found in zip(clients, confirmed, strict=True):
+        calls: dict[str, Callable[[EngineClient], Awaitable[Any]]] = {
+            "pause": lambda client: client.pause("retract"),
+            "load": lambda client: client.update_weights_from_disk(directory, version),
+            "resume": lambda client: client.resume(),
+            "confirm": confirm,
+        }
+        refusal: EngineError | None = None
+        for phase in PHASES:
+            started = time.perf_counter()
+            results = await asyncio.gather(*map(calls[phase], clients.values()), return_exceptions=True)
+            seconds[phase] += time.perf_counter() - started
+            for (index, client), result in zip(list(clients.items()), results, strict=True):
+                if isinstance(result, EngineLostError):
+                    log.warning("publishing weight version %d: %s", version, result)
+                    self.doubt(client, result)
+                    del clients[index]
+                elif isinstance(result, EngineError):
+                    refusal = result  # told after the engines go on
+                elif isinstance(result, BaseException):
+                    raise result
+        if refusal:
+            raise refusal
+        for index, found in confirmed.items():
             if found != version:
                 raise EngineError(f"engine-{index} confirms weight version {found}, {version} was published")
-            self._confirmed[index] = version
-        names = ("pause", "load", "resume", "confirm")
-        return {name: end - start for name, start, end in zip(names, marks[:-1], marks[1:], strict=True)}
+            if self._health[index].state is State.REFITTING:  # no request was lost on it meanwhile
+                self._tell(index, Event.CONFIRMED, version)
+
+    # requests
 
     def dispatcher(self, version: int, recover: Callable[[int], Awaitable[None]]) -> Dispatcher:
         """A dispatcher over the engines that serve a version."""
         rollout = self.config.rollout
 
         def serving() -> list[EngineClient]:
-            return [
-                client for index, client in self._clients.items() if self._confirmed.get(index) == version
-            ]
+            return [client for index, client in self._clients.items() if self._health[index].serves(version)]
 
         return Dispatcher(
             serving,
             recover,
+            self.doubt,
             version=version,
             attempts=rollout.attempts,
             progress_timeout_s=rollout.progress_timeout_s,
@@ -133,6 +206,6 @@ class Fleet:
 
     async def close(self) -> None:
         """Close connections; processes are left to their actors."""
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
-        self._clients.clear()
-        self._confirmed.clear()
+        clients, self._clients = list(self._clients.values()), {}
+        self._health = {index: EngineHealth() for index in self._health}
+        await asyncio.gather(*(client.close() for client in clients))

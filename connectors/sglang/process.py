@@ -103,6 +103,13 @@ class EngineServer:
                 process.wait()
         self._process = self._url = None
 
+    def kill(self) -> None:
+        """End the server at once, whatever it does."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._url = None
+
     def shutdown(self) -> None:
         """What every live part is asked before its actor ends."""
         self.stop()
