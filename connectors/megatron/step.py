@@ -129,7 +129,7 @@ class Stepper:
             else self.policy.output_layer.weight
         )
         values, entropies = token_logprobs(
-            hidden[:, 0][pack.places],
+            hidden[:, 0][pack.places].to(weight.dtype),  # megatron hands bf16 models' outputs over in fp32
             weight,
             pack.targets,
             vocab=self.vocab,

@@ -71,24 +71,27 @@ def refused(group: Group, url: str, message: str, guard: float | None = None) ->
 
 
 def test_refused_steps_change_nothing(
-    group: Group, workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
 ) -> None:
-    group.call("train", 1, batch.format(1))
-    refused(group, batch.format(2), r"engine and trainer disagree.*sync.max_logprob_gap is 0.01", guard=0.01)
-    rows = samples(2)
-    rows[3]["advantage"] = math.inf
-    refused(group, write_batch(tmp_path / "loss", rows), r"the loss is (nan|-?inf); nothing was applied")
-    rows = samples(2)
-    rows[0]["advantage"] = 1e38
-    refused(group, write_batch(tmp_path / "grad", rows), r"the (gradient norm|loss) is (nan|-?inf)")
-    rows = samples(2)
-    rows[0]["rollout_logprobs"][0] = math.nan
-    refused(group, write_batch(tmp_path / "gap", rows), r"engine and trainer disagree.*nan", guard=10.0)
-    refused(group, str(tmp_path / "missing" / "batch.parquet"), "MissingFileError")
-    rows = samples(2)
-    rows[1]["tokens"] = rows[1]["tokens"] * 20
-    refused(group, write_batch(tmp_path / "long", rows), r"trainer.max_pack_tokens = 48")
-    after = group.train([2], batch.format(2), guard=1.0)[0]
+    with workers.group(configuration(model(), schedule=SCHEDULE)) as group:
+        group.call("train", 1, batch.format(1))
+        refused(
+            group, batch.format(2), r"engine and trainer disagree.*sync.max_logprob_gap is 0.01", guard=0.01
+        )
+        rows = samples(2)
+        rows[3]["advantage"] = math.inf
+        refused(group, write_batch(tmp_path / "loss", rows), r"the loss is (nan|-?inf); nothing was applied")
+        rows = samples(2)
+        rows[0]["advantage"] = 1e38
+        refused(group, write_batch(tmp_path / "grad", rows), r"the (gradient norm|loss) is (nan|-?inf)")
+        rows = samples(2)
+        rows[0]["rollout_logprobs"][0] = math.nan
+        refused(group, write_batch(tmp_path / "gap", rows), r"engine and trainer disagree.*nan", guard=10.0)
+        refused(group, str(tmp_path / "missing" / "batch.parquet"), "MissingFileError")
+        rows = samples(2)
+        rows[1]["tokens"] = rows[1]["tokens"] * 20
+        refused(group, write_batch(tmp_path / "long", rows), r"trainer.max_pack_tokens = 48")
+        after = group.train([2], batch.format(2), guard=10.0)[0]
     with workers.group(configuration(model(), schedule=SCHEDULE)) as fresh:
         fresh.call("train", 1, batch.format(1))
         assert without_times(fresh.train([2], batch.format(2))[0]) == without_times(after)
@@ -108,14 +111,15 @@ def fail_in_the_last_layer(rank: Any) -> None:
 
 
 def test_a_failure_between_packs_leaves_the_weights_and_the_next_call_makes_the_step(
-    group: Group, workers: Workers, model: Callable[..., Path], batch: str
+    workers: Workers, model: Callable[..., Path], batch: str
 ) -> None:
-    before = group.run(fingerprint)
-    group.run(fail_in_the_last_layer)
-    with pytest.raises(RankFailedError, match="no memory"):
-        group.call("train", 1, batch.format(1))
-    assert group.run(fingerprint) == before
-    after = group.train([1], batch.format(1))[0]
+    with workers.group(configuration(model(), schedule=SCHEDULE)) as group:
+        before = group.run(fingerprint)
+        group.run(fail_in_the_last_layer)
+        with pytest.raises(RankFailedError, match="no memory"):
+            group.call("train", 1, batch.format(1))
+        assert group.run(fingerprint) == before
+        after = group.train([1], batch.format(1))[0]
     with workers.group(configuration(model(), schedule=SCHEDULE)) as fresh:
         assert without_times(fresh.train([1], batch.format(1))[0]) == without_times(after)
 
