@@ -16,6 +16,7 @@ from core.errors import EngineError, EngineLostError, EngineStalledError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
+INFO_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class EngineClient:
                 done, _ = await asyncio.wait({running}, timeout=progress_timeout_s)
                 if done:
                     return running.result()
-                now, paused = await self.progress()
+                now, paused = await self.progress(progress_timeout_s)
                 if now == before:
                     message = f"{self.engine_id}: no token for {progress_timeout_s:g} s (rollout.progress_timeout_s)"
                     raise EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
@@ -107,9 +108,9 @@ class EngineClient:
             cached_tokens=meta.get("cached_tokens", 0),
         )
 
-    async def progress(self) -> tuple[Any, bool]:
+    async def progress(self, timeout_s: float = INFO_TIMEOUT_S) -> tuple[Any, bool]:
         """Something that changes while the engine generates, and whether it is paused."""
-        info = await self.server_info()
+        info = await self.server_info(min(timeout_s, INFO_TIMEOUT_S))
         counters = info.get("counters")
         return counters["tokens"] if counters else info.get("internal_states"), bool(info.get("paused"))
 
@@ -123,16 +124,16 @@ class EngineClient:
             return False
         return True
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self, timeout_s: float = INFO_TIMEOUT_S) -> dict[str, Any]:
         """Settings, load and counters."""
-        info: dict[str, Any] = await self._get("/server_info", 30.0)
+        info: dict[str, Any] = await self._get("/server_info", timeout_s)
         return info
 
     async def weight_version(self) -> int | None:
         """The version the engine says it serves; None if it is none of the trainer's, or the engine is paused."""
         if (await self.server_info()).get("paused"):
             return None
-        info = await self._get("/model_info", 30.0)
+        info = await self._get("/model_info", INFO_TIMEOUT_S)
         found = _version(info.get("weight_version"))
         return None if found < 0 else found
 

@@ -19,6 +19,7 @@ from core.engine_health import EngineHealth, Event, State
 from core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
 log = logging.getLogger(__name__)
+PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
 PHASES = ("pause", "load", "resume", "confirm")
 
 
@@ -88,16 +89,17 @@ class Fleet:
         elif self._health[index].state is State.SERVING:
             return True
         try:
-            if not await client.health():
+            if not await client.health(min(PROBE_TIMEOUT_S, self.config.rollout.progress_timeout_s)):
                 raise EngineLostError(f"engine-{index}: does not answer to /health")
             version = await client.weight_version()
         except EngineLostError as error:
             log.warning("%s", error)
             return False
-        if self._clients.get(index) is client:
-            self._tell(index, Event.ANSWERED)
-            if version is not None and self._health[index].state is State.REFITTING:
-                self._tell(index, Event.CONFIRMED, version)
+        if self._health[index].state is State.DEAD:  # a request on it was lost for good meanwhile
+            return False
+        self._tell(index, Event.ANSWERED)
+        if version is not None:
+            self._tell(index, Event.CONFIRMED, version)
         return True
 
     def _count_restart(self, index: int) -> None:
@@ -150,7 +152,8 @@ class Fleet:
     async def _publish_once(
         self, directory: str, version: int, engines: list[int], seconds: dict[str, float]
     ) -> None:
-        clients = {index: self._clients[index] for index in engines if index in self._clients}
+        usable = [i for i in engines if i in self._clients and self._health[i].state is not State.DEAD]
+        clients = {index: self._clients[index] for index in usable}
         for index in clients:
             self._tell(index, Event.REFIT)
         confirmed: dict[int, int | None] = {}

@@ -1,0 +1,49 @@
+"""Two embedded engines behind real EngineServers, each held by a thread of its own as by an actor."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from local_handle import COUNT, LocalHandle, fleet_config
+
+from connectors.sglang.client import EngineClient
+from connectors.sglang.fleet import Fleet
+
+
+@pytest.fixture(scope="session")
+def handles(tiny_model: Path) -> Iterator[list[LocalHandle]]:
+    made = [LocalHandle(fleet_config(tiny_model), index) for index in range(COUNT)]
+    yield made
+    for handle in made:
+        if handle.server.state()["alive"]:
+            handle.signal(signal.SIGCONT)
+        handle.close()
+
+
+@pytest_asyncio.fixture
+async def make_fleet(handles: list[LocalHandle], tiny_model: Path) -> AsyncIterator[Callable[..., Fleet]]:
+    """make_fleet(section={...}): a fleet over the two engines."""
+    made: list[Fleet] = []
+
+    async def handle(index: int) -> LocalHandle:
+        return handles[index]
+
+    def make(**changes: dict[str, Any]) -> Fleet:
+        made.append(Fleet(fleet_config(tiny_model, **changes), handle))
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        await fleet.close()
+    for held in handles:
+        url = held.server.state()["url"]
+        if url:
+            client = EngineClient(url, "cleaner")
+            await client.resume()
+            await client.abort()
+            await client.close()

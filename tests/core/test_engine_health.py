@@ -1,0 +1,69 @@
+"""The state machine of an engine, as a table and over random histories."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.engine_health import TRANSITIONS, EngineHealth, Event, State
+
+EVENTS = st.lists(st.tuples(st.sampled_from(list(Event)), st.integers(0, 3)), max_size=30)
+
+
+def told(health: EngineHealth, event: Event, version: int) -> EngineHealth:
+    return health.after(event, version if event is Event.CONFIRMED else None)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("event", Event)
+def test_every_event_in_every_state_follows_the_table_or_is_refused(state: State, event: Event) -> None:
+    health = EngineHealth(state, 5 if state is State.SERVING else None)
+    if (state, event) in TRANSITIONS:
+        assert told(health, event, 5).state is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(ValueError, match="cannot be"):
+            told(health, event, 5)
+
+
+def test_the_whole_life() -> None:
+    health = EngineHealth()
+    for event, expected in [
+        (Event.STARTED, State.STARTING),
+        (Event.ANSWERED, State.REFITTING),
+        (Event.REFIT, State.REFITTING),
+        (Event.CONFIRMED, State.SERVING),
+        (Event.LOST_REQUEST, State.SUSPECT),
+        (Event.ANSWERED, State.REFITTING),
+        (Event.CONFIRMED, State.SERVING),
+        (Event.REFIT, State.REFITTING),
+        (Event.DIED, State.DEAD),
+    ]:
+        health = told(health, event, 1)
+        assert health.state is expected
+
+
+@given(EVENTS)
+def test_an_engine_serves_only_what_it_confirmed_since_anything_else_happened(
+    events: list[tuple[Event, int]],
+) -> None:
+    health, confirmed = EngineHealth(), None
+    for event, version in events:
+        try:
+            health = told(health, event, version)
+        except ValueError:
+            continue
+        if event is Event.CONFIRMED:
+            confirmed = version
+        elif event is not Event.ANSWERED:
+            confirmed = None
+        assert [v for v in range(4) if health.serves(v)] == ([] if confirmed is None else [confirmed])
+        assert (health.version is None) == (health.state is not State.SERVING)
+
+
+def test_a_version_comes_with_a_confirmation_only() -> None:
+    ready = EngineHealth(State.REFITTING)
+    with pytest.raises(ValueError, match="only with one"):
+        ready.after(Event.CONFIRMED)
+    with pytest.raises(ValueError, match="only with one"):
+        ready.after(Event.ANSWERED, 3)
