@@ -32,17 +32,21 @@ async def serve(args: argparse.Namespace) -> None:
     from aiohttp import web
 
     from connectors.embedded.engine import Engine
+    from connectors.embedded.model import ModelError
     from connectors.embedded.server import Server
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    engine = Engine(
-        args.model_path,
-        max_running=args.max_running_requests,
-        max_total_tokens=args.max_total_tokens,
-        weight_version=args.weight_version,
-        seed=args.seed,
-    )
+    try:
+        engine = Engine(
+            args.model_path,
+            max_running=args.max_running_requests,
+            max_total_tokens=args.max_total_tokens,
+            weight_version=args.weight_version,
+            seed=args.seed,
+        )
+    except ModelError as error:
+        raise SystemExit(f"--model-path: {error}") from None
     info = {
         "engine": "embedded",
         "model_path": args.model_path,

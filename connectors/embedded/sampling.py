@@ -81,6 +81,7 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("n", self.n >= 1, "at least 1"),
+            ("stop", all(self.stop), "without empty strings"),
         )
         for name, good, wanted in rules:
             if not good:

@@ -1,0 +1,73 @@
+"""The engine's process: where it listens, how it fails, how it ends, stop strings over its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_process import embedded_engine
+
+from connectors.embedded.sampling import SamplingParams
+from connectors.embedded.text import Text
+
+
+def test_it_listens_on_loopback_only_and_ends_when_told(tiny_model: Path, tmp_path: Path) -> None:
+    with embedded_engine(tiny_model, log=tmp_path / "log") as (url, process):
+        listening = [c for c in psutil.Process(process.pid).net_connections("inet") if c.status == "LISTEN"]
+        assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
+        with urllib.request.urlopen(url + "/server_info", timeout=30) as answer:
+            assert json.load(answer)["pid"] == process.pid
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+
+
+def test_a_wrong_model_path_ends_it_with_the_path_and_no_traceback(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "connectors.embedded",
+        "--model-path",
+        str(tmp_path / "nowhere"),
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert str(tmp_path / "nowhere") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def text(tiny_model: Path) -> Text:
+    return Text(tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("output", "stop", "expected"),
+    [
+        ("12=3\nrest", ["\n"], "12=3"),
+        ("abcabc", ["ca", "bc"], "a"),
+        ("abc", ["x"], None),
+        ("aaaa", ["aa"], ""),
+    ],
+)
+def test_stop_strings_cut_the_text_before_the_first_of_them(
+    text: Text, output: str, stop: list[str], expected: str | None
+) -> None:
+    found = text.find_stop(text.encode(output), SamplingParams(stop=stop))
+    assert (found.text if found else None) == expected
+
+
+def test_without_trimming_the_text_stays_whole(text: Text) -> None:
+    found = text.find_stop(text.encode("12=3\n"), SamplingParams(stop=["\n"], no_stop_trim=True))
+    assert found is not None
+    assert found.text == "12=3\n"
+
+
+def test_end_of_sequence_ids_come_from_the_checkpoint(text: Text) -> None:
+    assert text.eos == {1}
