@@ -10,13 +10,15 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from core.errors import MillraceError
 
 PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
+METRIC_BATCH = 1000
+TAG_LIMIT = 5000  # characters of a tag's value
 NAME_TAG = "millrace.run"
 
 
@@ -41,14 +43,15 @@ class Tracker:
         from mlflow.tracking import MlflowClient
 
         where = uri or default_uri()
-        client = MlflowClient(tracking_uri=where)
         try:
+            client = MlflowClient(tracking_uri=where)
             experiment_id = _experiment(client, experiment, where)
             found = run_id if run_id and _exists(client, run_id) else _by_name(client, experiment_id, name)
             if found is None:
                 found = client.create_run(experiment_id, run_name=name, tags={NAME_TAG: name}).info.run_id
-            client.set_terminated(found, status="RUNNING") if run_id else None
-        except MlflowException as error:
+            else:
+                client.update_run(found, status="RUNNING")  # it may have been marked finished or failed
+        except (MlflowException, OSError) as error:
             raise MillraceError(f"tracking.uri = {where}: {error}") from error
         return cls(client, where, experiment_id, found)
 
@@ -59,8 +62,13 @@ class Tracker:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        points = [Metric(_name(name), float(value), now, step) for name, value in metrics.items() if math.isfinite(value)]
-        self._client.log_batch(self.run_id, metrics=points)
+        points = [
+            Metric(_name(name), float(value), now, step)
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        ]
+        for at in range(0, len(points), METRIC_BATCH):
+            self._client.log_batch(self.run_id, metrics=points[at : at + METRIC_BATCH])
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Keep nested values as flat parameters; ones that are there already stay as they are."""
@@ -75,14 +83,18 @@ class Tracker:
         """Set tags."""
         from mlflow.entities import RunTag
 
-        self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self._client.log_batch(
+            self.run_id, tags=[RunTag(name, value[:TAG_LIMIT]) for name, value in tags.items()]
+        )
 
     def log_artifact(self, data: bytes, name: str) -> None:
-        """Keep bytes as a file of the run."""
+        """Keep bytes as a file of the run; `name` may hold folders."""
+        target = PurePosixPath(name)
+        inside = str(target.parent) if target.parent.name else None
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / name
+            path = Path(folder) / target.name
             path.write_bytes(data)
-            self._client.log_artifact(self.run_id, str(path))
+            self._client.log_artifact(self.run_id, str(path), artifact_path=inside)
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """Points of a metric by step; of several at one step the newest."""
@@ -120,7 +132,9 @@ def _experiment(client: Any, name: str, uri: str) -> str:
         return str(found.experiment_id)
     location = None
     if uri.startswith("sqlite:///"):
-        location = (Path(uri.removeprefix("sqlite:///")).parent / "mlflow-artifacts" / name).absolute().as_uri()
+        location = (
+            (Path(uri.removeprefix("sqlite:///")).parent / "mlflow-artifacts" / name).absolute().as_uri()
+        )
     return str(client.create_experiment(name, artifact_location=location))
 
 
@@ -128,14 +142,18 @@ def _exists(client: Any, run_id: str) -> bool:
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_run(run_id)
+        found = client.get_run(run_id)
     except MlflowException:
         return False
-    return True
+    return bool(found.info.lifecycle_stage == "active")
 
 
 def _by_name(client: Any, experiment_id: str, name: str) -> str | None:
-    found = client.search_runs([experiment_id], filter_string=f"tags.`{NAME_TAG}` = '{name}'", max_results=1)
+    quoted = name.replace("'", "''")
+    wanted = f"tags.`{NAME_TAG}` = '{quoted}'"
+    found = client.search_runs(
+        [experiment_id], filter_string=wanted, order_by=["start_time ASC"], max_results=1
+    )
     return found[0].info.run_id if found else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -33,20 +34,36 @@ class WorkerPool:
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Outcome:
         """Run one call; the deadline counts from the moment a process takes it up. Never raises for what the call did."""
-        future = self._pool.schedule(function, args=args, timeout=timeout_s)
+        future = self._pool.schedule(_run, args=(function, *args), timeout=timeout_s)
         try:
-            return Outcome("done", await asyncio.wrap_future(future))
+            kind, value = await asyncio.wrap_future(future)
         except TimeoutError:
             return Outcome("timed_out", reason=f"no answer within {timeout_s:g} s")
         except ProcessExpired as error:
-            return Outcome("died", reason=f"the worker process died: {error}")
+            return Outcome("died", reason=f"the worker process died of {_cause(error.exitcode)}")
         except (CancelledError, asyncio.CancelledError):
             future.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is kept with its sample
+        except Exception as error:  # noqa: BLE001 - arguments or results that cannot be pickled raise anything
             return Outcome("failed", reason=f"{type(error).__name__}: {error}")
+        return Outcome("done", value) if kind == "done" else Outcome("failed", reason=value)
 
     def close(self) -> None:
         """Stop all processes at once."""
         self._pool.stop()
         self._pool.join()
+
+
+def _run(function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
+    """In the worker. Only text comes back of an error: exceptions of user code need not survive pickling."""
+    try:
+        return "done", function(*args)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - kept with its sample
+        return "failed", f"{type(error).__name__}: {error}"
+
+
+def _cause(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code < 0:
+        return f"signal {-exit_code} ({signal.strsignal(-exit_code)})"
+    return f"exit code {exit_code}"

@@ -1,0 +1,103 @@
+"""Tracking in a real MLflow store on SQLite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connectors.mlflow.tracker import PARAM_LIMIT, Tracker
+from core.errors import MillraceError
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+
+
+def run_of(tracker: Tracker) -> Any:
+    return tracker._client.get_run(tracker.run_id)
+
+
+def test_a_run_is_resumed_by_its_id(uri: str) -> None:
+    first = Tracker.start(uri, "e", "by-id", None)
+    first.log_metrics({"reward": 0.25}, 0)
+    first.finish()
+    assert run_of(first).info.status == "FINISHED"
+    second = Tracker.start(uri, "e", "by-id", first.run_id)
+    second.log_metrics({"reward": 0.5}, 1)
+    assert second.run_id == first.run_id
+    assert run_of(second).info.status == "RUNNING"
+    assert run_of(second).info.end_time in (None, run_of(first).info.end_time)
+    assert second.history("reward") == [(0, 0.25), (1, 0.5)]
+
+
+def test_the_same_name_twice_is_one_run(uri: str) -> None:
+    first = Tracker.start(uri, "e", "by-name", None)
+    first.finish()
+    second = Tracker.start(uri, "e", "by-name", None)
+    assert second.run_id == first.run_id
+    assert run_of(second).info.status == "RUNNING"
+    assert Tracker.start(uri, "e", "another-name", None).run_id != first.run_id
+    assert Tracker.start(uri, "another-experiment", "by-name", None).run_id != first.run_id
+
+
+def test_an_unknown_or_deleted_run_id_starts_a_new_run(uri: str) -> None:
+    first = Tracker.start(uri, "e", "deleted", "0" * 32)
+    first._client.delete_run(first.run_id)
+    second = Tracker.start(uri, "e", "deleted", first.run_id)
+    assert second.run_id != first.run_id
+    second.log_metrics({"reward": 1.0}, 0)
+
+
+def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> None:
+    tracker = Tracker.start(uri, "e", "metrics", None)
+    many = {f"m{n}": float(n) for n in range(1200)}
+    tracker.log_metrics({**many, "nan": math.nan, "inf": math.inf, "held_out/pass@4": 0.5}, 3)
+    logged = run_of(tracker).data.metrics
+    assert logged == {**many, "held_out/pass_at_4": 0.5}
+    assert tracker.history("held_out/pass@4") == [(3, 0.5)]
+
+
+def test_of_two_points_at_one_step_the_newest_counts(uri: str) -> None:
+    tracker = Tracker.start(uri, "e", "twice", None)
+    tracker.log_metrics({"reward": 1.0}, 0)
+    tracker.log_metrics({"reward": 2.0}, 0)
+    assert tracker.history("reward") == [(0, 2.0)]
+    assert tracker.history("never_logged") == []
+
+
+def test_params_are_flat_shortened_and_kept_when_logged_again(uri: str) -> None:
+    tracker = Tracker.start(uri, "e", "params", None)
+    tracker.log_params({"model": {"path": "p", "empty": {}}, "long": "x" * 10000, "list": [1, {"a": 2}]})
+    tracker.log_params({f"p{n}": n for n in range(250)})
+    tracker.log_params({"model": {"path": "changed"}, "late": 1})
+    params = run_of(tracker).data.params
+    assert params["model.path"] == "p"
+    assert params["model.empty"] == "{}"
+    assert params["long"] == "x" * PARAM_LIMIT
+    assert params["list"] == "[1, {'a': 2}]"
+    assert params["late"] == "1"
+    assert params["p249"] == "249"
+
+
+def test_tags_and_artifacts_are_kept(uri: str, tmp_path: Path) -> None:
+    tracker = Tracker.start(uri, "e", "artifacts", None)
+    tracker.set_tags({"prefect.flow_run": "http://127.0.0.1:4200/runs/1", "long": "x" * 20000})
+    tracker.log_artifact(b"one", "curve.png")
+    tracker.log_artifact(b"two", "iterations/000001/samples.md")
+    assert run_of(tracker).data.tags["prefect.flow_run"] == "http://127.0.0.1:4200/runs/1"
+    for name, data in (("curve.png", b"one"), ("iterations/000001/samples.md", b"two")):
+        path = tracker._client.download_artifacts(tracker.run_id, name, str(tmp_path))
+        assert Path(path).read_bytes() == data
+    assert tracker.run_id in tracker.url()
+    assert tracker.experiment_id in tracker.url()
+
+
+def test_a_store_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    where = f"sqlite:///{tmp_path / 'missing' / 'deep' / 'mlflow.db'}"
+    (tmp_path / "missing").write_text("a file where a folder should be")
+    with pytest.raises(MillraceError, match=r"tracking\.uri"):
+        Tracker.start(where, "e", "n", None)
