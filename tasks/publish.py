@@ -20,6 +20,7 @@ from tasks import report
 from tasks.context import IterationContext
 from tasks.records import Record
 
+SUPERVISED = ("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy")
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 
 
@@ -35,7 +36,9 @@ async def publish(ctx: IterationContext) -> Record:
 @task(name="publish", retries=2, retry_delay_seconds=1)
 async def publish_supervised(ctx: IterationContext) -> Record:
     """Log a supervised iteration, then commit its manifest."""
-    metrics = {**_train_metrics(ctx.records["train_step"]["steps"]), **_time_metrics(ctx)}
+    trained = _train_metrics(ctx.records["train_step"]["steps"])
+    metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
+    metrics.update(_time_metrics(ctx))
     await report.iteration(ctx, metrics)
     await asyncio.to_thread(_commit, ctx, metrics)
     return {"metrics": metrics}
@@ -77,6 +80,8 @@ def _train_metrics(steps: list[dict[str, Any]]) -> dict[str, float]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
+    for name in ("logprob_gap_mean", "logprob_gap_max"):  # later steps of an iteration have moved away from the engine
+        metrics[f"train/{name}"] = steps[0][name]
     metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
     return metrics

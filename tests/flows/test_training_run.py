@@ -1,0 +1,210 @@
+"""The training run on real parts: Prefect server, Ray actors, Megatron ranks, an engine over HTTP, MLflow on SQLite."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from flow_runs import Workplace, final_weights, trained, wait_until
+
+TASKS = {
+    "sample_prompts",
+    "rollout",
+    "reward",
+    "filter",
+    "train_step",
+    "sync_weights",
+    "checkpoint",
+    "publish",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run `a`, never interrupted."""
+    root = tmp_path_factory.mktemp("whole")
+    out = workplace.train(root)
+    assert "3 iterations complete, 3 of them now" in out
+    return root / "a"
+
+
+def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
+    for index in range(3):
+        folder = whole / "iterations" / f"{index:06d}"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        named = {entry["path"] for entry in manifest["files"]}
+        here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert here - named == {"manifest.json", "results/publish.json"}
+        assert named <= here
+        assert {Path(name).stem for name in here if name.startswith("results/")} >= TASKS
+        assert manifest["tasks"]["trained_version"] == 2 * (index + 1)
+
+
+def test_each_sample_trains_one_step_with_what_it_was_generated_by(whole: Path) -> None:
+    pairs = trained(whole)
+    assert len(pairs) == len(set(pairs)) == 3 * 32
+    assert [step for _, step in pairs] == sorted(step for _, step in pairs)
+    assert {step for _, step in pairs} == set(range(1, 7))
+    for index in range(3):
+        rows = pq.read_table(whole / "iterations" / f"{index:06d}" / "batch.parquet").to_pylist()
+        assert all(row["policy_versions"] == [{"first_token": 0, "version": 2 * index}] for row in rows)
+        assert all(len(row["rollout_logprobs"]) == row["response_length"] for row in rows)
+
+
+def test_engine_and_trainer_agree_and_the_weights_move(workplace: Workplace, whole: Path) -> None:
+    steps = [
+        json.loads((whole / "iterations" / f"{i:06d}" / "step.json").read_text())["steps"] for i in range(3)
+    ]
+    assert all(found[0]["logprob_gap_max"] < 1e-3 for found in steps)
+    assert all(step["grad_norm"] > 0 for found in steps for step in found)
+    assert final_weights(whole) != (workplace.folder / "model" / "model.safetensors").read_bytes()
+
+
+def test_checkpoints_exports_and_evaluations_are_there_when_due(whole: Path) -> None:
+    checkpoints = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert checkpoints == ["000002", "000003"]
+    assert all((whole / "checkpoints" / name / "complete.json").exists() for name in checkpoints)
+    assert [path.name for path in (whole / "exports").iterdir()] == ["000003"]
+    evaluated = sorted(path.name for path in (whole / "eval" / "held_out").iterdir())
+    assert evaluated == ["000000.parquet", "000002.parquet", "000003.parquet"]
+
+
+def test_an_export_is_a_hugging_face_model(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = whole / "exports" / "000003"
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(folder)("1+1=").input_ids
+
+
+def test_run_again_it_does_nothing(workplace: Workplace, whole: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
+    assert "3 iterations complete, 0 of them now" in workplace.train(whole.parent)
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
+
+
+def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whole: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    record = json.loads((whole / "run.json").read_text())
+    client = MlflowClient(f"sqlite:///{workplace.folder / 'home' / 'mlflow.db'}")
+    run = client.get_run(record["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["rollout.prompts"] == "8"
+    assert record["attempts"][-1]["flow_run_id"] == run.data.tags["prefect.flow_run_id"]
+    for name in (
+        "reward/mean", "train/loss", "train/logprob_gap_mean", "rollout/response_length_mean",
+        "rollout/truncated_share", "filter/zero_variance_share", "rollout/tokens_per_second", "staleness/mean",
+        "time/rollout_s", "time/train_step_s", "time/sync_weights_s",
+    ):  # fmt: skip
+        assert [point.step for point in client.get_metric_history(run.info.run_id, name)] == [1, 2, 3], name
+    assert [p.step for p in client.get_metric_history(run.info.run_id, "eval/held_out/reward_mean")] == [
+        0,
+        2,
+        3,
+    ]
+    assert "reward.png" in [file.path for file in client.list_artifacts(run.info.run_id)]
+
+
+def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:
+    server = json.loads((workplace.folder / "home" / "prefect-server.json").read_text())["url"]
+    runs = ask(f"{server}/flow_runs/filter", {"flow_runs": {"name": {"like_": "a-0000"}}})
+    assert {run["name"] for run in runs if run["state_type"] == "COMPLETED"} >= {
+        "a-000000",
+        "a-000001",
+        "a-000002",
+    }
+    kinds = {artifact["type"] for artifact in ask(f"{server}/artifacts/filter", {})}
+    assert {"progress", "table", "markdown", "image"} <= kinds
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    from urllib.request import Request, urlopen
+
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_runs_and_show_tell_of_it(workplace: Workplace, whole: Path) -> None:
+    listed = workplace.call("runs", "--root", str(whole.parent))
+    assert "3 of 3" in listed
+    assert "complete" in listed
+    assert str(whole) in workplace.call("show", "a", "--root", str(whole.parent), COLUMNS="200")
+    assert "no such run" in workplace.call("show", "b", "--root", str(whole.parent), expect=2)
+
+
+def test_another_configuration_under_the_same_name_is_refused(workplace: Workplace, whole: Path) -> None:
+    out = workplace.train(whole.parent, "run.iterations=4", "rollout.sampling.temperature=0.5", expect=2)
+    assert "rollout: was" in out
+
+
+def test_data_that_changed_under_the_run_is_refused(workplace: Workplace, whole: Path) -> None:
+    source = workplace.folder / "train.jsonl"
+    text = source.read_text()
+    source.write_text(text.replace("1+1=", "1 + 1 ="))
+    try:
+        out = workplace.train(whole.parent, "run.iterations=4", expect=2)
+    finally:
+        source.write_text(text)
+    assert "source sums" in out
+    assert "data.allow_changes" in out
+
+
+def in_iteration(run: Path, index: int, pattern: str) -> Callable[[], bool]:
+    """Whether a file has appeared in an iteration's folder."""
+    return lambda: any((run / "iterations" / f"{index:06d}").glob(pattern))
+
+
+@pytest.mark.parametrize(
+    ("index", "landed"),
+    [(1, "rollouts/*.parquet"), (1, "results/filter.json"), (2, "results/train_step.json")],
+    ids=["in the rollout", "before the step", "after the step"],
+)
+def test_a_killed_run_goes_on_to_the_same_weights(
+    workplace: Workplace, whole: Path, tmp_path: Path, index: int, landed: str
+) -> None:
+    run = tmp_path / "a"
+    workplace.train_and_kill(tmp_path, in_iteration(run, index, landed))
+    kept = {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/*.parquet")}
+    assert "of them now" in workplace.train(tmp_path)
+    assert trained(run) == trained(whole)
+    assert final_weights(run) == final_weights(whole)
+    for path, data in kept.items():
+        assert path.read_bytes() == data
+    samples = [
+        sample
+        for path in run.glob("iterations/*/rollouts/*.parquet")
+        for sample in pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
+    ]
+    assert len(samples) == len(set(samples))
+
+
+@pytest.mark.parametrize("role", ["trainer", "engine"])
+def test_a_lost_actor_is_rebuilt_within_the_run(
+    workplace: Workplace, whole: Path, tmp_path: Path, role: str
+) -> None:
+    process = workplace.start("train", "run.yaml", f"storage.root={tmp_path}")
+    wait_until(in_iteration(tmp_path / "a", 1, "rollouts/*.parquet"))
+    os.kill(victim(workplace, role), signal.SIGKILL)
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    assert trained(tmp_path / "a") == trained(whole)
+    assert final_weights(tmp_path / "a") == final_weights(whole)
+
+
+def victim(workplace: Workplace, role: str) -> int:
+    """Process of the run's trainer rank (an actor without a child), or of its engine's server (the child of one)."""
+    heads = json.loads((workplace.folder / "home" / "ray.json").read_text())["pids"]
+    below = [child for pid in heads for child in psutil.Process(pid).children(recursive=True)]
+    hosts = [process for process in below if process.cmdline()[0].startswith("ray::Host")]
+    if role == "trainer":
+        return next(int(host.pid) for host in hosts if not host.children())
+    return next(int(child.pid) for host in hosts for child in host.children())
