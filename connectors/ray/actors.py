@@ -21,13 +21,17 @@ from core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
+STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"health": 2})
 class Host:
     """The actor: holds one object of a plain class."""
 
-    def __init__(self, cls: type, config: Mapping[str, Any], index: int, count: int) -> None:
+    def __init__(
+        self, cls: type, config: Mapping[str, Any], index: int, count: int, environment: Mapping[str, str]
+    ) -> None:
+        os.environ.update(environment)
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         self._made_by = digest(config)
         self._held = cls(config, index, count)
@@ -101,8 +105,16 @@ def make(role: str, index: int, count: int, cls: type, config: Mapping[str, Any]
     name = f"{role}-{index}"
     handle = Host.options(  # type: ignore[attr-defined]
         name=name, lifetime="detached", num_cpus=0, **options
-    ).remote(cls, dict(config), index, count)
+    ).remote(cls, dict(config), index, count, storage_environment())
     return Actor(name, handle)
+
+
+def storage_environment() -> dict[str, str]:
+    """What this process's environment says of object stores: actors read and write the same storage.
+
+    Given to an actor as an argument, since Ray shows and logs a runtime environment.
+    """
+    return {name: value for name, value in os.environ.items() if name.upper().startswith(STORAGE_PREFIXES)}
 
 
 def find(role: str, index: int) -> Actor | None:
