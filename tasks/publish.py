@@ -6,6 +6,7 @@ Reads what the other tasks wrote; logs metrics to MLflow and artifacts to Prefec
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -47,7 +48,7 @@ async def publish_supervised(ctx: IterationContext) -> Record:
 def _commit(ctx: IterationContext, metrics: dict[str, float]) -> None:
     folders = [path for folder in ("rollouts", "rewards", "results") for path in ctx.folder.list(folder)]
     files = ctx.folder.entries([*TABLES, *folders])
-    tasks = {"trained_version": ctx.version_after, "metrics": metrics}
+    tasks = {"trained_version": ctx.version_after, "metrics": metrics, "committed": time.time()}
     ctx.run_folder.commit_manifest(ctx.index, Manifest(iteration=ctx.index, files=files, tasks=tasks))
 
 
