@@ -78,7 +78,8 @@ def prepare(folder: Path, root: str, iterations: int) -> None:
 def iteration_split(run: RunFolder, index: int) -> dict[str, float]:
     """Seconds of one iteration by part, from what it stored."""
     manifest, before = run.manifest(index), run.manifest(index - 1)
-    assert manifest is not None and before is not None
+    assert manifest is not None
+    assert before is not None
     wall = manifest.tasks["committed"] - before.tasks["committed"]
     timings = [dict(row) for row in read_parts(run.iteration(index), "rollouts", "rollouts").column("timings").to_pylist()]
     spans = sorted((row["started"], row["started"] + row["generate_s"]) for row in timings)

@@ -40,7 +40,7 @@ class Live:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.run_folder = RunFolder(config.storage.root, config.run.name)
-        self.record_storage = record_storage(config.storage.root)
+        self.record_storage: Any = None  # where Prefect keeps task records; set by open
         self.guarded = False  # whether engine and trainer log-probabilities were compared in this process
         self._trainer: actors.ActorGroup | None = None
         self._fleet: Fleet | None = None
@@ -194,6 +194,7 @@ class Live:
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
         self._weights = Path(tempfile.mkdtemp(prefix=f"millrace-{self.config.run.name}-", dir=_shared_memory(self.config)))
+        self.record_storage = await record_storage(self.config.storage.root)
         await asyncio.to_thread(cluster.start_or_join, self.config.placement.ray_address, self.config.run.name)
         await actors.end_others(self._settings)
 

@@ -5,6 +5,7 @@ A committed record means the task never runs again; records name files and hold 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,18 @@ class RunFolderRecords(CachePolicy):
         return f"{ctx.config.run.name}/{folder}/results/{task_ctx.task.name}.json"
 
 
-def record_storage(root: str) -> Path | WritableFileSystem:
-    """Prefect's handle on the storage root; credentials of object stores come from the environment."""
+async def record_storage(root: str) -> Path | WritableFileSystem:
+    """Prefect's handle on the storage root; credentials of object stores come from the environment.
+
+    Prefect takes an object store as a saved block: it holds the URL and nothing else.
+    """
     if "://" not in root:
         return Path(root).resolve()
     if root.startswith("file://"):
         return Path(root.removeprefix("file://"))
-    return RemoteFileSystem(basepath=root)
+    block = RemoteFileSystem(basepath=root)
+    await block.save(f"millrace-{hashlib.sha256(root.encode()).hexdigest()[:12]}", overwrite=True)
+    return block
 
 
 async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:

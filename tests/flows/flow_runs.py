@@ -51,7 +51,8 @@ class Workplace:
         """Start the run, `kill -9` its process as soon as `when` holds, and return what it had printed."""
         process = self.start("train", "run.yaml", f"storage.root={root}", *overrides)
         wait_until(lambda: when() or process.poll() is not None)
-        os.kill(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
         out, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == -signal.SIGKILL, f"ended before it could be killed:\n{out}"
         return out
