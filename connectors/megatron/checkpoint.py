@@ -1,4 +1,4 @@
-"""Trainer state on storage: model, optimizer, schedule, RNG and weight version in megatron's torch_dist format.
+"""Trainer state on storage: models, optimizers, schedules, algorithm, RNG and weight version in megatron's torch_dist format.
 
 Owns which files a checkpoint has, when it is complete and how it gets to and from object stores. A checkpoint loads
 under any tensor, pipeline, context and data parallel layout.
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from connectors.megatron import optim
 from connectors.megatron.writer import SynchronousSave
 from connectors.storage.store import FileEntry, Store
 from core.errors import CorruptFileError, MillraceError, MissingFileError, StorageError, TrainerError
@@ -57,6 +56,7 @@ def save(rank: TrainerRank, url: str) -> dict[str, Any]:
         "version": rank.version,
         "layout": {"world_size": rank.world_size, **rank.config.trainer.parallel.model_dump()},
         "distributed_optimizer": rank.config.trainer.optimizer.distributed,
+        "parts": rank.learner.parts,
         "last": rank.last,
         "files": [entry.model_dump(include={"path", "size", "sha256"}) for part in mine for entry in part],
     }
@@ -81,6 +81,11 @@ def load(rank: TrainerRank, url: str) -> int:
             f"{url}: was saved with trainer.optimizer.distributed={str(marker['distributed_optimizer']).lower()}; "
             "set it so to load the checkpoint"
         )
+    for part in rank.learner.parts:
+        if part not in marker.get("parts", []):
+            raise TrainerError(
+                f"{url}: was saved without a {part}, which the algorithm needs; load another, or train from the start"
+            )
     with _read_folder(store, marker) as folder, torch.no_grad():
         try:
             loaded = dist_checkpointing.load(_state(rank, loading=True), str(folder))
@@ -88,26 +93,18 @@ def load(rank: TrainerRank, url: str) -> int:
             raise TrainerError(
                 f"{url}: does not fit the model that the configuration names: {error}"
             ) from error
-        rank.policy.load_state_dict(loaded["model"])
-        optim.load_optimizer(rank.optimizer, loaded["optimizer"])
-        rank.schedule.load_state_dict(loaded["schedule"])
+        rank.learner.load_state(loaded)
         _set_rng(loaded["rng"])
     rank.remember(marker["last"])
     return int(loaded["version"])
 
 
 def _state(rank: TrainerRank, *, loading: bool) -> dict[str, Any]:
-    """The sharded state dict, of the unwrapped model: the wrapper's adds a prefix that it does not take back."""
-    model = rank.policy.sharded_state_dict()
-    state = {"model": model, "optimizer": optim.optimizer_state(rank.optimizer, model, loading=loading)}
+    """The sharded state dict, with what is alike on every rank when it is saved."""
+    state = rank.learner.sharded_state(loading=loading)
     if loading:
         return state
-    return {
-        **state,
-        "schedule": rank.schedule.state_dict(),
-        "rng": _rng(),
-        "version": rank.version,
-    }
+    return {**state, **rank.learner.plain_state(), "rng": _rng(), "version": rank.version}
 
 
 def _rng() -> dict[str, Any]:

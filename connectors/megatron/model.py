@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -50,21 +51,19 @@ class PolicyModel(GPTModel):
         return hidden_states
 
 
-def read_hf_config(folder: str) -> dict[str, Any]:
-    """config.json of a checkpoint folder. Raises ConfigError naming model.path."""
+def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
+    """config.json of a checkpoint folder. Raises ConfigError naming the field that named the folder."""
     path = Path(folder) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {folder}: cannot read {path}: {error}") from error
+        raise ConfigError(f"{field} = {folder}: cannot read {path}: {error}") from error
     if config.get("model_type") not in SUPPORTED:
         raise ConfigError(
-            f"model.path = {folder}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(SUPPORTED)}"
+            f"{field} = {folder}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(SUPPORTED)}"
         )
     for what in _unsupported(config):
-        raise ConfigError(
-            f"model.path = {folder}: {what} in config.json is not supported; take another model"
-        )
+        raise ConfigError(f"{field} = {folder}: {what} in config.json is not supported; take another model")
     return config
 
 
@@ -185,8 +184,27 @@ def _passthrough(config: RunConfig) -> dict[str, Any]:
     return dict(config.trainer.megatron)
 
 
-def build_model(config: RunConfig, hf: dict[str, Any]) -> PolicyModel:
-    """This rank's stage of the policy, with megatron's own initial weights."""
+class CriticModel(PolicyModel):
+    """The policy's body with a scalar head, zero at first, in place of the output layer."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{**arguments, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The state by shards; megatron's own language model asks for an output layer."""
+        found: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return found
+
+
+def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
+    """This rank's stage of a model, with megatron's own initial weights."""
     tc = transformer_config(config, hf)
     spec = get_gpt_layer_local_spec(
         num_experts=tc.num_moe_experts,
@@ -201,7 +219,7 @@ def build_model(config: RunConfig, hf: dict[str, Any]) -> PolicyModel:
     if tc.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     layers = get_num_layers_to_build(tc)
-    return PolicyModel(
+    return kind(
         config=tc,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
         vocab_size=padded_vocab(hf["vocab_size"], tc.tensor_model_parallel_size),

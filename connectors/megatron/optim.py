@@ -33,14 +33,14 @@ def wrap(model: PolicyModel, config: RunConfig) -> DistributedDataParallel:
     return wrapped
 
 
-def make_optimizer(model: DistributedDataParallel, config: RunConfig) -> Any:
+def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float) -> Any:
     """AdamW over fp32 main parameters."""
     o = config.trainer.optimizer
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=o.lr,
-            min_lr=config.trainer.schedule.min_lr,
+            lr=lr,
+            min_lr=min(config.trainer.schedule.min_lr, lr),
             weight_decay=o.weight_decay,
             adam_beta1=o.betas[0],
             adam_beta2=o.betas[1],
@@ -55,15 +55,15 @@ def make_optimizer(model: DistributedDataParallel, config: RunConfig) -> Any:
     )
 
 
-def make_schedule(optimizer: Any, config: RunConfig) -> OptimizerParamScheduler:
+def make_schedule(optimizer: Any, config: RunConfig, lr: float) -> OptimizerParamScheduler:
     """Learning rate by optimizer step: linear warm-up, then the configured decay."""
     o, s = config.trainer.optimizer, config.trainer.schedule
     total = s.decay_steps or config.run.iterations * config.steps_per_iteration
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=o.lr,
-        min_lr=s.min_lr,
+        max_lr=lr,
+        min_lr=min(s.min_lr, lr),
         lr_warmup_steps=s.warmup_steps,
         lr_decay_steps=max(total, s.warmup_steps + 1),
         lr_decay_style=s.kind,

@@ -1,6 +1,6 @@
 """Samples as packs of this rank: token tensors in megatron's layout and the response tokens' places in them.
 
-Owns padding and context parallel order; knows nothing of losses.
+Owns which rank gets which sample, padding and context parallel order; knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from connectors.megatron.attention import zigzag_positions
+from core.batching import plan_packs
+from core.config import RunConfig
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -31,7 +34,9 @@ class Row:
     response_length: int
     loss_mask: Ints
     rollout_logprobs: Floats
-    advantage: float
+    advantage: float | None  # None: computed token by token
+    reward: float  # NaN: not scored
+    truncated: bool
     train_step: int
 
 
@@ -40,6 +45,7 @@ class Pack:
     """One microbatch of this rank. T tokens of the rank, N response tokens of the whole pack."""
 
     rows: list[Row]
+    members: list[int]  # where the rows stand in the global batch
     input_ids: Tensor  # [1, T / cp]
     position_ids: Tensor  # [1, T / cp]
     params: PackedSeqParams
@@ -58,7 +64,8 @@ def rows_of(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
     tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
-    plain = table.select(["sample_id", "response_length", "advantage", "train_step"]).to_pylist()
+    columns = ["sample_id", "response_length", "advantage", "reward", "status", "train_step"]
+    plain = table.select(columns).to_pylist()
     return [
         Row(
             sample_id=row["sample_id"],
@@ -66,7 +73,9 @@ def rows_of(table: pa.Table) -> list[Row]:
             response_length=row["response_length"],
             loss_mask=masks[i],
             rollout_logprobs=logprobs[i],
-            advantage=row["advantage"] or 0.0,
+            advantage=row["advantage"],
+            reward=float("nan") if row["reward"] is None else row["reward"],
+            truncated=row["status"] == "truncated",
             train_step=row["train_step"],
         )
         for i, row in enumerate(plain)
@@ -82,7 +91,32 @@ def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.ND
     return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def make_pack(rows: Sequence[Row], *, cp_size: int, cp_rank: int, align: int, device: Any) -> Pack:
+def packs_of(rows: Sequence[Row], config: RunConfig, device: Any) -> list[Pack]:
+    """This rank's packs of a global batch; every rank gets as many."""
+    parallel = config.trainer.parallel
+    align = (2 * parallel.context if parallel.context > 1 else 1) * (
+        parallel.tensor if parallel.sequence else 1
+    )
+    lengths = [-(-len(row.tokens) // align) * align for row in rows]
+    ranks = mpu.get_data_parallel_world_size()
+    limit = config.trainer.max_pack_tokens * parallel.context
+    planned = plan_packs(lengths, ranks=ranks, max_tokens=limit)[mpu.get_data_parallel_rank()]
+    return [
+        make_pack(
+            [rows[i] for i in members],
+            members,
+            cp_size=parallel.context,
+            cp_rank=mpu.get_context_parallel_rank(),
+            align=align,
+            device=device,
+        )
+        for members in planned
+    ]
+
+
+def make_pack(
+    rows: Sequence[Row], members: list[int], *, cp_size: int, cp_rank: int, align: int, device: Any
+) -> Pack:
     """Lay samples end to end, each padded to `align` tokens. No rows gives a pack of padding without response tokens."""
     padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
     bounds = [0, *np.cumsum(padded).tolist()]
@@ -109,6 +143,7 @@ def make_pack(rows: Sequence[Row], *, cp_size: int, cp_rank: int, align: int, de
     params.bounds = bounds
     return Pack(
         rows=list(rows),
+        members=members,
         input_ids=flat[mine][None].to(device),
         position_ids=torch.from_numpy(positions)[mine][None].to(device),
         params=params,

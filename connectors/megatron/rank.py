@@ -34,8 +34,6 @@ class TrainerRank:
         self.busy: str | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self._rows: tuple[str, list[Row]] | None = None
-        self._old: tuple[str, dict[str, Tensor]] | None = None
-        self._ref: tuple[str, dict[str, Tensor]] | None = None
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, for the ranks to meet at."""
@@ -62,24 +60,13 @@ class TrainerRank:
         return self.state()
 
     def _build(self) -> None:
-        from connectors.megatron.model import build_model, read_hf_config
-        from connectors.megatron.optim import make_optimizer, make_schedule, wrap
-        from connectors.megatron.step import Stepper
-        from connectors.megatron.weights import load_hf
+        from connectors.megatron.learner import Learner
+        from connectors.megatron.model import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
-        policy = build_model(self.config, self.hf).to(self.device)
-        if self.config.model.dtype == "bfloat16":
-            policy.bfloat16()
-        load_hf(policy, self.config.model.path, self.hf)
-        self.policy = policy
-        self.model = wrap(policy, self.config)
-        self.optimizer = make_optimizer(self.model, self.config)
-        self.schedule = make_schedule(self.optimizer, self.config)
-        policy.config.grad_scale_func = self.optimizer.scale_loss
-        self.stepper = Stepper(self.config, self.model, policy, self.hf["vocab_size"], self.device)
-        if self.stepper.objective.needs_ref:
-            self._reference = [parameter.detach().to("cpu", copy=True) for parameter in policy.parameters()]
+        self.learner = Learner(self.config, self.hf, self.device)
+        policy = self.learner.policy
+        self.policy, self.optimizer, self.schedule = policy.inner, policy.optimizer, policy.schedule
 
     def train(self, version: int, batch_url: str, guard: float | None = None) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
@@ -108,29 +95,24 @@ class TrainerRank:
             raise TrainerError(
                 f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
             )
-        old, ref = self._earlier(version, batch_url, every)
+        share = self.learner.share(version, batch_url, every)
         prepared = time.perf_counter()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums, pack_tokens = self.stepper.forward_backward(rows, old, ref)
-        metrics = {
-            name: value if math.isnan(amount) or not amount else value / amount
-            for name, (value, amount) in sums.items()
-        }
+        metrics = self.learner.forward_backward(share, version)
         computed = time.perf_counter()
         self._check(metrics, version, guard)
-        metrics["grad_norm"] = self._apply(version)
+        self.learner.guard(share, version, metrics)
+        metrics |= self._apply(version, metrics, len(rows))
         finished = time.perf_counter()
         if version == max(row.train_step for row in every):
-            self._rows = self._old = self._ref = None  # the iteration's last step
+            self._rows = None  # the iteration's last step
         tokens = sum(len(row.tokens) for row in rows)
         return {
             **metrics,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.learner.policy.lr,
             "version": version,
             "samples": len(rows),
             "tokens": tokens,
-            "packs": pack_tokens,
+            "packs": [pack.tokens for pack in share.packs],
             "seconds": {
                 "prepare": prepared - started,
                 "compute": computed - prepared,
@@ -138,31 +120,6 @@ class TrainerRank:
             },
             "tokens_per_second": tokens / (finished - started),
         }
-
-    def _earlier(
-        self, version: int, batch_url: str, every: list[Row]
-    ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-        """Log-probabilities under the weights before the iteration and under the reference, where they are needed.
-
-        Computed at the iteration's first step for all its rows.
-        """
-        objective = self.stepper.objective
-        steps = {row.train_step for row in every}
-        if (
-            objective.needs_old
-            and (len(steps) > 1 or objective.needs_recompute)
-            and (self._old is None or self._old[0] != batch_url)
-        ):
-            if version != min(steps):
-                raise TrainerError(
-                    f"step {version} of {batch_url} needs log-probabilities from before the iteration, which began at step "
-                    f"{min(steps)}; rebuild the trainer from a checkpoint and replay the iteration from there"
-                )
-            self._old = (batch_url, self.stepper.logprobs(every))
-        if objective.needs_ref and (self._ref is None or self._ref[0] != batch_url):
-            with self._reference_weights():
-                self._ref = (batch_url, self.stepper.logprobs(every))
-        return self._old[1] if self._old else None, self._ref[1] if self._ref else None
 
     def _check(self, metrics: dict[str, float], version: int, guard: float | None) -> None:
         if not math.isfinite(metrics["loss"]):
@@ -177,27 +134,34 @@ class TrainerRank:
                 "engines hold the synced weights and sample at the same temperature and dtype"
             )
 
-    def _apply(self, version: int) -> float:
-        """Optimizer and schedule step, unless the gradient is not finite; returns its norm before clipping."""
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise TrainerError(
-                f"step {version}: the gradient norm is {norm}; nothing was applied. Lower trainer.optimizer.lr or look at the batch"
-            )
+    def _apply(self, version: int, metrics: dict[str, float], samples: int) -> dict[str, float]:
+        """Optimizer and schedule steps, unless a gradient is not finite; norms before clipping."""
+        figures = {"grad_norm": 0.0}
+        moved = self.learner.moved(version)
+        for prefix, trained in moved:
+            norm = trained.gradient_norm()
+            if not math.isfinite(norm):
+                raise TrainerError(
+                    f"step {version}: the {prefix.replace('_', ' ')}gradient norm is {norm}; nothing was applied. "
+                    "Lower the learning rate or look at the batch"
+                )
+            figures[f"{prefix}grad_norm"] = norm
         try:
-            self.schedule.step(increment=1)  # the learning rate of step n is the schedule's at n
-            done, _, _ = self.optimizer.step()
-            assert done, "the optimizer skipped a step with finite gradients"
+            for prefix, trained in moved:
+                trained.step()
+                if prefix:
+                    figures[f"{prefix}lr"] = trained.lr
+            self.learner.applied(version, metrics, samples)
         except BaseException:
             self.version = None  # a step half applied leaves weights of no version
             raise
-        return norm
+        return figures
 
     def score(self, batch_url: str) -> dict[str, list[float]]:
         """Log-probabilities of every sample's response tokens under the held weights; from rank 0, {} elsewhere."""
         with self._working("score"):
-            found = self.stepper.logprobs(self._read(batch_url))
+            rows, values = self.learner.logprobs(self._read(batch_url))
+            found = _gathered(rows, values)
         return {name: value.tolist() for name, value in found.items()} if self.rank == 0 else {}
 
     def save(self, url: str) -> dict[str, Any]:
@@ -214,7 +178,7 @@ class TrainerRank:
 
         with self._working("load"):
             self.version = self.last = None
-            self._rows = self._old = self._ref = None
+            self._rows = None
             self.version = load(self, url)
         return self.version
 
@@ -248,22 +212,6 @@ class TrainerRank:
         return self._rows[1]
 
     @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Within, the model holds the reference weights."""
-        import torch
-
-        parameters = list(self.policy.parameters())
-        held = [parameter.detach().clone() for parameter in parameters]
-        with torch.no_grad():
-            for parameter, value in zip(parameters, self._reference, strict=True):
-                parameter.copy_(value)
-            try:
-                yield
-            finally:
-                for parameter, value in zip(parameters, held, strict=True):
-                    parameter.copy_(value)
-
-    @contextlib.contextmanager
     def _working(self, what: str) -> Iterator[None]:
         from connectors.megatron import world
 
@@ -273,3 +221,16 @@ class TrainerRank:
                 yield
         finally:
             self.busy = None
+
+
+def _gathered(rows: list[Row], values: Tensor | None) -> dict[str, Tensor]:
+    """Values of each sample's response tokens, of all ranks."""
+    import torch.distributed as dist
+
+    found: dict[str, Tensor] = {}
+    if values is not None:
+        parts = values.cpu().split([row.response_length for row in rows])
+        found = {row.sample_id: part for row, part in zip(rows, parts, strict=True)}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return {name: value for part in everywhere for name, value in part.items()}

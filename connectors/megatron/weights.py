@@ -62,6 +62,8 @@ def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
     tied = bool(hf.get("tie_word_embeddings", False))
     for name, parameter in model.named_parameters():
+        if name.startswith("value_head."):
+            continue  # the critic's own
         yield parameter, lookup(name, layer_offset=offset, expert_offset=expert_offset, tied=tied)
 
 

@@ -139,6 +139,11 @@ class Algorithm(Section):
     )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
+    on_policy_guard: bool = Field(
+        True,
+        description="Refuse an iteration's first step unless its ratio is exactly 1 and its KL from equal weights below 1e-9.",
+    )
+
     critic: Critic = Critic()
     distillation_coef: float = Field(
         0.0,

@@ -19,10 +19,10 @@ PROMPT = [10, 20, 30]
 
 
 class Job:
-    """A request and the moment it ended."""
+    """A request, its first token and its end."""
 
     def __init__(self, engine: Engine, prompt: list[int], rid: str, **params: Any) -> None:
-        self.ended = threading.Event()
+        self.begun, self.ended = threading.Event(), threading.Event()
         self.most_running = 0
         self._engine = engine
         parsed = SamplingParams.parse({"ignore_eos": True, **params})
@@ -32,6 +32,7 @@ class Job:
 
     def _told(self, request: Request) -> None:
         self.most_running = max(self.most_running, self._engine.load()["running"])
+        self.begun.set()
         if request.finish:
             self.ended.set()
 
@@ -151,7 +152,8 @@ def test_an_update_waits_for_what_runs_and_new_requests_wait_for_it(
     make_engine: Callable[..., Engine], other_model: Path
 ) -> None:
     engine = make_engine()
-    early = Job(engine, PROMPT, "early", max_new_tokens=100)
+    early = Job(engine, PROMPT, "early", max_new_tokens=600)
+    assert early.begun.wait(TIMEOUT_S)
     done: list[bool] = []
 
     def update() -> None:
