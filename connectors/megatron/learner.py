@@ -150,6 +150,8 @@ class Learner:
             for name, (value, amount) in merged(sums).items()
         }
         means = derived(means)
+        if self.objective.needs_ref:
+            means["kl_coef"] = self.objective.kl_coef
         return explained_variance(means) if self.critic is not None else means
 
     def _estimate(self, share: Share) -> None:

@@ -8,44 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_trainer import Plain
 from torch import Tensor
 from trainer_ranks import Workers, configuration, samples, write_batch
 
-LR, DECAY, CLIP = 1e-3, 0.01, 0.5
 STEPS = 4
-
-
-class Plain:
-    """The same steps in the plainest way: one sequence at a time, nothing packed, nothing cut."""
-
-    def __init__(self, folder: Path) -> None:
-        import transformers
-
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
-        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
-            lr=LR,
-            betas=(0.9, 0.98),
-            eps=1e-8,
-        )
-
-    def logprobs(self, row: dict[str, Any], model: Any = None, temperature: float = 1.0) -> Tensor:
-        tokens = torch.tensor(row["tokens"])
-        logits = (model or self.model)(tokens[None]).logits[0] / temperature
-        chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        return chosen[-row["response_length"] :]
-
-    def step(self, loss: Tensor) -> float:
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        return float(norm)
 
 
 def policy_loss(plain: Plain, rows: list[dict[str, Any]], old: dict[str, Tensor], kl_coef: float) -> Tensor:
@@ -148,7 +115,8 @@ def test_the_ratio_may_be_taken_against_the_engines_log_probabilities(
         (found,) = group.train([1], batch.format(1))
     plain = Plain(model())
     old = {row["sample_id"]: torch.tensor(row["rollout_logprobs"]) for row in samples(1)}
-    assert found["loss"] == pytest.approx(float(policy_loss(plain, samples(1), old, 0.0)), rel=1e-5)
+    loss = policy_loss(plain, samples(1), old, 0.0).item()
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_learning_rate_follows_warm_up_and_decay(

@@ -145,8 +145,12 @@ class Workers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             master = ("127.0.0.1", probe.getsockname()[1])
-        self.ask(world, ("setup", config, (world, master), {}))
-        yield Group(self, world)
+        try:
+            self.ask(world, ("setup", config, (world, master), {}))
+            yield Group(self, world)
+        except BaseException:
+            self.close()  # the next group starts from new processes
+            raise
         if self._processes:
             self.ask(world, ("shutdown", None, (), {}))
 

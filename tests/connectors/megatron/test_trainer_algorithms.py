@@ -1,0 +1,267 @@
+"""Every algorithm in the trainer: what plain Hugging Face models make of it, at any layout, again from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_trainer import PlainLearner, scored
+from trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
+
+from core.config.algorithm import Algorithm
+from core.config.presets import PRESETS
+
+CRITIC = {"lr": 1e-3, "clip": 0.05}
+CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {
+    "ppo": {"preset": "ppo", "kl_coef": 0.05, "gamma": 0.99, "lam": 0.9, "critic": CRITIC},
+    "ppo, critic first": {"preset": "ppo", "critic": {**CRITIC, "only_steps": 2}},
+    "ppo, adaptive KL": {
+        "preset": "ppo",
+        "kl_coef": 0.05,
+        "kl_target": 1e-4,
+        "kl_horizon": 20,
+        "reference_update_steps": 2,
+        "critic": CRITIC,
+    },
+    "grpo, moving reference": {
+        "kl_coef": 0.1,
+        "reference_update_steps": 2,
+        "kl_target": 1e-3,
+        "kl_horizon": 20,
+    },
+    "grpo, whitened, recomputed": {"whiten": True, "old_logprobs": "recompute"},
+    "baseline, KL in the reward": {
+        "preset": "reinforce_plus_plus_baseline",
+        "kl_placement": "reward",
+        "kl_coef": 0.1,
+    },
+    "grpo with a teacher": {"distillation_coef": 0.5},
+    "overlong gae": {"preset": "ppo", "overlong": {"buffer_tokens": 12}, "critic": CRITIC},
+    "gspo, whitened": {"preset": "gspo", "whiten": True},
+}
+FIGURES = ("loss", "grad_norm", "kl", "value_loss", "critic_grad_norm", "advantage_mean", "return_mean")
+
+
+@pytest.fixture
+def algorithm(model: Callable[..., Path]) -> Callable[[str], dict[str, Any]]:
+    def of(name: str) -> dict[str, Any]:
+        values = dict(CASES[name])
+        if values.get("distillation_coef") or values.get("preset") == "opd":
+            values["teacher"] = str(model("qwen3", hidden_size=48))
+        return values
+
+    return of
+
+
+def urls(folder: Path, config: Algorithm, steps: int = 4) -> list[str]:
+    """A batch of each step, as the filter writes it."""
+    return [write_batch(folder / str(step), scored(samples(step), config)) for step in range(1, steps + 1)]
+
+
+def trained(group: Group, batches: list[str], first: int = 1) -> list[dict[str, Any]]:
+    return [group.train([step], url)[0] for step, url in enumerate(batches, start=first)]
+
+
+def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [{name: step[name] for name in FIGURES if name in step} for step in steps]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_plain_models_and_the_pure_functions(
+    workers: Workers,
+    model: Callable[..., Path],
+    algorithm: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    config = Algorithm.model_validate(algorithm(name))
+    batches = urls(tmp_path, config)
+    with workers.group(configuration(model(), algorithm=algorithm(name))) as group:
+        ours = trained(group, batches)
+    plain = PlainLearner(model(), config)
+    for step, found in enumerate(ours, start=1):
+        rows = scored(samples(step), config)
+        plain.begin(rows)
+        for figure, value in plain.learn(rows, step).items():
+            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+
+
+def test_several_steps_an_iteration_take_values_and_advantages_from_before_it(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = Algorithm.model_validate(CASES["ppo"])
+    iteration = [row for step in (1, 2, 3) for row in scored(samples(step), config)]
+    url = write_batch(tmp_path, iteration)
+    with workers.group(configuration(model(), algorithm=CASES["ppo"], global_batch=8)) as group:
+        ours = group.train([1, 2, 3], url)
+    plain = PlainLearner(model(), config)
+    plain.begin(iteration)
+    for step, found in enumerate(ours, start=1):
+        rows = [row for row in iteration if row["train_step"] == step]
+        for figure, value in plain.learn(rows, step).items():
+            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "context": {"parallel": {"context": 2}},
+    "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "tensor": {"parallel": {"tensor": 2}},
+    "pipeline": {"parallel": {"pipeline": 2}},
+}
+
+
+@pytest.mark.parametrize("name", ["ppo, adaptive KL", "gspo, whitened", "opd"])
+def test_every_layout_makes_the_steps_of_one_rank_and_goes_on_from_its_checkpoint(
+    workers: Workers,
+    model: Callable[..., Path],
+    algorithm: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    values = algorithm(name)
+    batches = urls(tmp_path, Algorithm.model_validate(values))
+    with workers.group(configuration(model(), algorithm=values)) as group:
+        alone = trained(group, batches[:2])
+        group.call("save", str(tmp_path / "saved"))
+        alone += trained(group, batches[2:], 3)
+    for layout, changes in LAYOUTS.items():
+        with workers.group(configuration(model(), 2, algorithm=values, **changes)) as group:
+            found = trained(group, batches)
+            assert group.call("load", str(tmp_path / "saved")) == [2, 2]
+            resumed = trained(group, batches[2:], 3)
+        for mine, one in zip(figures(found + resumed), figures(alone + alone[2:]), strict=True):
+            assert mine == pytest.approx(one, rel=2e-5, abs=1e-5), layout
+
+
+def state(rank: Any) -> list[Any]:
+    """Everything that an algorithm carries from step to step: weights and moments as bytes, and numbers."""
+    learner = rank.learner
+    found: list[Any] = [learner.controller.value]
+    for trained in [learner.policy] + ([learner.critic.trained] if learner.critic else []):
+        found += [p.detach().numpy().tobytes() for p in trained.inner.parameters()]
+        for part in trained.optimizer.chained_optimizers:
+            parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
+            moments = [part.optimizer.state[parameter] for parameter in parameters]
+            found += [held[name].numpy().tobytes() for held in moments for name in sorted(held)]
+        found.append((trained.schedule.num_steps, trained.lr))
+    if learner.reference is not None:
+        found += [value.numpy().tobytes() for value in learner.reference._kept.values()]
+        found.append(learner.reference.version)
+    return found
+
+
+@pytest.mark.parametrize("name", ["ppo, adaptive KL", "grpo, moving reference", "ppo, critic first"])
+@pytest.mark.parametrize("layout", [{}, {"distributed": False}], ids=["sharded", "replicated"])
+def test_checkpoint_and_replay_bring_the_algorithms_state_back_bit_for_bit(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, name: str, layout: dict[str, Any]
+) -> None:
+    batches = urls(tmp_path, Algorithm.model_validate(CASES[name]))
+    settings = configuration(model(), 2, algorithm=CASES[name], optimizer=layout)
+    with workers.group(settings) as group:
+        first = trained(group, batches[:3])
+        group.call("save", str(tmp_path / "saved"))
+        first += trained(group, batches[3:], 4)
+        whole = group.run(state)
+    with workers.group(settings) as group:
+        group.call("load", str(tmp_path / "saved"))
+        again = trained(group, batches[3:], 4)
+        replayed = group.run(state)
+    with workers.group(settings) as group:
+        from_the_start = trained(group, batches)
+        remade = group.run(state)
+    assert figures(again) == figures(first[3:])
+    assert figures(from_the_start) == figures(first)
+    for other in (replayed, remade):
+        for mine, theirs in zip(other, whole, strict=True):
+            assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * len(theirs)
+
+
+def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    with workers.group(configuration(model())) as group:
+        group.call("save", str(tmp_path / "saved"))
+    with (
+        workers.group(configuration(model(), algorithm=CASES["ppo"])) as group,
+        pytest.raises(RankFailedError, match=r"TrainerError.*saved without a critic"),
+    ):
+        group.call("load", str(tmp_path / "saved"))
+
+
+def move_weights_after_the_old_logprobs(rank: Any) -> None:
+    """As if the batch's old log-probabilities were those of other weights."""
+    compute = rank.learner._begin
+
+    def begin(*args: Any) -> Any:
+        shares = compute(*args)
+        with torch.no_grad():
+            for parameter in rank.policy.parameters():
+                parameter.mul_(1.01)
+        return shares
+
+    rank.learner._begin = begin
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_first_step_off_policy_is_refused_unless_the_guard_is_off(
+    workers: Workers, model: Callable[..., Path], batch: str, checked: bool
+) -> None:
+    algorithm = {"old_logprobs": "recompute", "on_policy_guard": checked}
+    with workers.group(configuration(model(), algorithm=algorithm)) as group:
+        group.run(move_weights_after_the_old_logprobs)
+        if checked:
+            with pytest.raises(RankFailedError, match=r"TrainerError: step 1.*ratio must be exactly 1"):
+                group.call("train", 1, batch.format(1))
+            assert group.call("state")[0]["version"] == 0
+        else:
+            assert group.train([1], batch.format(1))[0]["ratio_distance"] > 0
+
+
+def other_reference(rank: Any) -> None:
+    for value in rank.learner.reference._kept.values():
+        value.mul_(1.01)
+
+
+def test_a_first_step_with_another_reference_than_the_weights_is_refused(
+    workers: Workers, model: Callable[..., Path], batch: str
+) -> None:
+    with workers.group(configuration(model(), algorithm={"kl_coef": 0.1})) as group:
+        group.run(other_reference)
+        with pytest.raises(RankFailedError, match=r"TrainerError: step 1.*first_kl must be below 1e-09"):
+            group.call("train", 1, batch.format(1))
+
+
+def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = samples(1)
+    for row in rows:
+        row["advantage"] = None
+    none = write_batch(tmp_path / "none", rows)
+    rows[0]["advantage"] = 1.0
+    some = write_batch(tmp_path / "some", rows)
+    with workers.group(configuration(model())) as group:
+        with pytest.raises(RankFailedError, match=r"TrainerError.*needs advantages of samples"):
+            group.call("train", 1, none)
+        with pytest.raises(
+            RankFailedError, match=r"TrainerError.*7 of the step's 8 samples have no advantage"
+        ):
+            group.call("train", 1, some)
+    with workers.group(configuration(model(), algorithm={"loss": "sft"})) as group:
+        assert group.train([1], none)[0]["version"] == 1
+
+
+def test_a_teacher_of_a_smaller_vocabulary_is_refused(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    teacher = str(model("qwen3", vocab_size=50))
+    url = write_batch(tmp_path, samples(1))
+    with (
+        workers.group(configuration(model(), algorithm={"preset": "opd", "teacher": teacher})) as group,
+        pytest.raises(RankFailedError, match=r"TrainerError.*algorithm.teacher.*vocabulary 50"),
+    ):
+        group.call("train", 1, url)
