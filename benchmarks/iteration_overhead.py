@@ -81,7 +81,10 @@ def iteration_split(run: RunFolder, index: int) -> dict[str, float]:
     assert manifest is not None
     assert before is not None
     wall = manifest.tasks["committed"] - before.tasks["committed"]
-    timings = [dict(row) for row in read_parts(run.iteration(index), "rollouts", "rollouts").column("timings").to_pylist()]
+    timings = [
+        dict(row)
+        for row in read_parts(run.iteration(index), "rollouts", "rollouts").column("timings").to_pylist()
+    ]
     spans = sorted((row["started"], row["started"] + row["generate_s"]) for row in timings)
     generation, end = 0.0, 0.0
     for start, stop in spans:

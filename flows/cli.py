@@ -48,12 +48,12 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Resolve a configuration, touch everything it names, and print the plan."""
-    from core.config.plan import make_plan
-    from flows.check import render
+    from flows.plan import plan_tables
 
     resolved = _load(config, overrides)
     _check(resolved)
-    console.print(render(make_plan(resolved)))
+    for table in plan_tables(resolved):
+        console.print(table)
 
 
 @app.command()
@@ -118,9 +118,13 @@ def run_training(config: RunConfig) -> dict[str, Any]:
 
     def go() -> dict[str, Any]:
         console.print(f"Prefect: {ui_url(ensure_server())}")
-        from flows.train import train as train_flow
+        if config.algorithm.loss == "sft":
+            from flows.sft import sft as flow
+        else:
+            from flows.train import train as flow
 
-        return asyncio.run(train_flow(config))
+        result: dict[str, Any] = asyncio.run(flow(config))
+        return result
 
     result = _guarded(go)
     did, total = result["did"], result["iterations"]
@@ -138,7 +142,7 @@ def _check(config: RunConfig) -> None:
     from core.config.problems import render_problems
     from flows.check import check as check_config
 
-    problems = check_config(config)
+    problems = check_config(config, made_later=True)
     if problems:
         errors.print(render_problems(problems), markup=False, highlight=False)
         raise SystemExit(2)

@@ -40,7 +40,9 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
 
     from flows.train import train
 
-    console.print(f"[bold]3/3[/] GRPO, {config.run.iterations} iterations; watch {page} (flow run {config.run.name})")
+    console.print(
+        f"[bold]3/3[/] GRPO, {config.run.iterations} iterations; watch {page} (flow run {config.run.name})"
+    )
     asyncio.run(train(config))
 
     run = RunFolder(root, config.run.name)
@@ -48,7 +50,9 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
     show(console, run, points)
     console.print(f"Prefect  {page}\nMLflow   {ui_command(config.tracking.uri)}", soft_wrap=True)
     longer = f"--iterations {2 * config.run.iterations} --name {config.run.name}-longer"
-    console.print(f"Longer   millrace quickstart --seed {seed} {longer}\nStop     millrace server stop", soft_wrap=True)
+    console.print(
+        f"Longer   millrace quickstart --seed {seed} {longer}\nStop     millrace server stop", soft_wrap=True
+    )
     before, after = points[min(points)], points[max(points)]
     seconds = time.perf_counter() - started
     print(f"quickstart: accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s (seed {seed})")
@@ -113,7 +117,9 @@ def grpo_config(root: str, seed: int, name: str, iterations: int | None) -> RunC
         f"data.sources.0.path={folder / 'train.jsonl'}",
         f"evaluation.sets.0.path={folder / 'held_out.jsonl'}",
     ]
-    return load_config(recipe("quickstart"), [*overrides, *([f"run.iterations={iterations}"] if iterations else [])])
+    return load_config(
+        recipe("quickstart"), [*overrides, *([f"run.iterations={iterations}"] if iterations else [])]
+    )
 
 
 def held_out_accuracy(run: RunFolder) -> dict[int, float]:

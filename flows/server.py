@@ -128,7 +128,18 @@ def _free_port() -> int:
 def _start(timeout_s: float) -> str:
     port = _free_port()
     log = home() / "prefect-server.log"
-    command = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,

@@ -12,7 +12,7 @@ from prefect import flow
 from core.config import RunConfig
 from core.errors import ConfigError
 from flows.run_record import finish_run_record, open_run_record
-from flows.train import driving
+from flows.train import driving, prepare
 from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
 from tasks.live import Live
@@ -25,10 +25,11 @@ from tasks.train_step import train_step
 @flow(name="sft", flow_run_name="{config.run.name}")
 async def sft(config: RunConfig) -> Record:
     """Train on reference answers; goes on from whatever the run folder holds."""
-    if config.algorithm.loss != "sft" or config.rollout.samples_per_prompt != 1:
+    if config.algorithm.loss != "sft":
         raise ConfigError(
-            "supervised training needs algorithm.loss=sft and rollout.samples_per_prompt=1; set both"
+            f"algorithm.loss = {config.algorithm.loss}: supervised training needs algorithm.loss=sft; set it"
         )
+    await prepare(config)
     live = Live(config)
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)
     if first < config.run.iterations:

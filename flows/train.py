@@ -45,6 +45,8 @@ async def train(config: RunConfig) -> Record:
 
     Run again under the same run name it does what is missing; when nothing is, it returns at once.
     """
+    if config.algorithm.loss == "sft":
+        raise ConfigError("algorithm.loss = sft: that is supervised training; run the flow flows.sft:sft")
     await prepare(config)
     live = Live(config)
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)

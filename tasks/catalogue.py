@@ -69,9 +69,7 @@ class Catalogue:
     def fingerprints(self) -> dict[str, SourceFingerprint]:
         """What each source holds now."""
         return {
-            source.name: fingerprint(
-                source, self.sets[source.name].rows, self.sets[source.name].quarantined
-            )
+            source.name: fingerprint(source, self.sets[source.name].rows, self.sets[source.name].quarantined)
             for source in self._sources
         }
 

@@ -117,7 +117,9 @@ class Live:
         marks = [time.perf_counter()]
         world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
         settings = self._settings
-        group = actors.ActorGroup([actors.make("trainer", i, world, TrainerRank, settings) for i in range(world)])
+        group = actors.ActorGroup(
+            [actors.make("trainer", i, world, TrainerRank, settings) for i in range(world)]
+        )
         master = await group.actors[0].call("address")
         await group.call("setup", master)
         marks.append(time.perf_counter())
@@ -125,7 +127,11 @@ class Live:
         usable = [done for done in complete if done * steps <= version]
         held = 0
         if usable:
-            held = (await group.call("load", self.run_folder.store.url_of(self.run_folder.checkpoint_path(usable[-1]))))[0]
+            held = (
+                await group.call(
+                    "load", self.run_folder.store.url_of(self.run_folder.checkpoint_path(usable[-1]))
+                )
+            )[0]
         marks.append(time.perf_counter())
         for replayed in range(held + 1, version + 1):
             batch = self.run_folder.iteration((replayed - 1) // steps).url_of("batch.parquet")
@@ -137,7 +143,12 @@ class Live:
         built, loaded, replay = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
         log.info(
             "trainer at version %d: built in %.1f s, checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
-            version, built, usable[-1] if usable else "none", loaded, version - held, replay,
+            version,
+            built,
+            usable[-1] if usable else "none",
+            loaded,
+            version - held,
+            replay,
         )
         return group
 
@@ -193,9 +204,13 @@ class Live:
 
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
-        self._weights = Path(tempfile.mkdtemp(prefix=f"millrace-{self.config.run.name}-", dir=_shared_memory(self.config)))
+        self._weights = Path(
+            tempfile.mkdtemp(prefix=f"millrace-{self.config.run.name}-", dir=_shared_memory(self.config))
+        )
         self.record_storage = await record_storage(self.config.storage.root)
-        await asyncio.to_thread(cluster.start_or_join, self.config.placement.ray_address, self.config.run.name)
+        await asyncio.to_thread(
+            cluster.start_or_join, self.config.placement.ray_address, self.config.run.name
+        )
         await actors.end_others(self._settings)
 
     async def close(self, end_actors: bool) -> None:

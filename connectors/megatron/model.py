@@ -22,8 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from connectors.megatron.attention import PackedAttention
-from connectors.megatron.families import SUPPORTED, Shape
+from connectors.megatron.families import Shape
 from core.config import RunConfig
+from core.config.architecture import SUPPORTED
 from core.errors import ConfigError
 
 REFUSED = {

@@ -103,7 +103,12 @@ def _start() -> str:
         "--min-worker-port=0",
         "--max-worker-port=0",
     ]  # what runs where is placed by hand
-    environment = {**os.environ, **LOOPBACK_ONLY, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": _python_path()}
+    environment = {
+        **os.environ,
+        **LOOPBACK_ONLY,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": _python_path(),
+    }
     environment.setdefault("RAY_AUTH_MODE", "disabled")  # drivers find a token only by an explicit mode
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"

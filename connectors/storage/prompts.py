@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -57,6 +58,20 @@ def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
         ) from error
     rows, unlabelled = require_labels(rows, source)
     return rows, sorted(refused + unlabelled, key=lambda item: item.row)
+
+
+def peek_source(source: Located, rows: int) -> tuple[list[PromptRow], list[Quarantined]]:
+    """The first rows of a source as `read_source` gives them, without reading on where the format allows."""
+    store, name = _locate(source)
+    items = _parquet(source, store, name) if name.endswith(".parquet") else _jsonl(source, store, name)
+    try:
+        first = list(islice(items, rows))
+    except MissingFileError as error:
+        raise DataError(
+            f"source {source.name}: {source.path}: no such file; correct the source's path"
+        ) from error
+    good, unlabelled = require_labels([item for item in first if isinstance(item, PromptRow)], source)
+    return good, [*(item for item in first if isinstance(item, Quarantined)), *unlabelled]
 
 
 def fingerprint(

@@ -42,11 +42,15 @@ def _read(path: str | None, text: str | None) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-        raise ConfigError(f"{path or 'the configuration'}: not YAML at {where}: {getattr(error, 'problem', error)}") from error
+        raise ConfigError(
+            f"{path or 'the configuration'}: not YAML at {where}: {getattr(error, 'problem', error)}"
+        ) from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path or 'the configuration'}: a mapping of sections is wanted, not {type(values).__name__}")
+        raise ConfigError(
+            f"{path or 'the configuration'}: a mapping of sections is wanted, not {type(values).__name__}"
+        )
     return values
 
 
