@@ -81,19 +81,24 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
     """The optimizer's sharded state dict, in the form that loads under any layout."""
     for part in _parts(optimizer):
         _fill_state(part.optimizer)
+        if isinstance(part, DistributedOptimizer):
+            _keep_gaps(part)
     state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=SHARDING)
     for part in _parts(optimizer):
+        vars(part).pop("get_parameter_state_dp_zero", None)
         _own_steps(part.optimizer)
     return state
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Take a loaded state dict. What the distributed optimizer lacks without Transformer Engine is made up for here."""
-    for part in _parts(optimizer):
+    parts = _parts(optimizer)
+    states = [state] if len(parts) == 1 else [state[number] for number in sorted(state)]
+    for part, held in zip(parts, states, strict=True):
         if isinstance(part, DistributedOptimizer):
             _hand_steps_through(part)
         else:
-            adam = state.get("optimizer", state)["state"]
+            adam = held.get("optimizer", held)["state"]
             adam.setdefault("common_step", torch.zeros((), dtype=torch.float32))  # a step of 0 is not saved
     try:
         with torch.no_grad():
@@ -124,6 +129,32 @@ def _own_steps(adam: torch.optim.Optimizer) -> None:
     for state in adam.state.values():
         if "step" in state:
             state["step"] = state["step"].clone()
+
+
+def _keep_gaps(part: Any) -> None:
+    """megatron leaves the padding between buckets out of what it gathers, and then looks at places that count it.
+
+    There is more than one bucket where embedding and output layer are tied over pipeline stages.
+    """
+    inherited = part.get_parameter_state_dp_zero
+
+    def gathered(**arguments: Any) -> Any:
+        state = inherited(**arguments)
+        for number, buffer in enumerate(part.buffers):
+            for tensors in (state or {number: {}})[number].values():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _spaced(tensors[key], buffer)
+        return state
+
+    part.get_parameter_state_dp_zero = gathered
+
+
+def _spaced(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
+    whole, at = packed.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = packed[at : at + bucket.numel_unpadded]
+        at += bucket.numel_unpadded
+    return whole
 
 
 def _hand_steps_through(part: Any) -> None:

@@ -265,3 +265,33 @@ def test_a_teacher_of_a_smaller_vocabulary_is_refused(
         pytest.raises(RankFailedError, match=r"TrainerError.*algorithm.teacher.*vocabulary 50"),
     ):
         group.call("train", 1, url)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "layout"),
+    [
+        # megatron drops the padding after the tied embedding's bucket, and reads the later stages' state off its places
+        ("qwen3", {"tie_word_embeddings": True}, {"parallel": {"pipeline": 2}}),
+        # experts have an optimizer of their own, whose state is one of a list
+        ("qwen3_moe", {}, {"optimizer": {"distributed": False}}),
+        ("qwen3_moe", {}, {"parallel": {"expert": 2}}),
+        ("qwen3", {}, {"dtype": "bfloat16"}),
+    ],
+    ids=["tied over stages", "experts, replicated optimizer", "experts apart", "bfloat16"],
+)
+def test_ppo_goes_on_from_its_checkpoint_bit_equal(
+    workers: Workers,
+    model: Callable[..., Path],
+    tmp_path: Path,
+    kind: str,
+    shape: dict[str, Any],
+    layout: dict[str, Any],
+) -> None:
+    values = CASES["ppo, adaptive KL"]
+    batches = urls(tmp_path, Algorithm.model_validate(values))
+    with workers.group(configuration(model(kind, **shape), 2, algorithm=values, **layout)) as group:
+        trained(group, batches[:2])
+        group.call("save", str(tmp_path / "saved"))
+        first = trained(group, batches[2:], 3)
+        group.call("load", str(tmp_path / "saved"))
+        assert figures(trained(group, batches[2:], 3)) == figures(first)
