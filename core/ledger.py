@@ -183,15 +183,22 @@ class _Returned:
 class Ledger:
     """The state after all committed iterations and those that are open after them."""
 
-    def __init__(self, seed: int, sources: Mapping[str, tuple[float, int]], *, shuffle: bool = True) -> None:
-        """`sources`: weight and number of usable rows by name."""
+    def __init__(
+        self,
+        seed: int,
+        sources: Mapping[str, tuple[float, int]],
+        *,
+        shuffle: bool = True,
+        first: int = 0,
+    ) -> None:
+        """`sources`: weight and number of usable rows by name. `first`: the iteration from which these sources hold."""
         assert sources, "a run has at least one source"
         assert all(weight > 0 and rows > 0 for weight, rows in sources.values()), (
             "empty sources are refused before"
         )
         self.seed = seed
         self.shuffle = shuffle
-        self.iterations = 0  # committed
+        self.iterations = first  # committed
         self.counts: Counter[str] = Counter(kept=0, dropped=0, returned=0)  # verdicts
         self.dropped: Counter[str] = Counter()  # by reason
         total = sum(weight for weight, _ in sources.values())

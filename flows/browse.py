@@ -37,10 +37,10 @@ def runs_table(root: str) -> Table:
         reward = manifests[max(manifests)].tasks["metrics"].get("reward/mean") if manifests else None
         table.add_row(
             name,
-            f"{len(manifests)} of {record['config']['run']['iterations']}",
+            f"{len(manifests)} of {settings_of(record)['run']['iterations']}",
             " ".join(str(number) for number in folder.complete_checkpoints()) or "none",
             "" if reward is None else f"{reward:.3f}",
-            record["attempts"][-1]["started"][:19].replace("T", " "),
+            record["attempts"][-1]["started"][:19].replace("T", " ") if record["attempts"] else "",
             "complete" if record.get("completed") else "open",
         )
     return table
@@ -48,14 +48,19 @@ def runs_table(root: str) -> Table:
 
 def run_tables(root: str, run: str) -> list[Any]:
     """One run: its record, and a line an iteration."""
-    folder, record = RunFolder(root, run), _record(root, run)
+    folder, record = RunFolder(root, run), run_record(root, run)
     facts = Table("what", "value", title=run, show_header=False)
     facts.add_row("folder", folder.store.url)
-    facts.add_row("code", str(record["code_revision"]))
-    facts.add_row("versions", " ".join(f"{name} {version}" for name, version in record["versions"].items()))
+    if "parent" in record:
+        facts.add_row("branch of", f"{record['parent']['run']} after {record['parent']['at']} iterations")
+    facts.add_row("code", str(record.get("code_revision")))
+    facts.add_row(
+        "versions", " ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
+    )
     facts.add_row("attempts", str(len(record["attempts"])))
     facts.add_row("MLflow run", str(record["mlflow_run_id"]))
-    facts.add_row("Prefect", str(record["attempts"][-1]["flow_run_url"]))
+    for attempt in record["attempts"][-1:]:
+        facts.add_row("Prefect", str(attempt["flow_run_url"]))
     table = Table("iteration", *(title for title, _ in COLUMNS), "held-out")
     for index, manifest in sorted(folder.manifests().items()):
         metrics = manifest.tasks["metrics"]
@@ -69,7 +74,13 @@ def run_tables(root: str, run: str) -> list[Any]:
     return [facts, table]
 
 
-def _record(root: str, run: str) -> Any:
+def settings_of(record: dict[str, Any]) -> Any:
+    """The configuration of a run; a branch that was not started yet has its parent's."""
+    return record["config"] or record["parent"]["config"]
+
+
+def run_record(root: str, run: str) -> Any:
+    """The run.json of a run. Raises StorageError if there is no such run."""
     store = RunFolder(root, run).store
     try:
         return store.read_json("run.json")
@@ -84,8 +95,8 @@ def stop_run(root: str, run: str) -> str:
     from connectors.ray import actors, cluster
     from core.config import RunConfig
 
-    record = _record(root, run)
-    config = RunConfig.model_validate(record["config"])
+    record = run_record(root, run)
+    config = RunConfig.model_validate(settings_of(record))
 
     cluster.start_or_join(config.placement.ray_address, config.run.name)
     ended = asyncio.run(actors.end())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from core.errors import MillraceError
 
@@ -83,6 +84,64 @@ def show(run: str, root: RootOption = "runs") -> None:
     from flows.browse import run_tables
 
     _guarded(lambda: [console.print(part) for part in run_tables(root, run)])
+
+
+@app.command()
+def verify(run: str, root: RootOption = "runs") -> None:
+    """Check every hash, the ledger and the lineage of a run again; exits with 1 if anything is wrong."""
+    from flows.verify import verify_run
+
+    found = _guarded(lambda: verify_run(root, run))
+    console.print(
+        f"{run}: {found.iterations} iterations, {found.files} files, {found.trained_samples} trained samples, "
+        f"{found.checkpoints} checkpoints looked at"
+        + (f"; iteration {found.open_iteration} is open" if found.open_iteration is not None else "")
+    )
+    for problem in found.problems:
+        console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+    console.print("nothing is wrong" if not found.problems else f"{len(found.problems)} problems")
+    raise SystemExit(1 if found.problems else 0)
+
+
+@app.command()
+def replay(
+    run: str,
+    first: Annotated[int, typer.Option("--from", help="First iteration to replay.")],
+    last: Annotated[int, typer.Option("--to", help="Iteration to stop before.")],
+    root: RootOption = "runs",
+) -> None:
+    """Make stored steps again from stored batches and compare figures and weights; exits with 1 if they differ."""
+    from flows.replay import replay_run
+
+    found = _guarded(lambda: replay_run(root, run, first, last))
+    table = Table("step", "loss stored", "loss again", "grad norm stored", "grad norm again")
+    for step in found.steps:
+        table.add_row(
+            str(step["version"]), *(f"{x:.9g}" for name in ("loss", "grad_norm") for x in step[name])
+        )
+    console.print(f"from {found.started_from}:", table, found.weights)
+    raise SystemExit(0 if found.equal else 1)
+
+
+@app.command()
+def sql(run: str, query: str, root: RootOption = "runs") -> None:
+    """Ask DuckDB about a run: views prompts, samples, rewards, verdicts, batches, steps, evaluations."""
+    from flows.sql import query_table
+
+    console.print(_guarded(lambda: query_table(root, run, query)))
+
+
+@app.command()
+def branch(
+    run: str,
+    new: str,
+    at: Annotated[int, typer.Option(help="Iterations of the run that the branch begins with.")],
+    root: RootOption = "runs",
+) -> None:
+    """Start a new run from any checkpointed iteration of another."""
+    from flows.branch import branch_run
+
+    console.print(_guarded(lambda: branch_run(root, run, new, at)), soft_wrap=True)
 
 
 @app.command()

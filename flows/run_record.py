@@ -6,8 +6,10 @@ Owns the file; a run that is started again must be the same run: what may change
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,8 @@ from core.prompts import SourceFingerprint, source_changes
 from tasks import report
 from tasks.live import Live
 
+log = logging.getLogger(__name__)
+
 FIXED = (
     "run.seed",
     "model.path",
@@ -32,6 +36,16 @@ FIXED = (
     "algorithm",
     "trainer.global_batch",
     "trainer.optimizer",
+)
+FIXED_IN_A_BRANCH = (
+    "run.seed",
+    "model.path",
+    "data.sources",
+    "data.shuffle",
+    "data.max_prompt_tokens",
+    "rollout.prompts",
+    "rollout.samples_per_prompt",
+    "trainer.global_batch",
 )
 VERSIONED = ("millrace", "torch", "megatron-core", "prefect", "ray", "mlflow", "transformers", "sglang")
 
@@ -47,9 +61,12 @@ async def open_run_record(live: Live, attempt: int) -> None:
         record: dict[str, Any] = await asyncio.to_thread(store.read_json, "run.json")
     except MissingFileError:
         record = {"name": live.config.run.name, "config": resolved, "mlflow_run_id": None, "attempts": []}
-    check_same_run(record["config"], resolved, live.config)
+    if record["config"] is not None:
+        check_same_run(record["config"], resolved, live.config, FIXED)
+    else:
+        check_same_run(record["parent"]["config"], resolved, live.config, FIXED_IN_A_BRANCH)
     record["config"] = resolved
-    record["data"] = await asyncio.to_thread(check_same_data, record.get("data"), live)
+    record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), live)
     await asyncio.to_thread(live.prompts.write_quarantine, store)
     record["quarantined"] = live.prompts.quarantined()
     record["mlflow_run_id"] = await report.open_tracking(live, record["mlflow_run_id"])
@@ -76,10 +93,12 @@ async def finish_run_record(live: Live) -> None:
     await report.close_tracking(live)
 
 
-def check_same_run(before: dict[str, Any], now: dict[str, Any], config: RunConfig) -> None:
+def check_same_run(
+    before: dict[str, Any], now: dict[str, Any], config: RunConfig, fixed: Sequence[str]
+) -> None:
     """Refuse to go on with a configuration that would make it another run, naming every field that differs."""
     before, now = _without_paths(before), _without_paths(now)
-    differing = [path for path in FIXED if _get(before, path) != _get(now, path)]
+    differing = [path for path in fixed if _get(before, path) != _get(now, path)]
     if differing:
         lines = [
             f"  {path}: was {_get(before, path)!r:.200}, now {_get(now, path)!r:.200}" for path in differing
@@ -90,21 +109,33 @@ def check_same_run(before: dict[str, Any], now: dict[str, Any], config: RunConfi
         )
 
 
-def check_same_data(before: dict[str, Any] | None, live: Live) -> dict[str, Any]:
-    """Fingerprints of the sources; refuses ones that changed under the run, naming what did.
+def check_same_data(before: list[dict[str, Any]], live: Live) -> list[dict[str, Any]]:
+    """What the sources held, by the iteration since which they did; the last is what they hold now.
 
-    A file that was only moved is the same data.
+    Refuses sources that changed under the run, naming what did, unless data.allow_changes is set: then the ledger begins
+    anew with the first open iteration. A file that was only moved is the same data.
     """
     now = live.prompts.fingerprints()
-    if before is not None:
-        held = {name: SourceFingerprint.model_validate(value) for name, value in before.items()}
+    since = 0
+    if before:
+        held = {
+            name: SourceFingerprint.model_validate(value) for name, value in before[-1]["sources"].items()
+        }
         changes = source_changes(held, now)
-        if changes and not live.config.data.allow_changes:
+        if not changes:
+            live.data_since = before[-1]["since"]
+            return before
+        if not live.config.data.allow_changes:
             raise DataError(
                 f"the data of run {live.config.run.name} changed:\n  " + "\n  ".join(changes) + "\n"
                 "Put the files back, start under another run.name, or set data.allow_changes=true to go on with them."
             )
-    return {name: value.model_dump() for name, value in now.items()}
+        since = live.run_folder.first_open_iteration()
+        log.warning(
+            "the data changed; from iteration %d on it is drawn as it is now: %s", since, "; ".join(changes)
+        )
+    live.data_since = since
+    return [*before, {"since": since, "sources": {name: value.model_dump() for name, value in now.items()}}]
 
 
 def versions() -> dict[str, str]:

@@ -26,6 +26,7 @@ from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
 from core.errors import ActorLostError, TrainerError
+from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
 from tasks.catalogue import Catalogue, PromptSet, load_prompts
@@ -49,6 +50,7 @@ class Live:
         self._pool: WorkerPool | None = None
         self._ledger: Ledger | None = None
         self._held_out: dict[str, PromptSet] = {}
+        self.data_since = 0  # iteration from which the sources hold what they hold now
         self.tracker: Any = None  # set when tracking is opened
         self.progress: Any = None
         self._weights: Path | None = None  # folder through which the trainer hands weights to the engines
@@ -84,7 +86,10 @@ class Live:
             sources = {
                 source.name: (source.weight, sizes[source.name]) for source in self.config.data.sources
             }
-            self._ledger = Ledger(self.config.run.seed, sources, shuffle=self.config.data.shuffle)
+            seed = self.config.run.seed
+            if self.data_since:
+                seed = derived_seed(seed, "data", self.data_since)
+            self._ledger = Ledger(seed, sources, shuffle=self.config.data.shuffle, first=self.data_since)
         return self._ledger.extend(self.run_folder.history())
 
     async def score(self, row: dict[str, Any]) -> Outcome:

@@ -92,7 +92,7 @@ class Data(Section):
     )
     allow_changes: bool = Field(
         False,
-        description="Go on with a run although its data changed. Rows drawn before keep their record; what is left of the epoch is drawn from the data as it is now.",
+        description="Go on with a run although its data changed: from the first open iteration on, epochs begin anew with the data as it is.",
     )
 
 

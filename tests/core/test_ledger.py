@@ -262,3 +262,14 @@ def test_the_state_of_a_group_follows_from_its_samples_its_verdict_and_the_front
     state: str,
 ) -> None:
     assert group_state(4, started, finished, scored, verdict, steps, trained) == state
+
+
+def test_a_ledger_may_begin_at_a_later_iteration_with_other_sources() -> None:
+    old = Ledger(1, {"a": (1.0, 6)})
+    first = old.draw(0, 4)
+    groups = [GroupOutcome(**vars(draw), verdict="kept", steps=[1]) for draw in first]
+    history = [IterationHistory.of(0, groups)]
+    anew = Ledger(2, {"a": (1.0, 9)}, first=1).extend(history)
+    drawn = anew.draw(1, 4)
+    assert [draw.epoch for draw in drawn] == [0, 0, 0, 0]
+    assert max(draw.row for draw in anew.draw(1, 9)) == 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import yaml
@@ -23,3 +24,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     place.call("server", "start")
     yield place
     place.call("server", "stop")
+
+
+@pytest.fixture(scope="session")
+def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run `a`, never interrupted."""
+    root = tmp_path_factory.mktemp("whole")
+    out = workplace.train(root)
+    assert "3 iterations complete, 3 of them now" in out
+    return root / "a"

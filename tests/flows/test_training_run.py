@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +25,6 @@ TASKS = {
     "checkpoint",
     "publish",
 }
-
-
-@pytest.fixture(scope="module")
-def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run `a`, never interrupted."""
-    root = tmp_path_factory.mktemp("whole")
-    out = workplace.train(root)
-    assert "3 iterations complete, 3 of them now" in out
-    return root / "a"
 
 
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
@@ -156,6 +148,15 @@ def test_data_that_changed_under_the_run_is_refused(workplace: Workplace, whole:
         source.write_text(text)
     assert "source sums" in out
     assert "data.allow_changes" in out
+
+
+def test_a_run_may_go_on_with_other_data_when_told(workplace: Workplace, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "a")
+    text = (workplace.folder / "train.jsonl").read_text()
+    (workplace.folder / "more.jsonl").write_text(text + json.dumps({"prompt": "9+9+1=", "label": "9"}) + "\n")
+    workplace.train(tmp_path, "run.iterations=4", "data.allow_changes=true", "data.sources.0.path=more.jsonl")
+    assert [span["since"] for span in json.loads((tmp_path / "a" / "run.json").read_text())["data"]] == [0, 3]
+    assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
 
 
 def in_iteration(run: Path, index: int, pattern: str) -> Callable[[], bool]:

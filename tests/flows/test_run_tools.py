@@ -1,0 +1,75 @@
+"""verify, replay, sql and branch on a finished run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from flow_runs import Workplace, final_weights, trained
+
+
+def test_verify_finds_nothing_wrong_with_a_whole_run(workplace: Workplace, whole: Path) -> None:
+    out = workplace.call("verify", "a", "--root", str(whole.parent))
+    assert "3 iterations" in out
+    assert "96 trained samples" in out
+    assert "nothing is wrong" in out
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "iterations/000001/batch.parquet",
+        "iterations/000001/rollouts/*",
+        "checkpoints/000003/*.distcp",
+        "iterations/000002/manifest.json",
+    ],
+)
+def test_verify_names_the_file_with_a_flipped_bit(
+    workplace: Workplace, whole: Path, tmp_path: Path, pattern: str
+) -> None:
+    shutil.copytree(whole, tmp_path / "a")
+    victim = sorted((tmp_path / "a").glob(pattern))[0]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    out = workplace.call("verify", "a", "--root", str(tmp_path), expect=1)
+    assert str(victim) in out
+
+
+def test_a_replay_makes_the_stored_steps_and_weights_again(workplace: Workplace, whole: Path) -> None:
+    out = workplace.call("replay", "a", "--from", "1", "--to", "3", "--root", str(whole.parent))
+    assert "from the model as it was before the first step" in out
+    assert "every weight equals the export after iteration 3, bit for bit" in out
+    out = workplace.call("replay", "a", "--from", "2", "--to", "3", "--root", str(whole.parent))
+    assert "from checkpoint 2" in out
+    refused = workplace.call("replay", "a", "--from", "2", "--to", "9", "--root", str(whole.parent), expect=2)
+    assert "3 committed iterations" in refused
+
+
+def test_sql_answers_over_the_committed_tables(workplace: Workplace, whole: Path) -> None:
+    root = str(whole.parent)
+    query = "select count(*) n, count(distinct b.sample_id) from batches b join samples s using (sample_id)"
+    assert "96" in workplace.call("sql", "a", query, "--root", root)
+    assert "6" in workplace.call("sql", "a", "select max(version) from steps", "--root", root)
+    for view in ("prompts", "samples", "rewards", "verdicts", "batches", "steps", "evaluations"):
+        workplace.call("sql", "a", f"select * from {view} limit 1", "--root", root)
+    assert "Views: " in workplace.call("sql", "a", "select * from nothing", "--root", root, expect=2)
+
+
+def test_a_branch_goes_on_from_a_checkpoint_under_its_own_name(
+    workplace: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "a")
+    root = str(tmp_path)
+    assert "there are: 2, 3" in workplace.call("branch", "a", "b", "--at", "1", "--root", root, expect=2)
+    workplace.call("branch", "a", "b", "--at", "2", "--root", root)
+    assert "exists already" in workplace.call("branch", "a", "b", "--at", "2", "--root", root, expect=2)
+    out = workplace.train(root, "run.name=b", "trainer.optimizer.lr=5e-4")
+    assert "3 iterations complete, 1 of them now" in out
+    assert trained(tmp_path / "b")[:64] == trained(whole)[:64]
+    assert trained(tmp_path / "b")[64:] != trained(whole)[64:]
+    assert final_weights(tmp_path / "b") != final_weights(whole)
+    assert json.loads((tmp_path / "b" / "run.json").read_text())["parent"]["run"] == "a"
+    assert "nothing is wrong" in workplace.call("verify", "b", "--root", root)
