@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
-
 
 @dataclass(frozen=True)
 class Shape:
