@@ -1,14 +1,177 @@
 """Everything a configuration names, touched once before anything starts.
 
-Owns the order of the check and what is shown of a plan; imports no torch, ray, prefect, mlflow or transformers.
+Owns the order of the check and what runs at the same time; imports no torch, ray, prefect, mlflow or transformers, and
+calls nothing of the user's but what importing his modules calls.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+
+from connectors.storage.store import Store
 from core.config import RunConfig, rules
 from core.config.problems import Problem
+from core.errors import StorageError
+from flows.check_data import Rows, check_rows, sources
+from flows.check_hooks import check_hooks, check_passthrough
+from flows.check_model import Checkpoint, check_model
+from flows.plan_table import render as render
+
+PATIENCE_S = 5.0  # for a storage that takes the connection and then says nothing
+CONNECT_S = 1.0
+PROBE = re.compile(r"\S*/\.millrace-probe-\w+(: )?")
+
+Touch = Callable[[], list[Problem]]
 
 
 def check(config: RunConfig, prepared: bool = False) -> list[Problem]:
-    """Everything wrong with a configuration, all at once."""
-    return rules.problems(config)
+    """Everything wrong with a configuration, all at once.
+
+    prepared: run.prepare was called already, so that files it should have made are missing where they are not there;
+    before that, a missing file is none of ours.
+    """
+    may_be_made = config.run.prepare is not None and not prepared
+    found = rules.problems(config)
+    named = {problem.field for problem in found}
+    data = [rows for rows in sources(config) if f"{rows.field}.path" not in named]
+    if may_be_made:
+        data = [rows for rows in data if not _absent(rows.source.path)]
+    touches: dict[str, Touch] = {
+        f"{rows.field}.path": _reading(rows)
+        for rows in data
+        if _known(f"{rows.field}.path", rows.source.path, found)
+    }
+    if "storage.root" not in named and _known("storage.root", config.storage.root, found):
+        touches["storage.root"] = lambda: _writable(config.storage.root)
+    if config.placement.ray_address:
+        touches["placement.ray_address"] = lambda: list(_reachable(config.placement.ray_address or ""))
+    running = _Touches(touches)
+    model = Checkpoint()
+    found += check_model(config, may_be_made, model)
+    found += check_hooks(config)
+    found += check_passthrough(config)
+    found += _machine(config)
+    found += running.problems()
+    for rows in data:
+        found += [problem for problem in check_rows(config, rows, model) if problem not in found]
+    return found
+
+
+class _Touches:
+    """Touches that wait for files and servers, all at once, each in a thread that nobody waits for beyond PATIENCE_S."""
+
+    def __init__(self, touches: dict[str, Touch]) -> None:
+        self._found: dict[str, list[Problem]] = {}
+        self._threads = {
+            field: threading.Thread(target=self._run, args=(field, touch), daemon=True)
+            for field, touch in touches.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _run(self, field: str, touch: Touch) -> None:
+        self._found[field] = touch()
+
+    def problems(self) -> list[Problem]:
+        """What they found."""
+        for thread in self._threads.values():
+            thread.join(PATIENCE_S)
+        silent = Problem(
+            "", None, f"no answer within {PATIENCE_S:g} s", "see that the server runs and try again"
+        )
+        return [
+            problem
+            for field in self._threads
+            for problem in self._found.get(field, [silent._replace(field=field)])
+        ]
+
+
+def _reading(rows: Rows) -> Touch:
+    return rows.read
+
+
+def _absent(path: str) -> bool:
+    return "://" not in path and not Path(path).exists()
+
+
+def _known(field: str, url: str, found: list[Problem]) -> bool:
+    """Whether fsspec can reach URLs of this kind; adds the problem if it cannot."""
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        found.append(Problem(field, url, f"{protocol}:// is no known storage", "give a path, s3:// or gs://"))
+    except ImportError as error:
+        found.append(Problem(field, url, f"{protocol}:// needs a package: {error}", "install it"))
+    else:
+        return True
+    return False
+
+
+def _writable(root: str) -> list[Problem]:
+    try:
+        Store(root).check_writable()
+    except StorageError as error:
+        text = PROBE.sub("", str(error).split(": cannot be written: ", 1)[-1])
+        reason, _, remedy = text.rpartition("; ")
+        return [Problem("storage.root", root, reason or remedy, remedy if reason else "correct the path")]
+    return []
+
+
+def _reachable(address: str) -> Iterator[Problem]:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not host or not port.isdigit():
+        yield Problem("placement.ray_address", address, "it has no host:port", "write it as 10.0.0.1:6379")
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        yield Problem(
+            "placement.ray_address",
+            address,
+            f"no Ray head answers there: {error}",
+            "start it or correct the address",
+        )
+
+
+def _machine(config: RunConfig) -> Iterator[Problem]:
+    """What this host must have when the run lives on it."""
+    here = config.placement.ray_address is None
+    if here and config.trainer.device == "cuda" and not _gpu_here():
+        yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
+    if here and config.engines.kind == "sglang" and importlib.util.find_spec("sglang") is None:
+        yield Problem(
+            "engines.kind",
+            "sglang",
+            "SGLang is not installed",
+            "install it, or set engines.kind to auto or embedded",
+        )
+    if here:
+        yield from _listens(config.engines.host)
+    folder = config.sync.directory
+    if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+
+
+def _gpu_here() -> bool:
+    return Path("/proc/driver/nvidia/gpus").is_dir()
+
+
+def _listens(host: str) -> Iterator[Problem]:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        yield Problem(
+            "engines.host", host, f"no address that this host can listen on: {error}", "use 127.0.0.1"
+        )
