@@ -1,290 +1,177 @@
-"""What a configuration names, touched once before anything starts: model, template, data, reward, storage.
+"""Everything a configuration names, touched once before anything starts.
 
-Owns the looking; the rules stand in core.config. Imports neither torch nor any of the outside systems, so that a wrong
-configuration is answered at once.
+Owns the order of the check and what runs at the same time; imports no torch, ray, prefect, mlflow or transformers, and
+calls nothing of the user's but what importing his modules calls.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-import inspect
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from connectors.storage.prompts import peek_source
+import fsspec
+
 from connectors.storage.store import Store
-from core.config import RunConfig
-from core.config.architecture import model_problems
-from core.config.model import Source
+from core.config import RunConfig, rules
 from core.config.problems import Problem
-from core.config.rules import rule_problems
-from core.config.training import EvalSet
-from core.errors import ConfigError, DataError, StorageError
-from core.hooks import RewardInput, load
-from core.prompts import PromptRow
+from core.errors import StorageError
+from flows.check_data import Rows, check_rows, sources
+from flows.check_hooks import check_hooks, check_passthrough
+from flows.check_model import Checkpoint, check_model
+from flows.plan_table import render as render
 
-PEEK_ROWS = 100
+PATIENCE_S = 5.0  # for a storage that takes the connection and then says nothing
+CONNECT_S = 1.0
+PROBE = re.compile(r"\S*/\.millrace-probe-\w+(: )?")
+
+Touch = Callable[[], list[Problem]]
 
 
-def check(config: RunConfig, *, made_later: bool = False) -> list[Problem]:
-    """Every problem of the configuration, all at once.
+def check(config: RunConfig, prepared: bool = False) -> list[Problem]:
+    """Everything wrong with a configuration, all at once.
 
-    `made_later`: run.prepare has still to run, so that files that are not there yet are no problem.
+    prepared: run.prepare was called already, so that files it should have made are missing where they are not there;
+    before that, a missing file is none of ours.
     """
-    looks: list[Callable[[RunConfig], Iterable[Problem]]] = [_model, _data, _hooks, _storage, _options]
-    with ThreadPoolExecutor(len(looks)) as threads:
-        found = [
-            problem
-            for problems in threads.map(lambda look: list(look(config)), looks)
-            for problem in problems
-        ]
-    missing = made_later and config.run.prepare is not None
-    return [
-        *rule_problems(config),
-        *(problem for problem in found if not (missing and isinstance(problem, _Missing))),
-    ]
-
-
-class _Missing(Problem):
-    """A file that is not there."""
-
-
-def _model(config: RunConfig) -> Iterator[Problem]:
-    folder = Path(config.model.path)
-    try:
-        hf = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        what = "has no config.json" if folder.is_dir() else "no such folder"
-        yield _Missing("model.path", config.model.path, what, "name a Hugging Face checkpoint folder")
-        return
-    except (OSError, ValueError) as error:
-        yield Problem(
-            "model.path", config.model.path, f"config.json cannot be read: {error}", "mend the file"
-        )
-        return
-    yield from model_problems(config, hf)
-    if not any(folder.glob("*.safetensors")):
-        yield Problem(
-            "model.path", config.model.path, "holds no safetensors", "save the model with safetensors"
-        )
-    field, holder = (
-        ("model.tokenizer", config.model.tokenizer) if config.model.tokenizer else ("model.path", folder)
-    )
-    if not any(
-        (Path(holder) / name).exists()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
-        yield Problem(
-            field,
-            str(holder),
-            "holds no tokenizer",
-            "copy the tokenizer's files there, or set model.tokenizer",
-        )
-        return
-    yield from _template(config, Path(holder))
-
-
-def _template(config: RunConfig, holder: Path) -> Iterator[Problem]:
-    """The chat template, rendered once where a source needs it."""
-    if not _needs_template(config):
-        return
-    named = config.model.chat_template
-    try:
-        text = Path(named).read_text() if named else _own_template(holder)
-    except (OSError, ValueError) as error:
-        yield Problem(
-            "model.chat_template", named, f"cannot be read: {error}", "name a file with a Jinja template"
-        )
-        return
-    if text is None:
-        yield Problem(
-            "model.chat_template", None, "the tokenizer has no chat template",
-            "name a template file, or set chat=false for sources of plain text",
-        )  # fmt: skip
-        return
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: form
-    messages = [{"role": "user", "content": "1+1="}]
-    if any(source.system for source in _sources(config)):
-        messages.insert(0, {"role": "system", "content": "Answer."})
-    try:
-        rendered = environment.from_string(text).render(
-            messages=messages, add_generation_prompt=True, tools=None, bos_token="", eos_token=""
-        )
-    except (TemplateError, TypeError) as error:
-        line = f" in line {error.lineno}" if getattr(error, "lineno", None) else ""
-        yield Problem("model.chat_template", named, f"cannot be rendered{line}: {error}", "mend the template")
-        return
-    if "1+1=" not in rendered:
-        yield Problem("model.chat_template", named, "leaves the user's message out", "mend the template")
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _needs_template(config: RunConfig) -> bool:
-    return any(source.chat for source in _sources(config))
-
-
-def _own_template(holder: Path) -> str | None:
-    """The template that the tokenizer carries."""
-    separate = holder / "chat_template.jinja"
-    if separate.exists():
-        return separate.read_text()
-    settings = holder / "tokenizer_config.json"
-    found = json.loads(settings.read_text()).get("chat_template") if settings.exists() else None
-    if isinstance(found, list):
-        found = next((item["template"] for item in found if item.get("name") == "default"), None)
+    may_be_made = config.run.prepare is not None and not prepared
+    found = rules.problems(config)
+    named = {problem.field for problem in found}
+    data = [rows for rows in sources(config) if f"{rows.field}.path" not in named]
+    if may_be_made:
+        data = [rows for rows in data if not _absent(rows.source.path)]
+    touches: dict[str, Touch] = {
+        f"{rows.field}.path": _reading(rows)
+        for rows in data
+        if _known(f"{rows.field}.path", rows.source.path, found)
+    }
+    if "storage.root" not in named and _known("storage.root", config.storage.root, found):
+        touches["storage.root"] = lambda: _writable(config.storage.root)
+    if config.placement.ray_address:
+        touches["placement.ray_address"] = lambda: list(_reachable(config.placement.ray_address or ""))
+    running = _Touches(touches)
+    model = Checkpoint()
+    found += check_model(config, may_be_made, model)
+    found += check_hooks(config)
+    found += check_passthrough(config)
+    found += _machine(config)
+    found += running.problems()
+    for rows in data:
+        found += [problem for problem in check_rows(config, rows, model) if problem not in found]
     return found
 
 
-def _sources(config: RunConfig) -> list[Source | EvalSet]:
-    return [*config.data.sources, *config.evaluation.sets]
+class _Touches:
+    """Touches that wait for files and servers, all at once, each in a thread that nobody waits for beyond PATIENCE_S."""
+
+    def __init__(self, touches: dict[str, Touch]) -> None:
+        self._found: dict[str, list[Problem]] = {}
+        self._threads = {
+            field: threading.Thread(target=self._run, args=(field, touch), daemon=True)
+            for field, touch in touches.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _run(self, field: str, touch: Touch) -> None:
+        self._found[field] = touch()
+
+    def problems(self) -> list[Problem]:
+        """What they found."""
+        for thread in self._threads.values():
+            thread.join(PATIENCE_S)
+        silent = Problem(
+            "", None, f"no answer within {PATIENCE_S:g} s", "see that the server runs and try again"
+        )
+        return [
+            problem
+            for field in self._threads
+            for problem in self._found.get(field, [silent._replace(field=field)])
+        ]
 
 
-def _data(config: RunConfig) -> Iterator[Problem]:
-    fields = [f"data.sources.{at}" for at in range(len(config.data.sources))]
-    fields += [f"evaluation.sets.{at}" for at in range(len(config.evaluation.sets))]
-    for field, source in zip(fields, _sources(config), strict=True):
-        try:
-            rows, refused = peek_source(source, PEEK_ROWS)
-        except DataError as error:
-            kind = _Missing if "no such file" in str(error) else Problem
-            text = str(error).removeprefix(f"source {source.name}: {source.path}: ")
-            reason, _, remedy = text.rpartition("; ")
-            yield kind(f"{field}.path", source.path, reason, remedy)
-            continue
-        except StorageError as error:
-            yield Problem(
-                f"{field}.path",
-                source.path,
-                str(error),
-                "correct the path, or the credentials in the environment",
-            )
-            continue
-        yield from _rows(config, field, source, rows, [item.reason for item in refused])
+def _reading(rows: Rows) -> Touch:
+    return rows.read
 
 
-def _rows(
-    config: RunConfig, field: str, source: Source | EvalSet, rows: list[PromptRow], refused: list[str]
-) -> Iterator[Problem]:
-    looked = len(rows) + len(refused)
-    if not looked:
-        yield Problem(f"{field}.path", source.path, "holds no row", "name a file with prompts")
-    elif not rows:
-        common = max(set(refused), key=refused.count)
-        yield Problem(
-            field, source.path, f"none of the first {looked} rows can be used: {common}",
-            "correct the source's prompt_key, label_key and metadata_key, or the file",
-        )  # fmt: skip
-    elif not source.chat and any(not isinstance(row.prompt, str) for row in rows):
-        yield Problem(f"{field}.chat", False, "the source holds chat messages", "set it to true")
-    elif (
-        config.algorithm.loss == "sft"
-        and field.startswith("data")
-        and not all(isinstance(row.label, str) and row.label for row in rows)
-    ):
-        yield Problem(
-            f"{field}.label_key", source.label_key, "supervised training needs an answer as text in every row",
-            "name the column that holds it",
-        )  # fmt: skip
+def _absent(path: str) -> bool:
+    return "://" not in path and not Path(path).exists()
 
 
-def _hooks(config: RunConfig) -> Iterator[Problem]:
-    named = [
-        ("reward.function", config.reward.function),
-        ("filter.function", config.filter.function),
-        ("algorithm.advantage_function", config.algorithm.advantage_function),
-        ("algorithm.shaping_function", config.algorithm.shaping_function),
-        ("algorithm.loss_function", config.algorithm.loss_function),
-    ]
-    for field, path in named:
-        if path is None:
-            continue
-        try:
-            function = load(path, field)
-        except ConfigError as error:
-            text = str(error).removeprefix(f"{field} = {path}: ")
-            reason, _, remedy = text.rpartition("; ")
-            yield Problem(field, path, reason or text, remedy or "correct the path")
-            continue
-        if field == "reward.function":
-            yield from _reward(config, function)
-
-
-def _reward(config: RunConfig, function: Callable[..., Any]) -> Iterator[Problem]:
-    sample = RewardInput(prompt="1+1=", response="2", label="2", metadata={})
+def _known(field: str, url: str, found: list[Problem]) -> bool:
+    """Whether fsspec can reach URLs of this kind; adds the problem if it cannot."""
+    protocol = url.partition("://")[0] if "://" in url else "file"
     try:
-        inspect.signature(function).bind(sample, **config.reward.options)
-    except TypeError as error:
-        yield Problem(
-            "reward.options", config.reward.options, f"{config.reward.function} does not take them: {error}",
-            "a reward takes one sample and reward.options by name",
-        )  # fmt: skip
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        found.append(Problem(field, url, f"{protocol}:// is no known storage", "give a path, s3:// or gs://"))
+    except ImportError as error:
+        found.append(Problem(field, url, f"{protocol}:// needs a package: {error}", "install it"))
+    else:
+        return True
+    return False
 
 
-def _storage(config: RunConfig) -> Iterator[Problem]:
+def _writable(root: str) -> list[Problem]:
     try:
-        Store(config.storage.root).check_writable()
-    except (StorageError, ValueError, ImportError) as error:
-        reason = str(error).split("cannot be written: ", 1)[-1]
+        Store(root).check_writable()
+    except StorageError as error:
+        text = PROBE.sub("", str(error).split(": cannot be written: ", 1)[-1])
+        reason, _, remedy = text.rpartition("; ")
+        return [Problem("storage.root", root, reason or remedy, remedy if reason else "correct the path")]
+    return []
+
+
+def _reachable(address: str) -> Iterator[Problem]:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not host or not port.isdigit():
+        yield Problem("placement.ray_address", address, "it has no host:port", "write it as 10.0.0.1:6379")
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
         yield Problem(
-            "storage.root", config.storage.root, f"cannot be written: {reason}",
-            "name a folder or URL that this user may write; credentials come from the environment",
-        )  # fmt: skip
-    if config.sync.directory and not Path(config.sync.directory).is_dir():
-        yield Problem("sync.directory", config.sync.directory, "no such folder", "make it, or leave it out")
+            "placement.ray_address",
+            address,
+            f"no Ray head answers there: {error}",
+            "start it or correct the address",
+        )
 
 
-def _options(config: RunConfig) -> Iterator[Problem]:
-    """Names handed on to megatron-core and SGLang, against the installed versions' own."""
-    if config.trainer.megatron:
-        known = _fields("megatron", "core/transformer/transformer_config.py", "TransformerConfig")
-        known |= _fields("megatron", "core/model_parallel_config.py", "ModelParallelConfig")
-        yield from _unknown("trainer.megatron", config.trainer.megatron, known)
-    if config.engines.sglang:
-        known = _fields("sglang", "srt/server_args.py", "ServerArgs")
-        yield from _unknown("engines.sglang", config.engines.sglang, known)
+def _machine(config: RunConfig) -> Iterator[Problem]:
+    """What this host must have when the run lives on it."""
+    here = config.placement.ray_address is None
+    if here and config.trainer.device == "cuda" and not _gpu_here():
+        yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
+    if here and config.engines.kind == "sglang" and importlib.util.find_spec("sglang") is None:
+        yield Problem(
+            "engines.kind",
+            "sglang",
+            "SGLang is not installed",
+            "install it, or set engines.kind to auto or embedded",
+        )
+    if here:
+        yield from _listens(config.engines.host)
+    folder = config.sync.directory
+    if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
 
 
-def _unknown(field: str, given: Mapping[str, Any], known: set[str]) -> Iterator[Problem]:
-    import difflib
-
-    for name in given:
-        if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}?" if near else "remove it"
-            yield Problem(f"{field}.{name}", given[name], "the installed version has no such field", remedy)
+def _gpu_here() -> bool:
+    return Path("/proc/driver/nvidia/gpus").is_dir()
 
 
-def _fields(package: str, file: str, name: str) -> set[str]:
-    """Annotated fields of a class, read from an installed package's source without importing it."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / file
-        if path.exists():
-            classes = [
-                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
-            ]
-            return {
-                item.target.id
-                for node in classes
-                if node.name == name
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            }
-    return set()
+def _listens(host: str) -> Iterator[Problem]:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        yield Problem(
+            "engines.host", host, f"no address that this host can listen on: {error}", "use 127.0.0.1"
+        )

@@ -49,12 +49,12 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Resolve a configuration, touch everything it names, and print the plan."""
-    from flows.plan import plan_tables
+    from core.config.plan import make_plan
+    from flows.check import render
 
     resolved = _load(config, overrides)
     _check(resolved)
-    for table in plan_tables(resolved):
-        console.print(table)
+    console.print(render(make_plan(resolved)))
 
 
 @app.command()
@@ -201,7 +201,7 @@ def _check(config: RunConfig) -> None:
     from core.config.problems import render_problems
     from flows.check import check as check_config
 
-    problems = check_config(config, made_later=True)
+    problems = check_config(config)
     if problems:
         errors.print(render_problems(problems), markup=False, highlight=False)
         raise SystemExit(2)

@@ -70,7 +70,7 @@ async def prepare(config: RunConfig) -> None:
     """
     if config.run.prepare:
         await asyncio.to_thread(load(config.run.prepare, "run.prepare"), config)
-    problems = await asyncio.to_thread(check, config)
+    problems = await asyncio.to_thread(check, config, prepared=True)
     if problems:
         raise ConfigError(render_problems(problems))
 

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from core.config.architecture import SUPPORTED
-
 ROWS = 8
 SPAN = 64  # of attention in decoding
 PREFILL_SPAN = 16  # of prompts
+SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
 
 
 class ModelError(ValueError):

@@ -208,7 +208,7 @@ class Learner:
         """Move on what follows an applied step: KL coefficient and reference."""
         if not self.moves_policy(version):
             self.policy.skip()
-        if "kl" in metrics:
+        elif "kl" in metrics:  # the KL of a policy that does not move yet says nothing of the coefficient
             self.controller.update(metrics["kl"], samples)
         every = self.algorithm.reference_update_steps
         if self.reference is not None and every and version % every == 0:

@@ -6,10 +6,7 @@ in connectors.megatron.logprobs, so that logits of a whole pack never exist.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +20,10 @@ from torch import Tensor
 
 from connectors.megatron.attention import PackedAttention
 from connectors.megatron.families import Shape
+from core.architecture import expert_count
 from core.config import RunConfig
-from core.config.architecture import SUPPORTED
+from core.config.passthrough import MEGATRON_REFUSED
 from core.errors import ConfigError
-
-REFUSED = {
-    "perform_initialization": "wrong gradient norms with tensor parallelism",
-    "batch_p2p_comm": "wrong losses with virtual pipeline stages on gloo",
-    "cross_entropy_loss_fusion": "it casts gradients to bf16; log-probabilities have their own fused path",
-    "attention_dropout": "log-probabilities must be repeatable",
-    "hidden_dropout": "log-probabilities must be repeatable",
-    "calculate_per_token_loss": "denominators are fixed before the batch is split",
-}
 
 
 class Norm(torch.nn.RMSNorm):
@@ -50,49 +39,6 @@ class PolicyModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
-
-
-def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
-    """config.json of a checkpoint folder. Raises ConfigError naming the field that named the folder."""
-    path = Path(folder) / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field} = {folder}: cannot read {path}: {error}") from error
-    if config.get("model_type") not in SUPPORTED:
-        raise ConfigError(
-            f"{field} = {folder}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(SUPPORTED)}"
-        )
-    for what in _unsupported(config):
-        raise ConfigError(f"{field} = {folder}: {what} in config.json is not supported; take another model")
-    return config
-
-
-def _unsupported(hf: dict[str, Any]) -> Iterator[str]:
-    """What a config asks for that would silently be another model here."""
-    rope = hf.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
-        yield "scaled rotary embedding (rope_type, rope_scaling)"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield "partial_rotary_factor"
-    if hf.get("use_sliding_window"):
-        yield "use_sliding_window"
-    if hf.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act = {hf['hidden_act']}"
-    for name in ("attention_bias", "mlp_bias"):
-        if hf.get(name):
-            yield name
-    if hf["model_type"] == "qwen3_moe" and (
-        hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
-    ):
-        yield "layers without experts (mlp_only_layers, decoder_sparse_step)"
-
-
-def expert_count(hf: dict[str, Any]) -> int:
-    """Experts of a mixture-of-experts layer; 0 for a dense model. transformers 5 writes the field by another name."""
-    if hf["model_type"] != "qwen3_moe":
-        return 0
-    return int(hf.get("num_experts") or hf["num_local_experts"])
 
 
 def model_shape(hf: dict[str, Any]) -> Shape:
@@ -176,8 +122,8 @@ def _passthrough(config: RunConfig) -> dict[str, Any]:
     """trainer.megatron, checked against the installed version's fields."""
     known = {field.name for field in fields(TransformerConfig)}
     for name in config.trainer.megatron:
-        if name in REFUSED:
-            raise ConfigError(f"trainer.megatron.{name}: not allowed: {REFUSED[name]}; remove it")
+        if name in MEGATRON_REFUSED:
+            raise ConfigError(f"trainer.megatron.{name}: not allowed: {MEGATRON_REFUSED[name]}; remove it")
         if name not in known:
             raise ConfigError(
                 f"trainer.megatron.{name}: the installed megatron-core has no such TransformerConfig field"

@@ -61,7 +61,7 @@ class TrainerRank:
 
     def _build(self) -> None:
         from connectors.megatron.learner import Learner
-        from connectors.megatron.model import read_hf_config
+        from core.architecture import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
         self.learner = Learner(self.config, self.hf, self.device)

@@ -15,10 +15,11 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from connectors.megatron.model import PolicyModel, read_hf_config
+from connectors.megatron.model import PolicyModel
 from connectors.megatron.runner import LanguageRunner
 from connectors.megatron.share import Share
 from connectors.megatron.trained import from_hf
+from core.architecture import read_hf_config
 from core.config import RunConfig
 from core.errors import TrainerError
 

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from connectors.megatron.families import Mapped, Shape, lookup
-from connectors.megatron.model import PolicyModel, expert_count, model_shape, padded_vocab
+from connectors.megatron.model import PolicyModel, model_shape, padded_vocab
+from core.architecture import expert_count
 from core.errors import ConfigError
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")

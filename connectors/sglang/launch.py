@@ -10,18 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from core.config import RunConfig
+from core.config.passthrough import SGLANG_OWNED
 from core.errors import ConfigError
-
-OWNED = (
-    "model_path",
-    "host",
-    "port",
-    "tp_size",
-    "weight_version",
-    "enable_memory_saver",
-    "skip_tokenizer_init",
-    "dtype",
-)
 
 
 def engine_kind(config: RunConfig, gpus: int) -> str:
@@ -76,7 +66,7 @@ def passthrough(options: dict[str, Any]) -> list[str]:
     known = _server_args()
     arguments: list[str] = []
     for name, value in options.items():
-        if name in OWNED:
+        if name in SGLANG_OWNED:
             raise ConfigError(f"engines.sglang.{name}: set by millrace; remove it")
         if known is not None and name not in known:
             raise ConfigError(f"engines.sglang.{name}: the installed SGLang has no such ServerArgs field")

@@ -6,13 +6,14 @@ A row that cannot be used is quarantined with its reason; only a source that can
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from connectors.storage.faults import retried
 from connectors.storage.store import Store, split_url
 from core.errors import DataError, MissingFileError
 from core.prompts import (
@@ -28,6 +29,7 @@ from core.prompts import (
 
 FORMATS = (".jsonl", ".json", ".parquet")
 BATCH_ROWS = 1024
+HEAD = 1 << 20
 
 
 class Located(Keys, Protocol):
@@ -43,11 +45,39 @@ def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
     Raises DataError naming the file if it is missing, of no known format or no Parquet file.
     """
     store, name = _locate(source)
+    rows, refused = _sorted_out(source, _items(source, store, name))
+    rows, unlabelled = require_labels(rows, source)
+    return rows, sorted(refused + unlabelled, key=lambda item: item.row)
+
+
+def first_rows(source: Located, count: int) -> tuple[list[PromptRow], list[Quarantined]]:
+    """The first rows of a source, read quickly or not at all: for a check before anything starts.
+
+    Raises as `read_source` does, and StorageError where the storage does not answer.
+    """
+    store, name = _locate(source)
+
+    def head() -> list[PromptRow | Quarantined]:
+        path = f"{store.root}/{name}"
+        size = store.fs.size(path)
+        if not name.endswith(".parquet"):
+            data = store.fs.cat_file(path, start=0, end=min(size, HEAD)) if size else b""
+            lines = list(islice(_lines([data]), count + 1))
+            whole = lines[:-1] if size > HEAD and len(lines) > 1 and len(lines) <= count else lines
+            return [parse_line(line, number, source) for number, line in enumerate(whole[:count])]
+        with store.fs.open(path, "rb") as file:
+            return list(islice(_parquet(source, file, buffered=HEAD), count))
+
+    return _sorted_out(source, lambda: retried("read", store.url_of(name), head, probe=True))
+
+
+def _sorted_out(
+    source: Located, items: Callable[[], Iterable[PromptRow | Quarantined]]
+) -> tuple[list[PromptRow], list[Quarantined]]:
     rows: list[PromptRow] = []
     refused: list[Quarantined] = []
-    items = _parquet(source, store, name) if name.endswith(".parquet") else _jsonl(source, store, name)
     try:
-        for item in items:
+        for item in items():
             if isinstance(item, PromptRow):
                 rows.append(item)
             else:
@@ -56,22 +86,13 @@ def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
         raise DataError(
             f"source {source.name}: {source.path}: no such file; correct the source's path"
         ) from error
-    rows, unlabelled = require_labels(rows, source)
-    return rows, sorted(refused + unlabelled, key=lambda item: item.row)
+    return rows, refused
 
 
-def peek_source(source: Located, rows: int) -> tuple[list[PromptRow], list[Quarantined]]:
-    """The first rows of a source as `read_source` gives them, without reading on where the format allows."""
-    store, name = _locate(source)
-    items = _parquet(source, store, name) if name.endswith(".parquet") else _jsonl(source, store, name)
-    try:
-        first = list(islice(items, rows))
-    except MissingFileError as error:
-        raise DataError(
-            f"source {source.name}: {source.path}: no such file; correct the source's path"
-        ) from error
-    good, unlabelled = require_labels([item for item in first if isinstance(item, PromptRow)], source)
-    return good, [*(item for item in first if isinstance(item, Quarantined)), *unlabelled]
+def _items(source: Located, store: Store, name: str) -> Callable[[], Iterable[PromptRow | Quarantined]]:
+    if name.endswith(".parquet"):
+        return lambda: _parquet(source, pa.BufferReader(store.read(name)))
+    return lambda: _jsonl(source, store, name)
 
 
 def fingerprint(
@@ -116,11 +137,10 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _parquet(source: Located, store: Store, name: str) -> Iterator[PromptRow | Quarantined]:
-    data = store.read(name)
+def _parquet(source: Located, data: IO[bytes], buffered: int = 0) -> Iterator[PromptRow | Quarantined]:
     number = 0
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
+        file = pq.ParquetFile(data, buffer_size=buffered)
         wanted = (source.prompt_key, source.label_key, source.metadata_key)
         columns = [column for column in file.schema_arrow.names if column in wanted]
         if source.prompt_key not in columns:

@@ -6,22 +6,13 @@ Owns the rules; knows nothing of how problems are shown. No torch, no I/O.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from core.config.algorithm import Algorithm
 from core.config.model import Filter, Rollout, Sampling
+from core.config.problems import Problem
 
 TOKEN_LEVEL = ("gae", "reinforce_plus_plus")
 RATIO_LOSSES = ("clipped", "gspo", "cispo", "sapo")
-
-
-class Problem(NamedTuple):
-    """A field that cannot stay as it is."""
-
-    field: str
-    value: object
-    reason: str
-    remedy: str
 
 
 def problems(

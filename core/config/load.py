@@ -1,103 +1,112 @@
 """A configuration from a YAML file and `key=value` overrides, with every problem found at once.
 
-Owns reading and the wording of pydantic's findings; cross-field rules stand in core.config.rules.
+Owns reading and the wording of pydantic's findings; cross-field rules stand in core.config.rules. What does not parse is
+reported with its place; what parses is validated whole, and rules are asked of whatever part of it makes sense.
 """
 
 from __future__ import annotations
 
-import difflib
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from core.config import rules
+from core.config.findings import as_problem
+from core.config.overrides import apply
 from core.config.problems import Problem, render_problems
 from core.config.run import RunConfig
+from core.config.yaml_text import parse
 from core.errors import ConfigError
+
+Values = dict[str, Any]
+STAND_INS: dict[tuple[int | str, ...], Any] = {("run", "name"): "unnamed", ("model", "path"): "model"}
 
 
 def load_config(path: str | None, overrides: Sequence[str] = (), text: str | None = None) -> RunConfig:
     """The configuration of a YAML file (or text) with overrides on top. Raises ConfigError naming every problem."""
     values = _read(path, text)
+    problems: list[Problem] = []
     for override in overrides:
-        _apply(values, override)
+        try:
+            apply(values, override)
+        except ValueError as error:
+            problems.append(Problem("override", override, *_halves(error)))
+    config, found = validate(values)
+    problems += found
+    if problems or config is None:
+        raise ConfigError(render_problems(problems))
+    return config
+
+
+def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration if the values make one; else what is wrong with them, rules between fields included."""
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(values), []
     except ValidationError as error:
-        raise ConfigError(render_problems([_problem(item) for item in error.errors()])) from None
+        items = error.errors()
+    problems = [as_problem(item) for item in items]
+    rest = copy.deepcopy(values)
+    for item in items:
+        _leave_out(rest, item["loc"])
+    try:
+        sound = RunConfig.model_validate(rest)
+    except ValidationError:
+        return None, problems
+    wrong = [problem.field for problem in problems]
+    return None, problems + [
+        p for p in rules.problems(sound) if not any(p.field.startswith(w) for w in wrong)
+    ]
 
 
-def _read(path: str | None, text: str | None) -> dict[str, Any]:
+def _leave_out(values: Any, place: Sequence[int | str]) -> None:
+    """Remove a value that is wrong, so that its default stands in for it; required ones get a stand-in."""
+    if not place:
+        return
+    *above, last = place
+    for part in above:
+        if not isinstance(values, dict | list) or (isinstance(values, dict) and part not in values):
+            return
+        values = values[part]  # type: ignore[index]
+    if isinstance(values, dict):
+        values.pop(last, None)
+        if tuple(place) in STAND_INS:
+            values[last] = STAND_INS[tuple(place)]
+
+
+def _read(path: str | None, text: str | None) -> Values:
+    name = path or "the configuration"
     if text is None:
         if path is None:
             return {}
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}; name a YAML file") from error
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        values = parse(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+        line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+        shown = f" ({line[:60]})" if line else ""
         raise ConfigError(
-            f"{path or 'the configuration'}: not YAML at {where}: {getattr(error, 'problem', error)}"
+            f"{name}: not YAML at {where}{shown}: {error.problem or error.context}; correct that line or the one above it"
         ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not YAML: {error}; remove that character") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path or 'the configuration'}: a mapping of sections is wanted, not {type(values).__name__}"
+            f"{name}: a mapping of sections is wanted, not {type(values).__name__}; begin with run:, model: and data:"
         )
-    return values
+    return {str(key): value for key, value in values.items()}
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, sign, value = override.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"override {override!r}: give key=value, as in run.name=a")
-    at: Any = values
-    parts = key.split(".")
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
-        empty: Any = [] if following is not None and following.isdigit() else {}
-        last = following is None
-        new = yaml.safe_load(value) if last else empty
-        if isinstance(at, list):
-            if not part.isdigit() or int(part) > len(at):
-                raise ConfigError(f"override {override!r}: {part!r} is no index of a list of {len(at)}")
-            if int(part) == len(at):
-                at.append(new)
-            elif last:
-                at[int(part)] = new
-            at = at[int(part)]
-        elif isinstance(at, dict):
-            if last or not isinstance(at.get(part), dict | list):
-                at[part] = new
-            at = at[part]
-
-
-def _problem(item: Any) -> Problem:
-    place = [str(part) for part in item["loc"]]
-    field = ".".join(place) or "the configuration"
-    value = item.get("input")
-    if item["type"] == "extra_forbidden":
-        known = _known(place[:-1])
-        near = difflib.get_close_matches(place[-1], known, 1)
-        remedy = f"did you mean {near[0]}?" if near else f"remove it; known here: {', '.join(known)}"
-        return Problem(field, value, "unknown key", remedy)
-    if item["type"] == "missing":
-        return Problem(field, None, "missing", "give it a value")
-    return Problem(field, value, item["msg"][:1].lower() + item["msg"][1:], "correct the value")
-
-
-def _known(place: Sequence[str]) -> list[str]:
-    model: Any = RunConfig
-    for part in place:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        inner = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return list(model.model_fields)
+def _halves(error: ValueError) -> tuple[str, str]:
+    reason, _, remedy = str(error).rpartition("; ")
+    return reason, remedy

@@ -1,97 +1,299 @@
-"""What a configuration will do, in numbers: how prompts become steps, where it runs, what it needs. Pure."""
+"""What a configuration comes to: numbers of an iteration and of the run, layout, memory and disk.
+
+Owns the arithmetic; estimates are upper bounds of what millrace itself allocates, and say what they leave out. Reads the
+model's config.json and nothing else. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from core.config.architecture import parameters
+from core.architecture import Architecture, architecture, read_hf_config
 from core.config.run import RunConfig
-from core.retention import due
+from core.errors import ConfigError
+from core.retention import checkpoints_to_drop, due
 
-GIB = 2**30
-
-
-def plan(config: RunConfig, hf: Mapping[str, Any] | None) -> dict[str, list[tuple[str, str]]]:
-    """Lines of (what, how much) by heading. `hf`: the model's config.json, or None while it is still to be made."""
-    sections = {"each iteration": _iteration(config), "where": _where(config), "kept": _kept(config)}
-    if hf is not None:
-        sections["model"] = _model(config, hf)
-    return sections
+FP32 = 4
+LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
+LAYER_BYTES = (
+    34  # bytes of activations a token and hidden channel in bf16, after Korthikanti et al. (arXiv:2205.05198)
+)
+SAMPLE_BYTES_A_TOKEN = 16  # of rollouts, batch and rewards together, compressed
 
 
-def _iteration(config: RunConfig) -> list[tuple[str, str]]:
-    r = config.rollout
-    spare = round(config.filter.refill_factor * r.prompts)
-    return [
-        (
-            "prompts",
-            f"{r.prompts} of {len(config.data.sources)} source(s), {spare} in reserve for dropped groups",
-        ),
-        ("samples", f"{r.prompts} × {r.samples_per_prompt} = {config.samples_per_iteration}"),
-        ("longest sample", f"{config.data.max_prompt_tokens} + {r.sampling.max_new_tokens} tokens"),
-        (
-            "steps",
-            f"{config.samples_per_iteration} / {config.global_batch} = {config.steps_per_iteration}, "
-            f"{config.run.iterations * config.steps_per_iteration} in {config.run.iterations} iterations",
-        ),
-        (
-            "samples a rank and step",
-            f"{config.global_batch / config.data_parallel:g}, in packs of up to {config.trainer.max_pack_tokens} tokens",
-        ),
-        (
-            "algorithm",
-            f"{config.algorithm.preset or 'own'}: advantage {config.algorithm.advantage}, loss {config.algorithm.loss}, mean {config.algorithm.aggregation}",
-        ),
+@dataclass(frozen=True)
+class Part:
+    """A part of the memory of one rank or engine. Bytes."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one iteration does, and how many there are."""
+
+    iterations: int
+    prompts: int
+    spare_prompts: int
+    samples_per_prompt: int
+    samples: int
+    global_batch: int
+    steps: int
+    weight_versions: int
+    prompt_tokens: int
+    response_tokens: int
+    pack_tokens: int
+    samples_a_pack: int  # of the longest
+    evaluations: int
+    evaluated_samples: str
+    checkpoints: list[int] = field(default_factory=list)
+    checkpoints_kept: list[int] = field(default_factory=list)
+    exports: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where trainer and engines run."""
+
+    device: str
+    world_size: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+    sequence: bool
+    engine_kind: str
+    engines: int
+    gpus_an_engine: int
+    gpus: int
+    placement: str
+    sync: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole; memory and disk are empty where the model is not there yet."""
+
+    run: str
+    numbers: Numbers
+    layout: Layout
+    parameters: int | None
+    trainer_memory: list[Part]
+    engine_memory: list[Part]
+    disk: list[Part]
+    files: list[str]
+
+
+def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
+    """The plan of a configuration that was checked. gpus: those of this host; looked up when not given."""
+    layout = _layout(config, visible_gpus() if gpus is None else gpus)
+    numbers = _numbers(config)
+    try:
+        shape = architecture(read_hf_config(config.model.path))
+    except ConfigError:  # run.prepare makes it
+        shape = None
+    root = f"{config.storage.root.rstrip('/')}/{config.run.name}"
+    return Plan(
+        run=config.run.name,
+        numbers=numbers,
+        layout=layout,
+        parameters=shape.parameters if shape else None,
+        trainer_memory=trainer_memory(config, shape) if shape else [],
+        engine_memory=engine_memory(config, shape, layout) if shape and not _supervised(config) else [],
+        disk=_disk(config, shape, numbers) if shape else [],
+        files=_files(config, root),
+    )
+
+
+def visible_gpus() -> int:
+    """GPUs this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _supervised(config: RunConfig) -> bool:
+    return config.algorithm.loss == "sft"
+
+
+def _numbers(config: RunConfig) -> Numbers:
+    iterations, c = config.run.iterations, config.checkpoint
+    done = range(1, iterations + 1)
+    saved = [number for number in done if due(number, c.every) or number == iterations]
+    dropped = checkpoints_to_drop(saved, c.keep_last, c.keep_every)
+    exports = [
+        number
+        for number in done
+        if (c.export_every and due(number, c.export_every)) or (number == iterations and c.export_last)
     ]
+    evaluated = [number for number in done if due(number, config.evaluation.every) or number == iterations]
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    return Numbers(
+        iterations=iterations,
+        prompts=config.rollout.prompts,
+        spare_prompts=0
+        if _supervised(config)
+        else round(config.filter.refill_factor * config.rollout.prompts),
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples=config.samples_per_iteration,
+        global_batch=config.global_batch,
+        steps=config.steps_per_iteration,
+        weight_versions=iterations * config.steps_per_iteration,
+        prompt_tokens=config.data.max_prompt_tokens,
+        response_tokens=config.rollout.sampling.max_new_tokens,
+        pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,
+        samples_a_pack=config.trainer.max_pack_tokens * config.trainer.parallel.context // longest,
+        evaluations=1 + len(evaluated) if config.evaluation.sets else 0,
+        evaluated_samples=", ".join(f"{e.name} × {e.samples_per_prompt}" for e in config.evaluation.sets),
+        checkpoints=saved,
+        checkpoints_kept=[number for number in saved if number not in dropped],
+        exports=exports,
+    )
 
 
-def _where(config: RunConfig) -> list[tuple[str, str]]:
-    p, t = config.trainer.parallel, config.trainer
-    return [
-        (
-            "trainer",
-            f"{t.world_size} rank(s) on {t.device}: tensor {p.tensor}, pipeline {p.pipeline}, context {p.context}, expert {p.expert}, data {config.data_parallel}",
-        ),
-        ("engines", f"{config.engines.count} × {config.engines.kind} on {config.engines.host}"),
-        ("scoring", f"{config.reward.workers} process(es), {config.reward.function}"),
-        ("Ray", config.placement.ray_address or "a local head"),
-    ]
+def _layout(config: RunConfig, gpus: int) -> Layout:
+    p, e = config.trainer.parallel, config.engines
+    cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
+    kind = e.kind if e.kind != "auto" else ("sglang" if gpus else "embedded")
+    count = 0 if _supervised(config) else e.count
+    on_gpus = e.gpus if kind == "sglang" else 0
+    return Layout(
+        device="cuda" if cuda else "cpu",
+        world_size=config.trainer.world_size,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        context=p.context,
+        expert=p.expert,
+        data=config.data_parallel,
+        sequence=p.sequence,
+        engine_kind=kind,
+        engines=count,
+        gpus_an_engine=on_gpus,
+        gpus=(config.trainer.world_size if cuda else 0) + count * on_gpus,
+        placement=config.placement.ray_address or "a Ray head on this host",
+        sync="disk" if config.sync.kind == "auto" else config.sync.kind,
+    )
 
 
-def _kept(config: RunConfig) -> list[tuple[str, str]]:
-    c, total = config.checkpoint, config.run.iterations
-    times = sum(due(done, config.evaluation.every) or done == total for done in range(1, total + 1)) + 1
-    every = f", and every {c.keep_every}" if c.keep_every else ""
-    return [
-        ("run folder", f"{config.storage.root.rstrip('/')}/{config.run.name}"),
-        ("checkpoints", f"every {c.every} iterations and the last; {c.keep_last} newest kept{every}"),
-        ("evaluations", f"{times if config.evaluation.sets else 0} of {len(config.evaluation.sets)} set(s)"),
-        (
-            "MLflow",
-            f"{config.tracking.uri or 'a SQLite file in MILLRACE_HOME'}, experiment {config.run.experiment}",
-        ),
-    ]
+# memory
 
 
-def _model(config: RunConfig, hf: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Sizes; memory counts weights, gradients in fp32 and Adam's fp32 master weights and moments, without activations."""
-    count = parameters(hf)
+def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
+    """Parameters that the fullest rank holds: an outer pipeline stage's."""
     p = config.trainer.parallel
+    expert_split = p.expert if p.expert > 1 else p.tensor
+    router = shape.experts * shape.hidden
+    mlp = shape.mlp * max(1, shape.experts) // (expert_split if shape.experts else p.tensor)
+    layer = shape.attention // p.tensor + mlp + router + 2 * shape.hidden
+    ends = 1 if p.pipeline > 1 or shape.tied else 2
+    return -(-shape.layers // p.pipeline) * layer + ends * -(-shape.embedding // p.tensor) + shape.hidden
+
+
+def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
+    """Memory of the fullest rank, by part."""
+    t = config.trainer
+    held = parameters_of_rank(config, shape)
     width = 2 if config.model.dtype == "bfloat16" else 4
-    shard = count / (p.tensor * p.pipeline)
-    spread = config.data_parallel if config.trainer.optimizer.distributed else 1
-    state = shard * (width + 4) + shard * 12 / spread
-    return [
-        (
-            "architecture",
-            f"{hf.get('model_type')}, {count / 1e6:,.1f} million parameters in {config.model.dtype}",
+    trained = held * (2 if _has_critic(config) else 1)
+    shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
+    states = 2 * FP32 + (FP32 if width == 2 else 0)
+    parts = [
+        Part(f"weights, {config.model.dtype}", trained * width),
+        Part("gradients, fp32", trained * FP32),
+        Part(f"optimizer, fp32, 1/{shards}", -(-trained * states // shards)),
+        Part("activations of a pack (estimate)", _activations(config, shape, width)),
+        Part(
+            f"logits of {t.logprob_chunk_tokens} tokens, fp32",
+            LOGIT_COPIES * t.logprob_chunk_tokens * -(-shape.vocab // t.parallel.tensor) * FP32,
         ),
-        ("trainer memory a rank", f"{_size(state)} of weights, gradients and optimizer, and activations"),
-        ("weights an engine", f"{_size(count * width)}, and its KV cache"),
-        ("a checkpoint", f"{_size(count * (width + 12))} on storage"),
+    ]
+    if config.algorithm.kl_coef > 0:
+        parts.append(Part("the policy, put aside for the reference", held * width))
+    if config.algorithm.teacher:
+        parts.append(Part("teacher", _teacher(config, width)))
+    return parts
+
+
+def _has_critic(config: RunConfig) -> bool:
+    a = config.algorithm
+    return a.advantage == "gae" and a.advantage_function is None and not _supervised(config)
+
+
+def _teacher(config: RunConfig, width: int) -> int:
+    assert config.algorithm.teacher is not None
+    try:
+        teacher = architecture(read_hf_config(config.algorithm.teacher, "algorithm.teacher"))
+    except ConfigError:
+        return 0
+    return parameters_of_rank(config, teacher) * width
+
+
+def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
+    p = config.trainer.parallel
+    layers, tokens = -(-shape.layers // p.pipeline), config.trainer.max_pack_tokens
+    in_flight = p.pipeline  # packs that a first stage holds
+    whole = tokens * shape.hidden * LAYER_BYTES * width // 2
+    split = (
+        whole
+        if p.tensor == 1
+        else (whole // p.tensor if p.sequence else whole * 10 // 34 + whole * 24 // 34 // p.tensor)
+    )
+    if config.trainer.recompute == "full":
+        return (layers * in_flight * tokens * shape.hidden * width) + split
+    return layers * in_flight * split
+
+
+def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
+    """Memory of one engine on each of its devices, by part."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    devices = max(1, layout.gpus_an_engine)
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    if layout.engine_kind == "embedded":
+        tokens = min(config.engines.max_total_tokens, config.engines.max_running * longest)
+    else:
+        tokens = config.rollout.max_concurrency * longest
+    return [
+        Part(f"weights, {config.model.dtype}", shape.parameters * width // devices),
+        Part(f"KV cache of {tokens} tokens", tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads)),
     ]
 
 
-def _size(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
+# disk
+
+
+def _disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    trained = shape.parameters * (2 if _has_critic(config) else 1)
+    checkpoint = trained * (width + 2 * FP32 + (FP32 if width == 2 else 0))
+    tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
+    kept = len(numbers.checkpoints_kept) + (
+        1 if len(numbers.checkpoints) > len(numbers.checkpoints_kept) else 0
+    )
+    return [
+        Part(f"{kept} checkpoints at most at once", kept * checkpoint),
+        Part(f"{len(numbers.exports)} exports", len(numbers.exports) * shape.parameters * width),
+        Part(
+            f"samples of {numbers.iterations} iterations (at most)",
+            numbers.iterations * tokens * SAMPLE_BYTES_A_TOKEN,
+        ),
+    ]
+
+
+def _files(config: RunConfig, root: str) -> list[str]:
+    parts = "prompts, batch, verdicts" + ("" if _supervised(config) else ", rollouts/, rewards/")
+    last = config.run.iterations
+    files = [
+        f"{root}/run.json",
+        f"{root}/iterations/000000 .. {last - 1:06d}/ ({parts}, manifest.json)",
+        f"{root}/checkpoints/NNNNNN/",
+    ]
+    if config.checkpoint.export_last or config.checkpoint.export_every:
+        files.append(f"{root}/exports/NNNNNN/")
+    if config.evaluation.sets:
+        files.append(f"{root}/eval/SET/NNNNNN.parquet")
+    return files

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+ROWS = 22  # of a screen of 24, one for the command and one for the prompt
+LONGEST_VALUE = 60
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing to mend: the field, its value, what is wrong with it, and the remedy."""
+class Problem(NamedTuple):
+    """A field that cannot stay as it is: its value, what is wrong with it, and the remedy."""
 
     field: str
     value: Any
@@ -21,13 +24,23 @@ class Problem:
         return f"{self.field}{shown}: {self.reason}; {self.remedy}"
 
 
-def render_problems(problems: Sequence[Problem], limit: int = 10) -> str:
-    """All problems as text for one screen."""
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"
-    lines = [count, *(f"  {problem}" for problem in problems[:limit])]
-    return "\n".join(lines + ([f"  and {len(problems) - limit} more"] if len(problems) > limit else []))
+def render_problems(problems: Sequence[Problem], rows: int = ROWS, columns: int | None = None) -> str:
+    """All problems as text that fits one screen: those that do not fit are at least named."""
+    width = columns or max(60, shutil.get_terminal_size((80, 24)).columns)
+    lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"]
+    for number, problem in enumerate(problems):
+        block = textwrap.wrap(str(problem), width, initial_indent="  ", subsequent_indent="    ")
+        rest = problems[number:]
+        room = rows - len(lines) - (0 if len(rest) == 1 else 2)
+        if len(block) > room:
+            named = textwrap.shorten(
+                ", ".join(item.field for item in rest), max(width - 20, 20), placeholder=" ..."
+            )
+            return "\n".join([*lines, f"  and {len(rest)} more: {named}"])
+        lines += block
+    return "\n".join(lines)
 
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."

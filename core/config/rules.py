@@ -1,172 +1,316 @@
-"""Fields that clash with each other, each with the remedy. Pure: looks at the configuration and nothing else."""
+"""What fields of different sections demand of each other. Each rule says which fields clash and how to mend it.
+
+Owns rules that need nothing but the configuration; what it names (files, functions, servers) is touched by flows.check.
+Pure, no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import lcm
+from urllib.parse import urlsplit
 
-from core.config.algorithm_rules import problems as algorithm_problems
+from core.config import algorithm_rules
+from core.config.model import Source
+from core.config.passthrough import MEGATRON_ELSEWHERE, MEGATRON_REFUSED, SGLANG_OWNED
 from core.config.problems import Problem
 from core.config.run import RunConfig
+from core.config.training import EvalSet
 
 
-def rule_problems(config: RunConfig) -> list[Problem]:
-    """Everything wrong across fields, all at once; empty when the configuration makes sense."""
-    found = [
-        *_batch(config),
-        *_parallel(config),
-        *_lengths(config),
-        *_names(config),
-        *_schedule(config),
-        *_live(config),
-    ]
-    steps = max(1, config.steps_per_iteration)
-    found += [
-        Problem(*problem)
-        for problem in algorithm_problems(
-            config.algorithm, config.rollout, filter=config.filter, steps_per_iteration=steps
-        )
-    ]
+def problems(config: RunConfig) -> list[Problem]:
+    """Everything that fields say against each other, all at once; empty when they agree."""
+    found = [*_batch(config), *_parallel(config), *_lengths(config), *_sampling(config), *_optimizer(config)]
+    found += algorithm_rules.problems(
+        config.algorithm,
+        config.rollout,
+        filter=config.filter,
+        steps_per_iteration=max(1, config.steps_per_iteration),
+    )
+    found += [*_supervised(config), *_names(config), *_intervals(config), *_engines(config), *_places(config)]
+    found += _passthrough(config)
     return found
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
     samples, batch = config.samples_per_iteration, config.global_batch
     if samples % batch:
+        near = max((n for n in range(1, min(batch, samples) + 1) if samples % n == 0), default=1)
         yield Problem(
             "trainer.global_batch",
             batch,
-            f"does not divide rollout.prompts × rollout.samples_per_prompt = {config.rollout.prompts} × "
-            f"{config.rollout.samples_per_prompt} = {samples}",
-            f"take one of {_divisors(samples, batch)}, or leave it out for one step an iteration",
+            f"rollout.prompts × rollout.samples_per_prompt = {samples} samples an iteration are not a whole number of steps",
+            f"set it to a divisor of {samples} such as {near}, or leave it out for one step an iteration",
         )
-    model_ranks = _model_ranks(config)
-    if config.trainer.world_size % model_ranks == 0 and batch < config.data_parallel:
-        yield Problem(
-            "trainer.global_batch",
-            batch,
-            f"leaves some of the {config.data_parallel} data parallel ranks without a sample",
-            f"set it to {config.data_parallel} or more, or lower trainer.world_size",
-        )
-    if config.algorithm.loss == "sft" and config.rollout.samples_per_prompt != 1:
-        yield Problem(
-            "rollout.samples_per_prompt",
-            config.rollout.samples_per_prompt,
-            "supervised training has one answer a prompt",
-            "set it to 1",
-        )
-
-
-def _model_ranks(config: RunConfig) -> int:
-    p = config.trainer.parallel
-    return p.tensor * p.pipeline * p.context
 
 
 def _parallel(config: RunConfig) -> Iterator[Problem]:
-    p, world = config.trainer.parallel, config.trainer.world_size
-    ranks = _model_ranks(config)
-    if world % ranks:
+    world, p = config.trainer.world_size, config.trainer.parallel
+    model = p.tensor * p.pipeline * p.context
+    if world % model:
         yield Problem(
             "trainer.world_size",
             world,
-            f"is no multiple of tensor × pipeline × context = {p.tensor} × {p.pipeline} × {p.context} = {ranks}",
-            f"set it to {ranks * max(1, round(world / ranks))}, or change trainer.parallel",
+            f"does not divide by parallel.tensor × pipeline × context = {p.tensor} × {p.pipeline} × {p.context} = {model}",
+            f"set it to a multiple of {model}, or lower trainer.parallel",
         )
-    elif (world // p.pipeline) % p.expert:
+    elif world % (p.expert * p.pipeline):
         yield Problem(
             "trainer.parallel.expert",
             p.expert,
-            f"does not divide the {world // p.pipeline} ranks of a pipeline stage",
-            "take a divisor of them",
+            f"expert × pipeline = {p.expert * p.pipeline} does not divide trainer.world_size = {world}",
+            "lower it, or raise trainer.world_size",
         )
     if p.sequence and p.tensor == 1:
         yield Problem(
             "trainer.parallel.sequence",
             True,
-            "sequence parallelism splits over tensor parallel ranks, and there is one",
-            "set it to false, or trainer.parallel.tensor to 2 or more",
+            "it splits sequences over tensor parallel ranks, and parallel.tensor is 1",
+            "set it to false, or parallel.tensor to 2 or more",
         )
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_new_tokens
-    room = config.trainer.max_pack_tokens * config.trainer.parallel.context
-    if prompt + response > room:
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    p = config.trainer.parallel
+    room = config.trainer.max_pack_tokens * p.context
+    align = (2 * p.context if p.context > 1 else 1) * (p.tensor if p.sequence else 1)
+    padded = -(-longest // align) * align
+    if padded > room:
         yield Problem(
             "trainer.max_pack_tokens",
             config.trainer.max_pack_tokens,
-            f"cannot hold the longest sample: data.max_prompt_tokens + rollout.sampling.max_new_tokens = {prompt} + {response}",
-            f"set it to {-(-(prompt + response) // config.trainer.parallel.context)} or more, or lower one of those",
+            f"a sample may have data.max_prompt_tokens + rollout.sampling.max_new_tokens = {longest} tokens, which no pack "
+            f"of {room} holds",
+            f"set it to {-(-padded // p.context)} or more, or lower one of the two",
         )
-    longest = max([response, *(held_out.sampling.max_new_tokens for held_out in config.evaluation.sets)])
-    if prompt + longest > config.engines.max_total_tokens:
-        yield Problem(
-            "engines.max_total_tokens",
-            config.engines.max_total_tokens,
-            f"cannot hold one sample of {prompt} + {longest} tokens",
-            f"set it to {prompt + longest} or more",
-        )
-
-
-def _names(config: RunConfig) -> Iterator[Problem]:
-    for field, names in (
-        ("data.sources", [source.name for source in config.data.sources]),
-        ("evaluation.sets", [held_out.name for held_out in config.evaluation.sets]),
-    ):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+    if not _embedded_possible(config):
+        return
+    budgets = [("rollout.sampling", config.rollout.sampling)]
+    budgets += [(f"evaluation.sets.{e.name}.sampling", e.sampling) for e in config.evaluation.sets]
+    held = config.engines.max_total_tokens
+    for field, sampling in budgets:
+        needed = config.data.max_prompt_tokens + sampling.max_new_tokens
+        if needed > held:
             yield Problem(
-                field, names, f"{', '.join(twice)} is there more than once", "give each a name of its own"
+                "engines.max_total_tokens",
+                held,
+                f"one sample may need data.max_prompt_tokens + {field}.max_new_tokens = {needed} tokens of KV cache",
+                f"set it to {needed} or more",
+            )
+            return
+
+
+def _sampling(config: RunConfig) -> Iterator[Problem]:
+    places = [("rollout", config.rollout.sampling)]
+    places += [(f"evaluation.sets.{e.name}", e.sampling) for e in config.evaluation.sets]
+    for place, sampling in places:
+        if "" in sampling.stop:
+            yield Problem(
+                f"{place}.sampling.stop",
+                sampling.stop,
+                "an empty string ends every response at once",
+                "remove it from the list",
+            )
+        if any(token < 0 for token in sampling.stop_token_ids):
+            yield Problem(
+                f"{place}.sampling.stop_token_ids",
+                sampling.stop_token_ids,
+                "no token has a negative id",
+                "remove it",
+            )
+        if sampling.top_k == 0:
+            yield Problem(
+                f"{place}.sampling.top_k",
+                0,
+                "no token would be left to sample",
+                "set it to -1 for the whole vocabulary",
+            )
+    for held_out in config.evaluation.sets:
+        if held_out.sampling.temperature == 0 and held_out.samples_per_prompt > 1:
+            yield Problem(
+                f"evaluation.sets.{held_out.name}.samples_per_prompt",
+                held_out.samples_per_prompt,
+                "greedy samples of one prompt are all the same",
+                "set it to 1, or the set's sampling.temperature above 0",
             )
 
 
-def _schedule(config: RunConfig) -> Iterator[Problem]:
-    s = config.trainer.schedule
-    total = config.run.iterations * max(1, config.steps_per_iteration)
-    end = s.decay_steps or total
-    if s.kind != "constant" and s.warmup_steps >= end:
-        yield Problem(
-            "trainer.schedule.warmup_steps",
-            s.warmup_steps,
-            f"leaves nothing of the {end} steps to decay in",
-            "lower it, raise decay_steps, or set kind=constant",
-        )
-    if s.min_lr > config.trainer.optimizer.lr:
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    o, s = config.trainer.optimizer, config.trainer.schedule
+    for number, beta in enumerate(o.betas):
+        if not 0 <= beta < 1:
+            yield Problem(
+                f"trainer.optimizer.betas.{number}", beta, "a decay rate lies in [0, 1)", "use 0.9 and 0.98"
+            )
+    if s.min_lr > o.lr:
         yield Problem(
             "trainer.schedule.min_lr",
             s.min_lr,
-            f"is above trainer.optimizer.lr = {config.trainer.optimizer.lr:g}",
-            "lower it",
+            f"it is above the peak, trainer.optimizer.lr = {o.lr:g}",
+            "lower it, or raise the peak",
         )
-
-
-def _live(config: RunConfig) -> Iterator[Problem]:
-    kind = config.engines.kind
-    if kind == "embedded" and config.engines.gpus > 1:
+    steps = s.decay_steps or config.run.iterations * max(1, config.steps_per_iteration)
+    if s.kind != "constant" and s.warmup_steps >= steps:
         yield Problem(
-            "engines.gpus",
-            config.engines.gpus,
-            "the embedded engine uses none",
-            "leave it out, or set engines.kind=sglang",
+            "trainer.schedule.warmup_steps",
+            s.warmup_steps,
+            f"the warm-up is not over when the decay ends, after {steps} steps",
+            f"set it below {steps}",
         )
-    if kind == "embedded" and config.engines.sglang:
+
+
+def _supervised(config: RunConfig) -> Iterator[Problem]:
+    if config.algorithm.loss != "sft":
+        return
+    if config.rollout.samples_per_prompt != 1:
+        yield Problem(
+            "rollout.samples_per_prompt",
+            config.rollout.samples_per_prompt,
+            "algorithm.loss=sft learns the one reference answer of a prompt",
+            "set it to 1",
+        )
+    for source in config.data.sources:
+        if source.label_key is None:
+            yield Problem(
+                f"data.sources.{source.name}.label_key",
+                None,
+                "algorithm.loss=sft learns the reference answer, which no column is said to hold",
+                "name the column",
+            )
+
+
+def _names(config: RunConfig) -> Iterator[Problem]:
+    lists: dict[str, Sequence[Source | EvalSet]] = {
+        "data.sources": config.data.sources,
+        "evaluation.sets": config.evaluation.sets,
+    }
+    for field, items in lists.items():
+        names = [item.name for item in items]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            where = [number for number, other in enumerate(names) if other == name]
+            yield Problem(
+                f"{field}.{where[-1]}.name",
+                name,
+                f"item {where[0]} has the same name, and metrics and lineage tell them apart by it",
+                "give each its own name",
+            )
+
+
+def _intervals(config: RunConfig) -> Iterator[Problem]:
+    c = config.checkpoint
+    if c.keep_every and c.keep_every < config.run.iterations < lcm(c.every, c.keep_every):
+        yield Problem(
+            "checkpoint.keep_every",
+            c.keep_every,
+            f"no checkpoint of the run's {config.run.iterations} iterations, one every {c.every}, divides by it",
+            f"set it to a multiple of checkpoint.every, such as {c.every}",
+        )
+
+
+def _embedded_possible(config: RunConfig) -> bool:
+    return config.engines.kind != "sglang" and config.algorithm.loss != "sft"
+
+
+def _engines(config: RunConfig) -> Iterator[Problem]:
+    e = config.engines
+    if e.kind == "embedded" and e.sglang:
         yield Problem(
             "engines.sglang",
-            config.engines.sglang,
-            "the embedded engine has no such fields",
-            "leave it out, or set engines.kind=sglang",
+            e.sglang,
+            "engines.kind=embedded starts no SGLang",
+            "remove the options, or set engines.kind=sglang",
         )
-    if config.placement.colocate and (kind == "embedded" or config.trainer.device == "cpu"):
-        yield Problem("placement.colocate", True, "without GPUs there is nothing to share", "set it to false")
-    if config.rollout.max_concurrency > config.engines.max_running and kind == "embedded":
+    if e.kind == "embedded" and e.gpus > 1:
         yield Problem(
-            "rollout.max_concurrency",
-            config.rollout.max_concurrency,
-            f"an engine runs engines.max_running = {config.engines.max_running} requests at once; the others would wait in it",
-            "lower it, or raise engines.max_running",
+            "engines.gpus",
+            e.gpus,
+            "an embedded engine runs on one device",
+            "set it to 1, or engines.kind=sglang",
+        )
+    if config.placement.colocate:
+        yield Problem(
+            "placement.colocate",
+            True,
+            "trainer and engines do not release memory in turn: each needs GPUs of its own",
+            "set it to false",
+        )
+    if config.sync.kind in ("ipc", "nccl"):
+        yield Problem(
+            "sync.kind",
+            config.sync.kind,
+            "weights reach the engines through files only",
+            "set it to auto or disk, and sync.directory to a folder that trainer and engines see",
         )
 
 
-def _divisors(number: int, near: int) -> str:
-    """Divisors of a number around another, for a remedy."""
-    every = [n for n in range(1, number + 1) if number % n == 0]
-    return ", ".join(str(n) for n in sorted(sorted(every, key=lambda n: abs(n - near))[:4]))
+def _places(config: RunConfig) -> Iterator[Problem]:
+    root = config.storage.root
+    if root.startswith("memory://"):
+        yield Problem(
+            "storage.root",
+            root,
+            "the memory of one process is not seen by trainer and engines",
+            "give a folder, s3:// or gs://",
+        )
+    files = [(f"data.sources.{s.name}.path", s.path) for s in config.data.sources]
+    files += [(f"evaluation.sets.{s.name}.path", s.path) for s in config.evaluation.sets]
+    for field, path in files:
+        if not path.endswith((".jsonl", ".json", ".parquet")):
+            yield Problem(
+                field, path, "the format is not known by its ending", "give a .jsonl, .json or .parquet file"
+            )
+    if config.tracking.uri is not None:
+        yield from _tracking(config.tracking.uri)
+
+
+def _tracking(uri: str) -> Iterator[Problem]:
+    known = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
+    head, found, rest = uri.partition("://")
+    if not uri.strip():
+        yield Problem(
+            "tracking.uri", uri, "it is empty", "leave it out for a SQLite file, or give http://host:port"
+        )
+    elif not found and uri != "databricks":
+        yield Problem(
+            "tracking.uri",
+            uri,
+            "it is no URI",
+            "write sqlite:///path/of/file.db or http://host:port, or leave it out",
+        )
+    elif found and head.partition("+")[0] not in known:
+        yield Problem("tracking.uri", uri, f"MLflow knows no {head}://", f"use one of {', '.join(known)}")
+    elif head == "sqlite" and (not rest.startswith("/") or not rest.strip("/")):
+        yield Problem("tracking.uri", uri, "it names no file", "write sqlite:///path/of/file.db")
+    elif head in ("http", "https") and not _host(uri):
+        yield Problem("tracking.uri", uri, "it names no host", "write http://host:port")
+    elif urlsplit(uri).password:
+        yield Problem(
+            "tracking.uri",
+            uri.replace(urlsplit(uri).password or "", "***"),
+            "a configuration is stored with the run, and a password must not be",
+            "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
+        )
+
+
+def _host(uri: str) -> str | None:
+    try:
+        parts = urlsplit(uri)
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts.hostname
+
+
+def _passthrough(config: RunConfig) -> Iterator[Problem]:
+    for name, value in config.trainer.megatron.items():
+        field = f"trainer.megatron.{name}"
+        if name in MEGATRON_REFUSED:
+            yield Problem(field, value, f"not allowed: {MEGATRON_REFUSED[name]}", "remove it")
+        elif name in MEGATRON_ELSEWHERE:
+            yield Problem(
+                field, value, f"it follows from {MEGATRON_ELSEWHERE[name]}", "remove it and set that instead"
+            )
+    for name, value in config.engines.sglang.items():
+        if name in SGLANG_OWNED:
+            yield Problem(f"engines.sglang.{name}", value, "millrace sets it itself", "remove it")

@@ -104,9 +104,12 @@ class Placement(Section):
 class Sync(Section):
     """How weights reach the engines."""
 
+    kind: Literal["auto", "disk", "ipc", "nccl"] = Field(
+        "auto", description="auto: disk on CPU, ipc when colocated on GPUs, nccl otherwise."
+    )
     directory: str | None = Field(
         None,
-        description="Folder through which weights go, seen by trainer and engines; shared memory of this host when not given.",
+        description="Folder for disk sync, seen by trainer and engines; shared memory of this host when not given.",
     )
     max_logprob_gap: float = Field(
         0.02,

@@ -161,9 +161,9 @@ class PlainLearner(Plain):
             found["critic_grad_norm"] = stepped(error, self.critic.optimizer)
         if self.critic is None or version > c.critic.only_steps:
             found["grad_norm"] = self.step(loss)
-        if "kl" in metrics:
-            value, weight = metrics["kl"]
-            self.controller.update(float(value / weight), len(rows))
+            if "kl" in metrics:
+                value, weight = metrics["kl"]
+                self.controller.update(float(value / weight), len(rows))
         if c.reference_update_steps and version % c.reference_update_steps == 0:
             self.reference.load_state_dict(self.model.state_dict())
         return found

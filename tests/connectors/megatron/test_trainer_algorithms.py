@@ -17,7 +17,13 @@ from core.config.presets import PRESETS
 CRITIC = {"lr": 1e-3, "clip": 0.05}
 CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {
     "ppo": {"preset": "ppo", "kl_coef": 0.05, "gamma": 0.99, "lam": 0.9, "critic": CRITIC},
-    "ppo, critic first": {"preset": "ppo", "critic": {**CRITIC, "only_steps": 2}},
+    "ppo, critic first": {
+        "preset": "ppo",
+        "kl_coef": 0.05,
+        "kl_target": 1e-4,
+        "kl_horizon": 20,
+        "critic": {**CRITIC, "only_steps": 2},
+    },
     "ppo, adaptive KL": {
         "preset": "ppo",
         "kl_coef": 0.05,

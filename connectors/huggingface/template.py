@@ -1,0 +1,148 @@
+"""A checkpoint folder's tokenizer files and chat template, read without transformers.
+
+Owns what can be said of them in a fraction of a second, before anything starts; nothing here makes a run's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from core.prompts import Prompt
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class TokenizerFolder:
+    """The files of a tokenizer. Raises ValueError saying what is wrong with them."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        if not any((self.folder / name).is_file() for name in VOCABULARIES):
+            raise ValueError(f"holds no tokenizer ({', '.join(VOCABULARIES[:3])})")
+        self.config: dict[str, Any] = self._json("tokenizer_config.json")
+        self.special = {name: _text(self.config[name]) for name in SPECIAL if self.config.get(name)}
+
+    def template(self) -> str | None:
+        """The tokenizer's own chat template."""
+        alone = self.folder / "chat_template.jinja"
+        if alone.is_file():
+            return alone.read_text(encoding="utf-8")
+        found = self.config.get("chat_template") or self._json("chat_template.json").get("chat_template")
+        if isinstance(found, list):
+            named = {item.get("name"): item.get("template") for item in found}
+            found = named.get("default")
+        return found if isinstance(found, str) else None
+
+    def load(self) -> Any:
+        """The tokenizer as the tokenizers library has it; None where the folder holds only other formats."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise ValueError(f"its tokenizer.json cannot be read: {error}") from error
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            return {}
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"its {name} is not JSON: {error}") from error
+        return values if isinstance(values, dict) else {}
+
+
+class ChatTemplate:
+    """A chat template as transformers would run it. Raises ValueError with the line where it does not parse."""
+
+    def __init__(self, text: str, special: Mapping[str, str]) -> None:
+        self._special = dict(special)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno}: {error.message}") from error
+
+    def render(self, prompt: Prompt, system: str | None = None) -> str:
+        """The text of a prompt, ready for an answer. Raises ValueError with what the template says."""
+        messages: list[Mapping[str, Any]] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def last_text(prompt: Prompt) -> str:
+    """Text that a rendered prompt must hold: its last message's, without space around it."""
+    if isinstance(prompt, str):
+        return prompt.strip()
+    content = prompt[-1].get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's text; it renders as what it holds."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
+
+
+def weight_files(folder: str) -> Sequence[str]:
+    """Files of weights that a checkpoint folder lacks; empty when it is whole. Raises ValueError for a broken index."""
+    path = Path(folder)
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return [] if (path / "model.safetensors").is_file() else ["model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"its {index.name} cannot be read: {error}") from error
+    return sorted(name for name in names if not (path / name).is_file())

@@ -1,0 +1,68 @@
+"""`key=value` on top of a configuration's values: dotted, into lists by index or by the name of an item. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from core.config.yaml_text import parse
+
+
+def apply(values: dict[str, Any], override: str) -> None:
+    """Set one value in place; the value is read as YAML. Raises ValueError saying what is wrong and the remedy."""
+    key, sign, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not sign or not all(parts):
+        raise ValueError("has no key=value form; write it as in run.name=a")
+    try:
+        value = parse(text)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"its value is not YAML: {getattr(error, 'problem', error)}; quote the value"
+        ) from error
+    _set(values, parts, value, [])
+
+
+def _set(at: Any, parts: Sequence[str], value: Any, above: Sequence[str]) -> None:
+    if isinstance(at, list):
+        _set_item(at, parts, value, above)
+        return
+    if not isinstance(at, dict):
+        here = ".".join(above)
+        raise ValueError(f"{here} is {at!r}, which has no fields below it; set {here} itself")
+    first, *rest = parts
+    if not rest:
+        at[first] = value
+        return
+    if at.get(first) is None:
+        at[first] = [] if rest[0].isdigit() else {}
+    _set(at[first], rest, value, [*above, first])
+
+
+def _set_item(items: list[Any], parts: Sequence[str], value: Any, above: Sequence[str]) -> None:
+    place, rest = _find(items, parts, above)
+    if not rest:
+        items[place : place + 1] = [value]
+        return
+    if place == len(items):
+        items.append({})
+    _set(items[place], rest, value, [*above, str(place)])
+
+
+def _find(items: Sequence[Any], parts: Sequence[str], above: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """Which item is meant, and the parts below it. Names may hold dots, so the longest that fits is taken."""
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in names:
+            return names.index(name), parts[end:]
+    if parts[0].isdigit() and int(parts[0]) <= len(items):
+        return int(parts[0]), parts[1:]
+    known = ", ".join([*map(str, range(len(items))), *(name for name in names if isinstance(name, str))])
+    here = ".".join(above)
+    raise ValueError(
+        f"{here} has no item {parts[0]}; use {known or '0'}"
+        + (f", or {len(items)} to add one" if known else "")
+    )
