@@ -53,9 +53,6 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Type of the parameters in the trainer's forward pass."
     )
-    attention_dropout: Literal[0] = Field(
-        0, description="Dropout is not supported: log-probabilities must be repeatable."
-    )
 
 
 class Source(Section):
