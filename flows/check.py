@@ -27,7 +27,7 @@ from flows.plan_table import render as render
 
 PATIENCE_S = 5.0  # for a storage that takes the connection and then says nothing
 CONNECT_S = 1.0
-PROBE = re.compile(r"\S*/\.millrace-probe-\w+(: )?")
+PROBE = re.compile(r"^\S*/\.millrace-probe-\w+: |/\.millrace-probe-\w+")
 
 Touch = Callable[[], list[Problem]]
 

@@ -62,7 +62,9 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
         stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(PROBE_S if probe else math.inf),
         wait=wait_random_exponential(multiplier=0.1, max=LONGEST_WAIT_S),
         retry=retry_if_exception(is_transient),
-        before_sleep=lambda state: log.warning("%s: cannot %s, trying again: %s", url, verb, _cause(state)),
+        before_sleep=None
+        if probe
+        else lambda state: log.warning("%s: cannot %s, trying again: %s", url, verb, _cause(state)),
         reraise=True,
     )
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -84,10 +83,10 @@ def _other_key(place: Sequence[str]) -> str:
     near = difflib.get_close_matches(place[-1], known, 1)
     if near:
         return f"did you mean {near[0]}?"
-    plain = [re.sub(r"\[\]", "", path) for path in all_fields()]
-    elsewhere = [path for path in plain if path.rsplit(".", 1)[-1] == place[-1]]
+    elsewhere = [path for path in all_fields() if path.rsplit(".", 1)[-1] == place[-1]]
     if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
+        elsewhere.sort(key=lambda path: path.split(".")[0] != place[0])  # the same section's first
+        return f"did you mean {' or '.join(elsewhere[:2])}?"
     return f"remove it; known here: {', '.join(known)}"
 
 

@@ -9,6 +9,8 @@ import yaml
 
 FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
+MERGE = "tag:yaml.org,2002:merge"
+
 
 class _Loader(yaml.SafeLoader):
     """Plain data only."""
@@ -17,8 +19,10 @@ class _Loader(yaml.SafeLoader):
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == MERGE or not isinstance(key_node, yaml.ScalarNode):
+            continue
         key = loader.construct_object(key_node)
-        if key_node.value != "<<" and key in seen:
+        if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"{key!r} stands here a second time", key_node.start_mark
             )

@@ -1,0 +1,55 @@
+"""How long `millrace check` takes, start of the interpreter to its end: on a good configuration and on wrong ones.
+
+    python benchmarks/check_command.py [--json FILE]
+
+Each runs in a process of its own, as from a shell. Prints the slowest and the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "flows"))
+
+from wrong_configs import WRONG, write_good
+
+
+def main() -> None:
+    """Time them all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_good(Path(folder))
+        good = _seconds(folder, [], expect=0)
+        wrong = {name: _seconds(folder, overrides, expect=2) for name, overrides, _ in WRONG}
+    slowest = max(wrong, key=lambda name: wrong[name])
+    print(f"good configuration: {good:.2f} s")
+    print(
+        f"{len(wrong)} wrong ones: median {statistics.median(wrong.values()):.2f} s, slowest {wrong[slowest]:.2f} s ({slowest})"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"good_s": good, "wrong_s": wrong}, indent=1))
+
+
+def _seconds(folder: str, overrides: list[str], expect: int) -> float:
+    environment = {**os.environ, "PYTHONPATH": folder, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    environment |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    command = [sys.executable, "-m", "flows.cli", "check", "run.yaml", *overrides]
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
+    assert done.returncode == expect, done.stdout + done.stderr
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

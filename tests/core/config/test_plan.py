@@ -1,0 +1,121 @@
+"""The plan's numbers against counts made another way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.architecture import architecture
+from core.config.overrides import apply
+from core.config.plan import make_plan, parameters_of_rank
+from core.config.run import RunConfig
+
+QWEN3_06B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+MOE = {
+    **QWEN3_06B,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def config(folder: Path, *overrides: str, hf: dict[str, Any] = QWEN3_06B) -> RunConfig:
+    (folder / "config.json").write_text(json.dumps(hf))
+    values: dict[str, Any] = {
+        "run": {"name": "a", "iterations": 25},
+        "model": {"path": str(folder)},
+        "data": {"sources": [{"path": "x.jsonl"}]},
+        "rollout": {"prompts": 16, "samples_per_prompt": 8},
+    }
+    for override in overrides:
+        apply(values, override)
+    return RunConfig.model_validate(values)
+
+
+def test_parameters_are_those_of_the_published_model() -> None:
+    assert architecture(QWEN3_06B).parameters == pytest.approx(596_049_920, rel=1e-4)  # without q and k norms
+
+
+@pytest.mark.parametrize("hf", [QWEN3_06B, MOE], ids=["dense", "experts"])
+def test_one_rank_holds_the_whole_model(tmp_path: Path, hf: dict[str, Any]) -> None:
+    assert parameters_of_rank(config(tmp_path, hf=hf), architecture(hf)) == architecture(hf).parameters
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_split_leaves_a_rank_less_than_the_whole_and_no_less_than_its_share(
+    tmp_path: Path, axis: str
+) -> None:
+    shape = architecture(QWEN3_06B)
+    held = parameters_of_rank(config(tmp_path, "trainer.world_size=2", f"trainer.parallel.{axis}=2"), shape)
+    assert shape.parameters / 2 <= held < shape.parameters
+
+
+def test_numbers_of_an_iteration_and_of_the_run(tmp_path: Path) -> None:
+    changes = [
+        "trainer.global_batch=32",
+        "checkpoint.every=10",
+        "checkpoint.keep_last=1",
+        "evaluation.every=10",
+    ]
+    numbers = make_plan(
+        config(tmp_path, *changes, "evaluation.sets.0={name: h, path: h.jsonl}"), gpus=0
+    ).numbers
+    assert (numbers.samples, numbers.steps, numbers.weight_versions) == (128, 4, 100)
+    assert (numbers.checkpoints, numbers.checkpoints_kept, numbers.exports) == ([10, 20, 25], [25], [25])
+    assert numbers.evaluations == 4  # before, 10, 20, 25
+    assert numbers.spare_prompts == 32
+
+
+def test_layout_follows_the_gpus_of_the_host(tmp_path: Path) -> None:
+    settings = config(
+        tmp_path, "trainer.world_size=4", "trainer.parallel.tensor=2", "engines.gpus=2", "engines.count=3"
+    )
+    on_gpus, on_cpu = make_plan(settings, gpus=8).layout, make_plan(settings, gpus=0).layout
+    assert (on_gpus.device, on_gpus.engine_kind, on_gpus.data, on_gpus.gpus) == ("cuda", "sglang", 2, 4 + 6)
+    assert (on_cpu.device, on_cpu.engine_kind, on_cpu.gpus) == ("cpu", "embedded", 0)
+
+
+def test_memory_of_bf16_adam(tmp_path: Path) -> None:
+    plan = make_plan(config(tmp_path, "model.dtype=bfloat16", "trainer.world_size=4"), gpus=8)
+    parameters = architecture(QWEN3_06B).parameters
+    sizes = [part.size for part in plan.trainer_memory[:3]]
+    assert sizes == [2 * parameters, 4 * parameters, 12 * parameters // 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [(["algorithm.kl_coef=0.1"], "reference"), (["trainer.recompute=none"], "activations")],
+)
+def test_parts_that_only_some_runs_need(tmp_path: Path, overrides: list[str], name: str) -> None:
+    assert any(name in part.name for part in make_plan(config(tmp_path, *overrides), gpus=1).trainer_memory)
+
+
+def test_a_critic_doubles_what_is_trained(tmp_path: Path) -> None:
+    plain = make_plan(config(tmp_path), gpus=1).trainer_memory[0].size
+    assert make_plan(config(tmp_path, "algorithm.preset=ppo"), gpus=1).trainer_memory[0].size == 2 * plain
+
+
+def test_supervised_runs_have_no_engines(tmp_path: Path) -> None:
+    plan = make_plan(config(tmp_path, "algorithm.loss=sft", "rollout.samples_per_prompt=1"), gpus=8)
+    assert (plan.layout.engines, plan.layout.gpus, plan.engine_memory) == (0, 1, [])
+
+
+def test_a_model_that_is_made_later_leaves_sizes_out(tmp_path: Path) -> None:
+    plan = make_plan(config(tmp_path, "model.path=later"), gpus=0)
+    assert (plan.parameters, plan.trainer_memory, plan.disk) == (None, [], [])

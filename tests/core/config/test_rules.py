@@ -1,0 +1,124 @@
+"""Rules between fields: a table of what clashes, and of what does not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from core.config.overrides import apply
+from core.config.rules import problems
+from core.config.run import RunConfig
+
+BASE: dict[str, Any] = {
+    "run": {"name": "a", "iterations": 10},
+    "model": {"path": "m"},
+    "data": {"max_prompt_tokens": 100, "sources": [{"name": "sums", "path": "s.jsonl"}]},
+    "rollout": {"prompts": 8, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 100}},
+    "trainer": {"max_pack_tokens": 400},
+    "evaluation": {"sets": [{"name": "held", "path": "h.parquet"}]},
+}
+
+
+def fields(*overrides: str) -> list[str]:
+    values = copy.deepcopy(BASE)
+    for override in overrides:
+        apply(values, override)
+    found = problems(RunConfig.model_validate(values))
+    assert all(problem.reason and problem.remedy for problem in found)
+    return [problem.field for problem in found]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["trainer.global_batch=8"],
+        ["trainer.world_size=8", "trainer.parallel.tensor=2", "trainer.parallel.pipeline=2"],
+        ["trainer.world_size=4", "trainer.parallel.expert=4"],
+        ["trainer.world_size=2", "trainer.parallel.tensor=2", "trainer.parallel.sequence=true"],
+        ["trainer.max_pack_tokens=200"],
+        ["trainer.max_pack_tokens=100", "trainer.parallel.context=2", "trainer.world_size=2"],
+        ["engines.max_total_tokens=356"],
+        ["engines.kind=sglang", "engines.max_total_tokens=10", "engines.gpus=2"],
+        ["algorithm.loss=sft", "rollout.samples_per_prompt=1"],
+        ["checkpoint.every=4", "checkpoint.keep_every=8"],
+        ["run.iterations=12", "checkpoint.every=4", "checkpoint.keep_every=6"],
+        ["tracking.uri=sqlite:////tmp/x.db"],
+        ["tracking.uri=https://host:5000"],
+        ["tracking.uri=databricks"],
+        ["tracking.uri=postgresql+psycopg2://me@host/db"],
+        ["trainer.schedule.kind=linear", "trainer.schedule.warmup_steps=9"],
+        ["trainer.schedule.warmup_steps=1000"],
+        ["sync.kind=disk"],
+    ],
+    ids=" ".join,
+)
+def test_these_agree(overrides: list[str]) -> None:
+    assert fields(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["trainer.global_batch=5"], "trainer.global_batch"),
+        (["trainer.global_batch=64"], "trainer.global_batch"),
+        (["trainer.world_size=6", "trainer.parallel.context=4"], "trainer.world_size"),
+        (["trainer.world_size=6", "trainer.parallel.expert=4"], "trainer.parallel.expert"),
+        (
+            ["trainer.world_size=6", "trainer.parallel.expert=2", "trainer.parallel.pipeline=6"],
+            "trainer.parallel.expert",
+        ),
+        (["trainer.max_pack_tokens=199"], "trainer.max_pack_tokens"),
+        (
+            ["trainer.max_pack_tokens=100", "trainer.parallel.context=3", "trainer.world_size=2"],
+            "trainer.world_size",
+        ),
+        (["engines.max_total_tokens=355"], "engines.max_total_tokens"),
+        (["evaluation.sets.held.sampling={max_new_tokens: 70000}"], "engines.max_total_tokens"),
+        (["trainer.optimizer.betas=[0.9, 1]"], "trainer.optimizer.betas.1"),
+        (["trainer.schedule.min_lr=1"], "trainer.schedule.min_lr"),
+        (
+            ["trainer.schedule.kind=cosine", "trainer.schedule.warmup_steps=10"],
+            "trainer.schedule.warmup_steps",
+        ),
+        (["algorithm.loss=sft"], "rollout.samples_per_prompt"),
+        (
+            ["algorithm.loss=sft", "rollout.samples_per_prompt=1", "data.sources.0.label_key=null"],
+            "data.sources.sums.label_key",
+        ),
+        (["evaluation.sets.1={name: held, path: x.jsonl}"], "evaluation.sets.1.name"),
+        (["rollout.sampling.stop_token_ids=[-1]"], "rollout.sampling.stop_token_ids"),
+        (["evaluation.sets.held.sampling={stop: ['']}"], "evaluation.sets.held.sampling.stop"),
+        (["engines.kind=embedded", "engines.sglang.mem_fraction_static=0.8"], "engines.sglang"),
+        (["engines.kind=embedded", "engines.gpus=2"], "engines.gpus"),
+        (["sync.kind=ipc"], "sync.kind"),
+        (["data.sources.0.path=s.csv"], "data.sources.sums.path"),
+        (["storage.root=memory://x"], "storage.root"),
+        (["tracking.uri=sqlite://x.db"], "tracking.uri"),
+        (["tracking.uri=http://"], "tracking.uri"),
+        (["tracking.uri=http://host:port"], "tracking.uri"),
+        (["tracking.uri=gopher://host"], "tracking.uri"),
+        (["tracking.uri=''"], "tracking.uri"),
+        (["trainer.megatron.hidden_dropout=0.1"], "trainer.megatron.hidden_dropout"),
+        (["trainer.megatron.bf16=true"], "trainer.megatron.bf16"),
+        (["engines.sglang.tp_size=2"], "engines.sglang.tp_size"),
+        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature"),
+    ],
+    ids=str,
+)
+def test_these_clash(overrides: list[str], field: str) -> None:
+    assert fields(*overrides) == [field]
+
+
+def test_a_password_is_not_repeated() -> None:
+    values = {**BASE, "tracking": {"uri": "http://me:hush@host"}}
+    assert "hush" not in str(problems(RunConfig.model_validate(values))[0])
+
+
+def test_all_come_at_once() -> None:
+    found = fields(
+        "trainer.global_batch=5", "sync.kind=nccl", "placement.colocate=true", "algorithm.dual_clip=1.1"
+    )
+    assert sorted(found) == ["algorithm.dual_clip", "placement.colocate", "sync.kind", "trainer.global_batch"]

@@ -1,0 +1,140 @@
+"""What `millrace check` answers, on good and on wrong configurations."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+from wrong_configs import TEXTS, WRONG, write_good
+
+from core.config.load import load_config
+from flows.check import check
+from flows.cli import app
+
+HEAVY = ("torch", "prefect", "ray", "mlflow", "megatron", "transformers")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("check")
+    write_good(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    for name in ("ID", "SECRET"):
+        monkeypatch.setenv(f"AWS_{'ACCESS_KEY_' + name if name == 'ID' else 'SECRET_ACCESS_KEY'}", "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["check", *arguments])
+
+
+def test_a_good_configuration_gets_its_plan() -> None:
+    result = run("run.yaml")
+    assert result.exit_code == 0, result.output
+    for part in ("8 prompts", "32 samples", "2 steps of 16", "weight versions 1 .. 8", "dp 1", "float32"):
+        assert part in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG]
+)
+def test_a_wrong_configuration_gets_one_screen_that_names_the_field(overrides: list[str], field: str) -> None:
+    result = run("run.yaml", *overrides)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    lines = result.output.splitlines()
+    assert len(lines) <= 24
+    named = [line for line in lines if line.startswith("  ") and not line.startswith("    ")]
+    assert any(field in line for line in named), result.output
+    assert "; " in " ".join(line.strip() for line in lines), f"no remedy in {result.output}"
+
+
+@pytest.mark.parametrize(("text", "part"), [case[1:] for case in TEXTS], ids=[case[0] for case in TEXTS])
+def test_bad_yaml_gets_its_place(place: Path, text: str, part: str) -> None:
+    (place / "bad.yaml").write_text(text)
+    result = run("bad.yaml")
+    assert result.exit_code == 2
+    assert part in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_file_is_named() -> None:
+    result = run("nowhere.yaml")
+    assert result.exit_code == 2
+    assert "nowhere.yaml" in result.output
+
+
+def test_problems_of_all_kinds_come_at_once() -> None:
+    wrong = [
+        "model.path=no-model",
+        "storage.root=/proc/x",
+        "trainer.global_batch=12",
+        "reward.function=no.module:f",
+    ]
+    wrong += ["data.sources.sums.path=no.jsonl"]
+    output = run("run.yaml", *wrong).output
+    assert output.splitlines()[0].endswith("5 problems in the configuration:")
+    for override in wrong:
+        assert override.partition("=")[0] in output
+
+
+def test_a_screen_holds_what_any_number_of_problems_needs() -> None:
+    many = [case[1][0] for case in WRONG if "=" in case[1][0]][:60]
+    assert len(run("run.yaml", *many).output.splitlines()) <= 24
+
+
+def test_what_prepare_will_make_may_be_missing_until_it_ran() -> None:
+    changes = [
+        "run.prepare=flows.quickstart:prepare",
+        "model.path=later",
+        "data.sources.sums.path=later.jsonl",
+    ]
+    config = load_config("run.yaml", changes)
+    assert check(config) == []
+    fields = {problem.field for problem in check(config, prepared=True)}
+    assert fields == {"model.path", "data.sources.sums.path"}
+    assert run("run.yaml", *changes).exit_code == 0
+
+
+def test_checking_calls_nothing_of_the_users(place: Path) -> None:
+    (place / "calling_hooks.py").write_text(
+        "def prepare(config):\n    raise AssertionError\ndef score(sample):\n    raise AssertionError\n"
+    )
+    changes = ["run.prepare=calling_hooks:prepare", "reward.function=calling_hooks:score"]
+    assert check(load_config("run.yaml", changes)) == []
+
+
+def test_chat_messages_and_parquet_pass(place: Path) -> None:
+    (place / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n')
+    paths = ["data.sources.0.path=chat.jsonl", "evaluation.sets.held_out.path=train.parquet"]
+    assert check(load_config("run.yaml", paths)) == []
+
+
+def test_no_heavy_library_is_imported(place: Path) -> None:
+    code = (
+        "import sys\nfrom flows.cli import app\n"
+        "try:\n    app(['check', 'run.yaml'])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"print('loaded:', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+def test_the_recipes_that_ship_pass() -> None:
+    recipes = Path(__file__).parents[2] / "deployments" / "recipes"
+    for recipe in sorted(recipes.glob("*.yaml")):
+        config = load_config(str(recipe), ["run.prepare=flows.quickstart:prepare"])
+        assert check(config) == [], recipe.name
