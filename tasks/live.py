@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from connectors.huggingface.tokenizer import PromptTokenizer
 from connectors.megatron.rank import TrainerRank
@@ -46,6 +49,7 @@ class Live:
         self._fleet: Fleet | None = None
         self._trainer_lock = asyncio.Lock()
         self._engines_lock = asyncio.Lock()
+        self._ray_lock = asyncio.Lock()
         self._pool: WorkerPool | None = None
         self._ledger: Ledger | None = None
         self._held_out: dict[str, PromptSet] = {}
@@ -98,13 +102,14 @@ class Live:
 
     # trainer
 
-    async def trainer(self, version: int) -> actors.ActorGroup:
-        """The trainer ranks, holding weight version `version` or a later one of the same iteration."""
+    async def trainer(self, version: int, ahead: int = 0) -> actors.ActorGroup:
+        """The trainer ranks, holding weight version `version`, or one of up to `ahead` steps later."""
         async with self._trainer_lock:
+            await self._join()
             group = self._trainer or actors.find_group("trainer", self.config.trainer.world_size)
             if group:
                 held = await _versions(group)
-                if len(held) == 1 and _reaches(held, version, self.config.steps_per_iteration):
+                if len(held) == 1 and _reaches(held, version, ahead):
                     self._trainer = group
                     return group
                 log.warning("trainer ranks hold versions %s, %d is wanted: rebuilding them", held, version)
@@ -195,6 +200,7 @@ class Live:
 
     async def _engine(self, index: int) -> actors.Actor:
         """The actor of an engine: the one that is there, or a new one."""
+        await self._join()
         settings = self._settings
         return actors.find("engine", index) or actors.make(
             "engine", index, self.config.engines.count, EngineServer, settings
@@ -204,14 +210,18 @@ class Live:
 
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
-        self._weights = Path(
-            tempfile.mkdtemp(prefix=f"millrace-{self.config.run.name}-", dir=_shared_memory(self.config))
-        )
+        self._weights = await asyncio.to_thread(_weights_folder, self.config)
         self.record_storage = await record_storage(self.config.storage.root)
-        await asyncio.to_thread(
-            cluster.start_or_join, self.config.placement.ray_address, self.config.run.name
-        )
+        await self._join()
         await actors.end_others(self._settings)
+
+    async def _join(self) -> None:
+        """Be connected to Ray. A local head that died is started again; the actors it had are lost and rebuilt."""
+        address = self.config.placement.ray_address
+        async with self._ray_lock:
+            if await asyncio.to_thread(cluster.lost, address):
+                log.warning("the local Ray head died: starting it again")
+            await asyncio.to_thread(cluster.start_or_join, address, self.config.run.name)
 
     async def close(self, end_actors: bool) -> None:
         """Leave; with `end_actors` the run's actors end too, else they stay for the next driver."""
@@ -219,7 +229,7 @@ class Live:
             self._pool.close()
         if self._fleet:
             await self._fleet.close()
-        if end_actors:
+        if end_actors and cluster.joined() and not cluster.lost(self.config.placement.ray_address):
             await actors.end()
         cluster.leave()
         if self._weights:
@@ -235,9 +245,19 @@ async def _versions(group: actors.ActorGroup) -> set[int | None]:
         return {None}
 
 
-def _reaches(held: set[int | None], version: int, steps: int) -> bool:
+def _reaches(held: set[int | None], version: int, ahead: int) -> bool:
     found = next(iter(held))
-    return found is not None and version <= found <= version + steps
+    return found is not None and version <= found <= version + ahead
+
+
+def _weights_folder(config: RunConfig) -> Path:
+    """A new folder for this driver's weights; those of drivers of the run that died are removed."""
+    where, prefix = _shared_memory(config) or tempfile.gettempdir(), f"millrace-{config.run.name}-"
+    for old in Path(where).glob(f"{prefix}*.*"):
+        pid = old.name.removeprefix(prefix).split(".")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}.", dir=where))
 
 
 def _shared_memory(config: RunConfig) -> str | None:

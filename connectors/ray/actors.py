@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # what tests tell every process
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"health": 2})
@@ -74,7 +75,7 @@ class Actor:
             if isinstance(cause, MillraceError):
                 raise cause from None
             raise
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:  # the actor died, or Ray itself did
             reason = str(error).strip().splitlines()
             raise ActorLostError(
                 f"actor {self.name} died: {reason[0] if reason else type(error).__name__}"
@@ -110,11 +111,15 @@ def make(role: str, index: int, count: int, cls: type, config: Mapping[str, Any]
 
 
 def storage_environment() -> dict[str, str]:
-    """What this process's environment says of object stores: actors read and write the same storage.
+    """What this process's environment says of object stores, and tests of storage: actors use the same storage.
 
     Given to an actor as an argument, since Ray shows and logs a runtime environment.
     """
-    return {name: value for name, value in os.environ.items() if name.upper().startswith(STORAGE_PREFIXES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper().startswith((*STORAGE_PREFIXES, *TOOL_PREFIXES))
+    }
 
 
 def find(role: str, index: int) -> Actor | None:
