@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from flow_runs import Workplace, make_workplace
@@ -14,3 +15,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     place.call("server", "start")
     yield place
     place.call("server", "stop")
+
+
+@pytest.fixture(scope="session")
+def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run `a`, never interrupted."""
+    root = tmp_path_factory.mktemp("whole")
+    out = workplace.train(root)
+    assert "3 iterations complete, 3 of them now" in out
+    return root / "a"

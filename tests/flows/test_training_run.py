@@ -26,15 +26,6 @@ TASKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run `a`, never interrupted."""
-    root = tmp_path_factory.mktemp("whole")
-    out = workplace.train(root)
-    assert "3 iterations complete, 3 of them now" in out
-    return root / "a"
-
-
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
     for index in range(3):
         folder = whole / "iterations" / f"{index:06d}"
