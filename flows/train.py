@@ -49,8 +49,9 @@ async def train(config: RunConfig) -> Record:
     if config.algorithm.loss == "sft":
         raise ConfigError("algorithm.loss = sft: that is supervised training; run the flow flows.sft:sft")
     await prepare(config)
-    live = Live(config)
+    live, started = Live(config), time.perf_counter()
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)
+    live.recovery["find"] = time.perf_counter() - started
     if first >= config.run.iterations:
         log.info("run %s is complete: %d iterations in %s", config.run.name, first, live.run_folder.store.url)
         return {"run": config.run.name, "iterations": first, "did": 0}

@@ -45,6 +45,7 @@ class Live:
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.record_storage: Any = None  # where Prefect keeps task records; set by open
         self.guarded = False  # whether engine and trainer log-probabilities were compared in this process
+        self.recovery: dict[str, float] = {}  # seconds from this process's start until it works, by phase
         self._trainer: actors.ActorGroup | None = None
         self._fleet: Fleet | None = None
         self._trainer_lock = asyncio.Lock()
@@ -130,6 +131,7 @@ class Live:
         marks.append(time.perf_counter())
         complete = await asyncio.to_thread(self.run_folder.complete_checkpoints)
         usable = [done for done in complete if done * steps <= version]
+        marks.append(time.perf_counter())
         held = 0
         if usable:
             held = (
@@ -145,7 +147,10 @@ class Live:
         now = await _versions(group)
         if now != {version}:
             raise TrainerError(f"after load and replay the trainer ranks hold versions {now}, not {version}")
-        built, loaded, replay = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
+        built, found, loaded, replay = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
+        if "ready" not in self.recovery:
+            self.recovery["find"] = self.recovery.get("find", 0.0) + found
+            self.recovery |= {"build": built, "load": loaded, "replay": replay}
         log.info(
             "trainer at version %d: built in %.1f s, checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
             version,
@@ -157,6 +162,10 @@ class Live:
         )
         return group
 
+    def ready(self) -> None:
+        """Tell that engines or trainer hold what a task asked for: from the first time on, recovery is over."""
+        self.recovery.setdefault("ready", time.time() - psutil.Process().create_time())
+
     # engines
 
     async def engines(self, version: int) -> Dispatcher:
@@ -166,6 +175,7 @@ class Live:
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
+            self.ready()
             return fleet.dispatcher(version, self._recover)
 
     async def publish(self, version: int) -> dict[str, float]:
@@ -187,6 +197,8 @@ class Live:
             await trainer.call("export", str(directory), version)
         exported = time.perf_counter()
         phases = await fleet.publish(str(directory), version, engines) if engines else {}
+        if "ready" not in self.recovery:
+            self.recovery["sync"] = time.perf_counter() - started
         for old in self._weights.glob("weights-*"):
             if old != directory:
                 shutil.rmtree(old)

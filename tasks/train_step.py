@@ -27,6 +27,7 @@ async def train_step(ctx: IterationContext) -> Record:
         trainer = await ctx.live.trainer(version - 1, ahead=1)  # it answers from memory what it made before
         first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"
         guard = ctx.config.sync.max_logprob_gap if first else None
+        ctx.live.ready()
         answers = await trainer.call("train", version, url, guard)
         ctx.live.guarded = True
         steps.append(answers[0])
