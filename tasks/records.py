@@ -92,7 +92,8 @@ async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:
     )
     call: Callable[..., Awaitable[Record]] = configured
     record = await call(ctx=ctx)
-    if not await asyncio.to_thread(ctx.folder.exists, path):
+    if not await asyncio.to_thread(ctx.folder.exists, path):  # Prefect only logs that it could not write it
+        await asyncio.to_thread(ctx.run_folder.store.check_writable)
         raise StorageError(
             f"{ctx.folder.url_of(path)}: cannot write: the record of {task.name} is not there after it was written; "
             "free space or mend the storage and start again; nothing committed is lost"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -56,20 +56,20 @@ class Actor:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call and wait. Raises ActorLostError if the actor died, else what the method raised."""
-        return await self._answer(self._handle.call.remote(method, *args))
+        return await self._answer(lambda: self._handle.call.remote(method, *args))
 
     async def state(self) -> dict[str, Any]:
         """The held object's state. Raises ActorLostError if the actor is dead or does not answer."""
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                found: dict[str, Any] = await self._answer(self._handle.state.remote())
+                found: dict[str, Any] = await self._answer(self._handle.state.remote)
                 return found
         except TimeoutError:
             raise ActorLostError(f"actor {self.name} does not answer for {PING_TIMEOUT_S:g} s") from None
 
-    async def _answer(self, reference: Any) -> Any:
+    async def _answer(self, ask: Callable[[], Any]) -> Any:
         try:
-            return await reference
+            return await ask()
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, MillraceError):
