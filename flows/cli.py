@@ -173,6 +173,8 @@ def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start
 
 def run_training(config: RunConfig) -> dict[str, Any]:
     """Run the training flow in this process against the configured or a local Prefect server."""
+    import httpx
+
     from flows.server import ensure_server, ui_url
 
     def go() -> dict[str, Any]:
@@ -182,7 +184,13 @@ def run_training(config: RunConfig) -> dict[str, Any]:
         else:
             from flows.train import train as flow
 
-        result: dict[str, Any] = asyncio.run(flow(config))
+        try:
+            result: dict[str, Any] = asyncio.run(flow(config))
+        except httpx.TransportError as error:
+            raise MillraceError(
+                f"the Prefect server at {ensure_server()} does not answer ({type(error).__name__}: {error}); "
+                "what finished is kept: start the same command again"
+            ) from error
         return result
 
     result = _guarded(go)

@@ -89,6 +89,7 @@ async def finish_run_record(live: Live) -> None:
     store = live.run_folder.store
     record = await asyncio.to_thread(store.read_json, "run.json")
     record["completed"] = datetime.now(UTC).isoformat()
+    record["attempts"][-1]["recovery"] = live.recovery  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_json, "run.json", record)
     await report.close_tracking(live)
 

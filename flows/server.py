@@ -5,6 +5,7 @@ Owns the server's process and its record in MILLRACE_HOME; knows nothing of flow
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -15,11 +16,16 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from connectors.storage.local import locked
 from core.errors import MillraceError
 
+log = logging.getLogger(__name__)
+
+KEEP_S = 1.0
 LOGGERS = ("core", "connectors", "tasks", "flows")
 CLIENT_SETTINGS = {
     # the project's own log lines are shown and kept with the flow run; of Prefect's only warnings
@@ -52,9 +58,22 @@ def ensure_server(timeout_s: float = 120) -> str:
     if configured:
         return configured
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
-    url = _running() or _start(timeout_s)
+    with locked(home() / "prefect-server.lock"):
+        url = _running(timeout_s) or _start(timeout_s)
     os.environ["PREFECT_API_URL"] = url
     return url
+
+
+async def keep_server(timeout_s: float = 120) -> None:
+    """Start the local server again whenever it dies, where it was, for as long as this runs; for a task of its own.
+
+    Prefect's client tries its calls again for half a minute and more. A configured server looks after itself.
+    """
+    while _record().exists() and _recorded()["url"] == os.environ.get("PREFECT_API_URL"):
+        if not _alive(_recorded()):
+            log.warning("the local Prefect server died: starting it again")
+            await asyncio.to_thread(_restart, timeout_s)
+        await asyncio.sleep(KEEP_S)
 
 
 def ui_url(api_url: str) -> str:
@@ -66,7 +85,7 @@ def stop_server() -> bool:
     """Stop the local server that millrace started; False if none runs."""
     if not _running():
         return False
-    process = psutil.Process(json.loads(_record().read_text())["pid"])
+    process = psutil.Process(_recorded()["pid"])
     for child in [*process.children(recursive=True), process]:
         child.terminate()
     _record().unlink(missing_ok=True)
@@ -92,17 +111,40 @@ def _record() -> Path:
     return home() / "prefect-server.json"
 
 
-def _running() -> str | None:
-    """The URL of the server in the record, if that very process lives and answers."""
-    path = _record()
-    if not path.exists():
-        return None
-    record = json.loads(path.read_text())
+def _recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_record().read_text())
+    return found
+
+
+def _alive(record: dict[str, Any]) -> bool:
+    """Whether the very process that was started lives."""
     try:
-        alive = abs(psutil.Process(record["pid"]).create_time() - record["created"]) < 1
+        process = psutil.Process(record["pid"])
+        same = abs(process.create_time() - record["created"]) < 1
+        return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        alive = False
-    return record["url"] if alive and _healthy(record["url"]) else None
+        return False
+
+
+def _running(patience_s: float = 0) -> str | None:
+    """The URL of the server in the record, if that very process lives and answers; a busy one is given some time."""
+    if not _record().exists():
+        return None
+    record, deadline = _recorded(), time.monotonic() + patience_s
+    while _alive(record):
+        if _healthy(record["url"]):
+            return str(record["url"])
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.1)
+    return None
+
+
+def _restart(timeout_s: float) -> None:
+    """Start the server on the port it had, unless somebody else has done so."""
+    with locked(home() / "prefect-server.lock"):
+        if not _alive(_recorded()):
+            _start(timeout_s, port=int(_recorded()["url"].rsplit(":", 1)[1].split("/")[0]))
 
 
 def _healthy(url: str) -> bool:
@@ -125,8 +167,8 @@ def _free_port() -> int:
     raise MillraceError("no free port on loopback for the Prefect server")
 
 
-def _start(timeout_s: float) -> str:
-    port = _free_port()
+def _start(timeout_s: float, port: int | None = None) -> str:
+    port = port or _free_port()
     log = home() / "prefect-server.log"
     command = [
         sys.executable,

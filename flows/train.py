@@ -16,11 +16,12 @@ from prefect import flow
 from connectors.storage.lease import DURATION_S, Lease
 from core.config import RunConfig
 from core.config.problems import render_problems
-from core.errors import ConfigError
+from core.errors import ConfigError, StorageError
 from core.hooks import load
 from core.retention import due
 from flows.check import check
 from flows.run_record import finish_run_record, open_run_record
+from flows.server import keep_server
 from tasks import report
 from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
@@ -48,8 +49,9 @@ async def train(config: RunConfig) -> Record:
     if config.algorithm.loss == "sft":
         raise ConfigError("algorithm.loss = sft: that is supervised training; run the flow flows.sft:sft")
     await prepare(config)
-    live = Live(config)
+    live, started = Live(config), time.perf_counter()
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)
+    live.recovery["find"] = time.perf_counter() - started
     if first >= config.run.iterations:
         log.info("run %s is complete: %d iterations in %s", config.run.name, first, live.run_folder.store.url)
         return {"run": config.run.name, "iterations": first, "did": 0}
@@ -139,7 +141,7 @@ async def driving(live: Live) -> AsyncIterator[int]:
                 driver.cancel()
                 return
 
-    renewing = asyncio.create_task(renew())
+    background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
     try:
         await asyncio.to_thread(live.run_folder.clean)
         await live.open()
@@ -149,6 +151,12 @@ async def driving(live: Live) -> AsyncIterator[int]:
             raise lost[0] from None
         raise
     finally:
-        renewing.cancel()
+        for task in background:
+            task.cancel()
         await live.close(end_actors=not lost)
-        await asyncio.to_thread(lease.release)
+        try:
+            await asyncio.to_thread(lease.release)
+        except (
+            StorageError
+        ) as error:  # it would hide why the run stops; the next driver sees that this one ended
+            log.warning("%s", error)

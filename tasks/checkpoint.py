@@ -15,6 +15,7 @@ from prefect import task
 
 from core.retention import checkpoints_to_drop, due
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 
@@ -30,6 +31,7 @@ async def checkpoint(ctx: IterationContext) -> Record:
         path = ctx.run_folder.checkpoint_path(done)
         if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
             await trainer.call("save", ctx.run_folder.store.url_of(path))
+            await stop_point(ctx.index, "checkpoint", "in")
         record["saved"] = path
         record["dropped"] = await asyncio.to_thread(_retain, ctx)
     if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (

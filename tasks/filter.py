@@ -21,6 +21,7 @@ from core.errors import BudgetError
 from core.filters import GroupSample, Judgement, judge_group
 from core.ids import sample_id
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 
@@ -60,7 +61,9 @@ async def filter_groups(ctx: IterationContext) -> Record:
         await ctx.stream.wait(revision)
     await ctx.stream.settle()
     kept = _keep(ctx, groups[:released], need)
-    return await asyncio.to_thread(_write, ctx, groups, kept)
+    record = await asyncio.to_thread(_write, ctx, groups, kept)
+    await stop_point(ctx.index, "filter", "in")
+    return record
 
 
 def _read_groups(ctx: IterationContext) -> list[_Group]:

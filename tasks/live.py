@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from connectors.huggingface.tokenizer import PromptTokenizer
 from connectors.megatron.rank import TrainerRank
@@ -43,10 +46,12 @@ class Live:
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.record_storage: Any = None  # where Prefect keeps task records; set by open
         self.guarded = False  # whether engine and trainer log-probabilities were compared in this process
+        self.recovery: dict[str, float] = {}  # seconds from this process's start until it works, by phase
         self._trainer: actors.ActorGroup | None = None
         self._fleet: Fleet | None = None
         self._trainer_lock = asyncio.Lock()
         self._engines_lock = asyncio.Lock()
+        self._ray_lock = asyncio.Lock()
         self._pool: WorkerPool | None = None
         self._ledger: Ledger | None = None
         self._held_out: dict[str, PromptSet] = {}
@@ -103,13 +108,14 @@ class Live:
 
     # trainer
 
-    async def trainer(self, version: int) -> actors.ActorGroup:
-        """The trainer ranks, holding weight version `version` or a later one of the same iteration."""
+    async def trainer(self, version: int, ahead: int = 0) -> actors.ActorGroup:
+        """The trainer ranks, holding weight version `version`, or one of up to `ahead` steps later."""
         async with self._trainer_lock:
+            await self._join()
             group = self._trainer or actors.find_group("trainer", self.config.trainer.world_size)
             if group:
                 held = await _versions(group)
-                if len(held) == 1 and _reaches(held, version, self.config.steps_per_iteration):
+                if len(held) == 1 and _reaches(held, version, ahead):
                     self._trainer = group
                     return group
                 log.warning("trainer ranks hold versions %s, %d is wanted: rebuilding them", held, version)
@@ -130,6 +136,7 @@ class Live:
         marks.append(time.perf_counter())
         complete = await asyncio.to_thread(self.run_folder.complete_checkpoints)
         usable = [done for done in complete if done * steps <= version]
+        marks.append(time.perf_counter())
         held = 0
         if usable:
             held = (
@@ -145,7 +152,10 @@ class Live:
         now = await _versions(group)
         if now != {version}:
             raise TrainerError(f"after load and replay the trainer ranks hold versions {now}, not {version}")
-        built, loaded, replay = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
+        built, found, loaded, replay = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
+        if "ready" not in self.recovery:
+            self.recovery["find"] = self.recovery.get("find", 0.0) + found
+            self.recovery |= {"build": built, "load": loaded, "replay": replay}
         log.info(
             "trainer at version %d: built in %.1f s, checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
             version,
@@ -157,6 +167,10 @@ class Live:
         )
         return group
 
+    def ready(self) -> None:
+        """Tell that engines or trainer hold what a task asked for: from the first time on, recovery is over."""
+        self.recovery.setdefault("ready", time.time() - psutil.Process().create_time())
+
     # engines
 
     async def engines(self, version: int) -> Dispatcher:
@@ -166,6 +180,7 @@ class Live:
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
+            self.ready()
             return fleet.dispatcher(version, self._recover)
 
     async def publish(self, version: int) -> dict[str, float]:
@@ -187,6 +202,8 @@ class Live:
             await trainer.call("export", str(directory), version)
         exported = time.perf_counter()
         phases = await fleet.publish(str(directory), version, engines) if engines else {}
+        if "ready" not in self.recovery:
+            self.recovery["sync"] = time.perf_counter() - started
         for old in self._weights.glob("weights-*"):
             if old != directory:
                 shutil.rmtree(old)
@@ -200,6 +217,7 @@ class Live:
 
     async def _engine(self, index: int) -> actors.Actor:
         """The actor of an engine: the one that is there, or a new one."""
+        await self._join()
         settings = self._settings
         return actors.find("engine", index) or actors.make(
             "engine", index, self.config.engines.count, EngineServer, settings
@@ -209,14 +227,18 @@ class Live:
 
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
-        self._weights = Path(
-            tempfile.mkdtemp(prefix=f"millrace-{self.config.run.name}-", dir=_shared_memory(self.config))
-        )
+        self._weights = await asyncio.to_thread(_weights_folder, self.config)
         self.record_storage = await record_storage(self.config.storage.root)
-        await asyncio.to_thread(
-            cluster.start_or_join, self.config.placement.ray_address, self.config.run.name
-        )
+        await self._join()
         await actors.end_others(self._settings)
+
+    async def _join(self) -> None:
+        """Be connected to Ray. A local head that died is started again; the actors it had are lost and rebuilt."""
+        address = self.config.placement.ray_address
+        async with self._ray_lock:
+            if await asyncio.to_thread(cluster.lost, address):
+                log.warning("the local Ray head died: starting it again")
+            await asyncio.to_thread(cluster.start_or_join, address, self.config.run.name)
 
     async def close(self, end_actors: bool) -> None:
         """Leave; with `end_actors` the run's actors end too, else they stay for the next driver."""
@@ -224,7 +246,7 @@ class Live:
             self._pool.close()
         if self._fleet:
             await self._fleet.close()
-        if end_actors:
+        if end_actors and cluster.joined() and not cluster.lost(self.config.placement.ray_address):
             await actors.end()
         cluster.leave()
         if self._weights:
@@ -240,9 +262,19 @@ async def _versions(group: actors.ActorGroup) -> set[int | None]:
         return {None}
 
 
-def _reaches(held: set[int | None], version: int, steps: int) -> bool:
+def _reaches(held: set[int | None], version: int, ahead: int) -> bool:
     found = next(iter(held))
-    return found is not None and version <= found <= version + steps
+    return found is not None and version <= found <= version + ahead
+
+
+def _weights_folder(config: RunConfig) -> Path:
+    """A new folder for this driver's weights; those of drivers of the run that died are removed."""
+    where, prefix = _shared_memory(config) or tempfile.gettempdir(), f"millrace-{config.run.name}-"
+    for old in Path(where).glob(f"{prefix}*.*"):
+        pid = old.name.removeprefix(prefix).split(".")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}.", dir=where))
 
 
 def _shared_memory(config: RunConfig) -> str | None:

@@ -19,6 +19,7 @@ from core.config import RunConfig
 from core.metrics import group_metrics, sample_metrics
 from tasks import report
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 SUPERVISED = ("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy")
@@ -30,6 +31,7 @@ async def publish(ctx: IterationContext) -> Record:
     """Log the iteration, then commit its manifest."""
     metrics = await asyncio.to_thread(iteration_metrics, ctx)
     await report.iteration(ctx, metrics)
+    await stop_point(ctx.index, "publish", "in")
     await asyncio.to_thread(_commit, ctx, metrics)
     return {"metrics": metrics}
 

@@ -1,25 +1,50 @@
 """Where Prefect keeps each task's record: in the run's own folder, under `<run>/iterations/NNNNNN/results/`.
 
-A committed record means the task never runs again; records name files and hold figures, never samples.
+A committed record means the task never runs again; records name files and hold figures, never samples. They are written
+through the Store, whole or not at all, and tried again as every other file is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prefect import Task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
-from prefect.filesystems import RemoteFileSystem, WritableFileSystem
+from prefect.filesystems import WritableFileSystem
 from prefect.serializers import JSONSerializer
+from pydantic import Field
 
+from connectors.storage.store import Store
+from core.errors import CorruptFileError, MissingFileError, StorageError
 from tasks.context import IterationContext
+from tasks.holds import stop_point
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+
+
+class RecordStorage(WritableFileSystem):
+    """A storage root as Prefect sees it: nothing but its URL; credentials come from the environment."""
+
+    _block_type_name = "millrace storage root"
+    _block_type_slug = "millrace-storage-root"
+
+    root: str = Field(description="Path or fsspec URL that holds the runs.")
+
+    async def read_path(self, path: str) -> bytes:
+        """A record's bytes."""
+        return await asyncio.to_thread(Store(self.root).read, path)
+
+    async def write_path(self, path: str, content: bytes) -> None:
+        """Write a record, whole or not at all."""
+        await asyncio.to_thread(Store(self.root).write, path, content)
 
 
 @dataclass
@@ -35,25 +60,30 @@ class RunFolderRecords(CachePolicy):
     ) -> str | None:
         ctx: IterationContext = inputs["ctx"]
         folder = ctx.run_folder.iteration_path(ctx.index)
-        return f"{ctx.config.run.name}/{folder}/results/{task_ctx.task.name}.json"
+        return f"{ctx.config.run.name}/{folder}/{_path(task_ctx.task.name)}"
 
 
-async def record_storage(root: str) -> Path | WritableFileSystem:
-    """Prefect's handle on the storage root; credentials of object stores come from the environment.
-
-    Prefect takes an object store as a saved block: it holds the URL and nothing else.
-    """
-    if "://" not in root:
-        return Path(root).resolve()
-    if root.startswith("file://"):
-        return Path(root.removeprefix("file://"))
-    block = RemoteFileSystem(basepath=root)
-    await block.save(f"millrace-{hashlib.sha256(root.encode()).hexdigest()[:12]}", overwrite=True)
+async def record_storage(root: str) -> RecordStorage:
+    """Prefect's handle on the storage root, a saved block."""
+    block = RecordStorage(root=Store(root).url)
+    await block.save(f"millrace-{hashlib.sha256(block.root.encode()).hexdigest()[:12]}", overwrite=True)
     return block
 
 
 async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:
-    """Run a task unless its record is committed, and return the record either way."""
+    """Run a task unless its record is committed, and return the record either way.
+
+    Raises StorageError if the record cannot be read or written: Prefect by itself would run the task again, or go on.
+    """
+    await stop_point(ctx.index, task.name, "before")
+    path = _path(task.name)
+    try:
+        await asyncio.to_thread(ctx.folder.read_json, path)
+    except MissingFileError:
+        pass
+    except CorruptFileError as error:
+        log.warning("removing a broken record: %s", error)
+        await asyncio.to_thread(ctx.folder.remove, path)
     configured = task.with_options(
         persist_result=True,
         cache_policy=RunFolderRecords(),
@@ -61,4 +91,16 @@ async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:
         result_storage=ctx.live.record_storage,
     )
     call: Callable[..., Awaitable[Record]] = configured
-    return await call(ctx=ctx)
+    record = await call(ctx=ctx)
+    if not await asyncio.to_thread(ctx.folder.exists, path):  # Prefect only logs that it could not write it
+        await asyncio.to_thread(ctx.run_folder.store.check_writable)
+        raise StorageError(
+            f"{ctx.folder.url_of(path)}: cannot write: the record of {task.name} is not there after it was written; "
+            "free space or mend the storage and start again; nothing committed is lost"
+        )
+    await stop_point(ctx.index, task.name, "after")
+    return record
+
+
+def _path(task: str) -> str:
+    return f"results/{task}.json"

@@ -17,6 +17,7 @@ from connectors.storage.parts import list_parts, read_parts, write_part
 from core import schema
 from core.errors import BudgetError
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 COLUMNS = [
@@ -107,5 +108,6 @@ async def _write(ctx: IterationContext, results: list[dict[str, Any]]) -> None:
         return
     table = pa.Table.from_pylist(results, schema=schema.schema("rewards"))
     entry = await asyncio.to_thread(write_part, ctx.folder, "rewards", table, "rewards")
+    await stop_point(ctx.index, "reward", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rewards", entry.path)

@@ -23,6 +23,7 @@ from core import schema
 from core.errors import BudgetError, EngineError
 from core.ids import sample_id, sample_seed
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
@@ -197,6 +198,7 @@ async def _write(ctx: IterationContext, rows: list[dict[str, Any]]) -> None:
         return
     table = pa.Table.from_pylist(rows, schema=schema.schema("rollouts"))
     entry = await asyncio.to_thread(write_part, ctx.folder, "rollouts", table, "rollouts")
+    await stop_point(ctx.index, "rollout", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rollouts", entry.path)
 

@@ -16,6 +16,7 @@ from prefect import task
 from core import schema
 from core.ids import group_id
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 
@@ -28,7 +29,9 @@ def reserve_size(ctx: IterationContext) -> int:
 @task(name="sample_prompts")
 async def sample_prompts(ctx: IterationContext) -> Record:
     """Draw groups and write prompts.parquet; the record counts them by source."""
-    return await asyncio.to_thread(_draw, ctx)
+    record = await asyncio.to_thread(_draw, ctx)
+    await stop_point(ctx.index, "sample_prompts", "in")
+    return record
 
 
 def _draw(ctx: IterationContext) -> Record:

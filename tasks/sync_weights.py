@@ -7,6 +7,7 @@ import time
 from prefect import task
 
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 
@@ -15,4 +16,5 @@ async def sync_weights(ctx: IterationContext) -> Record:
     """Bring all engines to the version after this iteration; the record holds seconds by phase."""
     started = time.perf_counter()
     phases = await ctx.live.publish(ctx.version_after)
+    await stop_point(ctx.index, "sync_weights", "in")
     return {"version": ctx.version_after, "phases": phases, "seconds": time.perf_counter() - started}

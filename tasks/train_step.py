@@ -13,6 +13,7 @@ from typing import Any
 from prefect import task
 
 from tasks.context import IterationContext
+from tasks.holds import stop_point
 from tasks.records import Record
 
 
@@ -23,12 +24,14 @@ async def train_step(ctx: IterationContext) -> Record:
     steps: list[dict[str, Any]] = []
     url = ctx.folder.url_of("batch.parquet")
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
-        trainer = await ctx.live.trainer(version - 1)
+        trainer = await ctx.live.trainer(version - 1, ahead=1)  # it answers from memory what it made before
         first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"
         guard = ctx.config.sync.max_logprob_gap if first else None
+        ctx.live.ready()
         answers = await trainer.call("train", version, url, guard)
         ctx.live.guarded = True
         steps.append(answers[0])
+        await stop_point(ctx.index, "train_step", "in")
     record = {"version": ctx.version_after, "steps": steps, "seconds": time.perf_counter() - started}
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", record)
     return {**record, "files": [entry.model_dump()]}

@@ -21,6 +21,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--seed", type=int, help="seed for requests that bring none")
+    parser.add_argument(
+        "--finished-log",
+        default=os.environ.get("MILLRACE_FINISHED_LOG"),
+        help="file to which the rid of every finished request is appended, to count them; by default "
+        "MILLRACE_FINISHED_LOG of the environment",
+    )
     asyncio.run(serve(parser.parse_args()))
 
 
@@ -44,6 +50,7 @@ async def serve(args: argparse.Namespace) -> None:
             max_total_tokens=args.max_total_tokens,
             weight_version=args.weight_version,
             seed=args.seed,
+            finished_log=args.finished_log,
         )
     except ModelError as error:
         raise SystemExit(f"--model-path: {error}") from None

@@ -90,7 +90,14 @@ class Engine:
     """Serves one model from one thread."""
 
     def __init__(
-        self, folder: str, *, max_running: int, max_total_tokens: int, weight_version: str, seed: int | None
+        self,
+        folder: str,
+        *,
+        max_running: int,
+        max_total_tokens: int,
+        weight_version: str,
+        seed: int | None,
+        finished_log: str | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.shape = Shape.read(self.folder)
@@ -102,6 +109,7 @@ class Engine:
         self.paused = False
         self.released: set[str] = set()
         self.counters = {"requests": 0, "finished": 0, "aborted": 0, "tokens": 0, "steps": 0}
+        self._finished_log = open(finished_log, "a", buffering=1) if finished_log else None  # noqa: SIM115
         self._seeds = torch.Generator().manual_seed(seed if seed is not None else secrets.randbits(62))
         self._cache = Cache(self.shape, 0, 0, self._dtype)
         self._running: list[Request] = []
@@ -467,7 +475,10 @@ class Engine:
 
     def _finish(self, request: Request, reason: dict[str, Any]) -> None:
         request.finish = reason
-        self.counters["aborted" if reason["type"] == "abort" else "finished"] += 1
+        aborted = reason["type"] == "abort"
+        self.counters["aborted" if aborted else "finished"] += 1
+        if self._finished_log and not aborted:
+            self._finished_log.write(f"{request.rid}\n")
         if request.slot >= 0:
             last = self._running.pop()
             if last is not request:

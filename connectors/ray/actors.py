@@ -11,17 +11,18 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # what tests tell every process
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"health": 2})
@@ -55,26 +56,26 @@ class Actor:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call and wait. Raises ActorLostError if the actor died, else what the method raised."""
-        return await self._answer(self._handle.call.remote(method, *args))
+        return await self._answer(lambda: self._handle.call.remote(method, *args))
 
     async def state(self) -> dict[str, Any]:
         """The held object's state. Raises ActorLostError if the actor is dead or does not answer."""
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                found: dict[str, Any] = await self._answer(self._handle.state.remote())
+                found: dict[str, Any] = await self._answer(self._handle.state.remote)
                 return found
         except TimeoutError:
             raise ActorLostError(f"actor {self.name} does not answer for {PING_TIMEOUT_S:g} s") from None
 
-    async def _answer(self, reference: Any) -> Any:
+    async def _answer(self, ask: Callable[[], Any]) -> Any:
         try:
-            return await reference
+            return await ask()
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, MillraceError):
                 raise cause from None
             raise
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:  # the actor died, or Ray itself did
             reason = str(error).strip().splitlines()
             raise ActorLostError(
                 f"actor {self.name} died: {reason[0] if reason else type(error).__name__}"
@@ -110,11 +111,15 @@ def make(role: str, index: int, count: int, cls: type, config: Mapping[str, Any]
 
 
 def storage_environment() -> dict[str, str]:
-    """What this process's environment says of object stores: actors read and write the same storage.
+    """What this process's environment says of object stores, and tests of storage: actors use the same storage.
 
     Given to an actor as an argument, since Ray shows and logs a runtime environment.
     """
-    return {name: value for name, value in os.environ.items() if name.upper().startswith(STORAGE_PREFIXES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper().startswith((*STORAGE_PREFIXES, *TOOL_PREFIXES))
+    }
 
 
 def find(role: str, index: int) -> Actor | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from connectors.storage.local import locked
 from core.errors import MillraceError
 
 START_TIMEOUT_S = 120
@@ -36,7 +37,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False
     if ray.is_initialized():
-        if ray.get_runtime_context().namespace == namespace:
+        if not lost(address) and ray.get_runtime_context().namespace == namespace:
             return
         ray.shutdown()
     ray.init(
@@ -48,6 +49,23 @@ def start_or_join(address: str | None, namespace: str) -> None:
     )
 
 
+def joined() -> bool:
+    """Whether this process has joined a cluster."""
+    import ray
+
+    return bool(ray.is_initialized())
+
+
+def lost(address: str | None) -> bool:
+    """Whether the local head that this process is connected to has died; a configured cluster looks after itself."""
+    if address is not None or not joined():
+        return False
+    import ray
+
+    record = _read()
+    return not (record and record["address"] == ray.get_runtime_context().gcs_address and _alive(record))
+
+
 def leave() -> None:
     """Disconnect; detached actors stay."""
     import ray
@@ -57,10 +75,13 @@ def leave() -> None:
 
 def local_head() -> str:
     """Address of the local head, started if it does not run."""
-    record = _read()
-    if record and _alive(record):
-        return str(record["address"])
-    return _start()
+    with locked(_path().with_suffix(".lock")):
+        record = _read()
+        if record and _alive(record):
+            return str(record["address"])
+        if record:
+            _end_rest(record)
+        return _start()
 
 
 def stop_local_head() -> bool:
@@ -79,6 +100,19 @@ def stop_local_head() -> bool:
         _signal(process, signal.SIGKILL)
     _path().unlink(missing_ok=True)
     return True
+
+
+def _end_rest(record: dict[str, Any]) -> None:
+    """End what is left of a head that lost one of its processes, and wait for its actors to notice."""
+    for pid, created in zip(record["pids"], record["created"], strict=True):
+        try:
+            process = psutil.Process(pid)
+            if abs(process.create_time() - created) < 1:
+                left = [*process.children(recursive=True), process]
+                for one in left:
+                    _signal(one, signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
 
 
 def _signal(process: psutil.Process, number: int) -> None:

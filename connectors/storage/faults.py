@@ -20,6 +20,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from connectors.storage.injected import injected
 from core.errors import MissingFileError, StorageError
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
         reraise=True,
     )
     try:
-        return retrying(call)
+        return retrying(injected(verb, call))
     except FileNotFoundError as error:
         if verb == "write":
             raise StorageError(

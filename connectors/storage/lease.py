@@ -110,7 +110,10 @@ def _lives(record: _Record) -> bool:
         return False
     if record.host == socket.gethostname():
         try:
-            return abs(psutil.Process(record.pid).create_time() - record.created) < 1
+            process = psutil.Process(record.pid)
+            return (
+                process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - record.created) < 1
+            )
         except psutil.NoSuchProcess:
             return False
     return time.time() - record.renewed < DURATION_S

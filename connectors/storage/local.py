@@ -1,14 +1,16 @@
-"""Writing a file of a local disk whole or not at all: aside, fsync, rename, fsync of the folder.
+"""Writing a file of a local disk whole or not at all: aside, fsync, rename, fsync of the folder; and a lock by a file.
 
 Owns the names of files that are still being written; knows nothing of stores.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ASIDE = ".aside-"
@@ -53,6 +55,15 @@ def sweep(folder: Path, older_than_s: float) -> list[Path]:
         except FileNotFoundError:
             continue  # its writer finished
     return removed
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process of this host at a time; the lock of one that died is free."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
-from flow_runs import Workplace, configuration
+from flow_runs import Workplace, make_workplace
 
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    from connectors.huggingface.tiny import build_tiny_model
-
-    place = Workplace(tmp_path_factory.mktemp("workplace"))
-    build_tiny_model(place.folder / "model", seed=0)
-    rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(10) for b in range(10)]
-    (place.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place.folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
-    (place.folder / "run.yaml").write_text(yaml.safe_dump(configuration()))
+    place = make_workplace(tmp_path_factory.mktemp("workplace"))
     place.call("server", "start")
     yield place
     place.call("server", "stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 PATIENCE_S = 240
 
@@ -56,6 +59,19 @@ class Workplace:
         out, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == -signal.SIGKILL, f"ended before it could be killed:\n{out}"
         return out
+
+
+def make_workplace(folder: Path) -> Workplace:
+    """A workplace with a random model, a hundred sums and the configuration in run.yaml; no server runs yet."""
+    from connectors.huggingface.tiny import build_tiny_model
+
+    place = Workplace(folder)
+    build_tiny_model(folder / "model", seed=0)
+    rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(10) for b in range(10)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+    (folder / "run.yaml").write_text(yaml.safe_dump(configuration()))
+    return place
 
 
 def wait_until(holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:

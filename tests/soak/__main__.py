@@ -1,0 +1,83 @@
+"""`python -m tests.soak`: kill a training run again and again; exit 0 only if every promise held."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+from tests.soak.harness import Outcome, Site
+from tests.soak.points import VICTIMS, Point, at_random, matrix
+
+ITERATIONS = 3
+
+
+def main() -> None:
+    """Parse, run, print the table, keep it as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--kills", type=int, default=10, help="random kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kills")
+    parser.add_argument("--matrix", action="store_true", help="the 64 points of the matrix instead")
+    parser.add_argument("--every", action="store_true", help="all 240 points instead")
+    parser.add_argument("--victim", choices=VICTIMS, action="append", help="only these; may be repeated")
+    parser.add_argument("--only", help="only points whose name holds this text")
+    parser.add_argument("--jobs", type=int, default=1, help="workplaces at a time")
+    parser.add_argument("--out", type=Path, default=Path("soak.json"), help="where the results are kept")
+    parser.add_argument("--folder", type=Path, help="where to work; what broken runs left stays there")
+    args = parser.parse_args()
+    points = _points(args)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="millrace-soak-"))
+    shares = [points[number :: args.jobs] for number in range(args.jobs)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = pool.map(_work, [folder / f"site-{n}" for n in range(args.jobs)], shares)
+        outcomes = [outcome for share in found for outcome in share]
+    report = [{**asdict(outcome), "name": str(outcome.point)} for outcome in outcomes]
+    args.out.write_text(json.dumps(report, indent=1))
+    bad = [outcome for outcome in outcomes if outcome.problems]
+    print(f"{len(outcomes) - len(bad)} of {len(outcomes)} kills held every promise; {args.out}")
+    sys.exit(1 if bad or not outcomes else 0)
+
+
+def _points(args: argparse.Namespace) -> list[Point]:
+    if args.matrix or args.every:
+        points = matrix(args.every)
+        points = [point for point in points if not args.victim or point.victim in args.victim]
+        return [point for point in points if not args.only or args.only in str(point)]
+    chosen: Iterable[Point] = at_random(args.seed, ITERATIONS)
+    chosen = (point for point in chosen if not args.victim or point.victim in args.victim)
+    return list(islice(chosen, args.kills))
+
+
+def _work(folder: Path, points: list[Point]) -> list[Outcome]:
+    """Make the kills of one workplace, one after the other."""
+    if not points:
+        return []
+    folder.mkdir(parents=True)
+    site = Site(folder)
+    outcomes = []
+    try:
+        for point in points:
+            outcomes.append(site.kill(point))
+            print(_line(outcomes[-1]), flush=True)
+    finally:
+        site.close()
+    return outcomes
+
+
+def _line(outcome: Outcome) -> str:
+    how = "survived" if outcome.survived else f"{outcome.starts} starts"
+    verdict = "; ".join(outcome.problems) or "ok"
+    return (
+        f"{outcome.point!s:45} {outcome.landed:6} {how:9} again {outcome.regenerated:3d} "
+        f"{outcome.seconds:6.1f} s  {verdict}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""One kill: start the run, stop at the place, kill, start again until the run is complete, look at what it left.
+
+The uninterrupted run and the killed ones have the same name, model, data and configuration, and storage roots of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "flows"))
+
+from flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
+
+from tests.soak import promises, victims
+from tests.soak.points import Point
+
+DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
+STARTS = 4  # the command is started at most so often for one kill
+
+
+@dataclass
+class Outcome:
+    """What became of one kill."""
+
+    point: Point
+    problems: list[str] = field(default_factory=list)
+    killed: int = 0  # processes
+    landed: str = ""  # where the kill came: before, in or after the task, as its record tells
+    survived: bool = False  # whether the run went on without being started again
+    starts: int = 1
+    regenerated: int = 0
+    seconds: float = 0.0
+
+
+class Site:
+    """A workplace whose engines tell what they finish, with one uninterrupted run of each kind."""
+
+    def __init__(self, folder: Path, place: Workplace | None = None) -> None:
+        self.place = place or make_workplace(folder)
+        self.folder = folder
+        self.home = Path(self.place.environment["MILLRACE_HOME"])
+        self.finished_log = folder / "finished.log"
+        self.finished_log.touch()
+        self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
+        self._references: dict[bool, Path] = {}
+
+    def reference(self, dynamic: bool) -> Path:
+        """The folder of the uninterrupted run."""
+        if dynamic not in self._references:
+            root = self.folder / f"whole-{'dynamic' if dynamic else 'sync'}"
+            self.place.train(root, *_overrides(dynamic))
+            self._references[dynamic] = root / "a"
+        return self._references[dynamic]
+
+    def close(self) -> None:
+        """End the servers."""
+        self.place.call("server", "stop")
+
+    def kill(self, point: Point) -> Outcome:
+        """Run, kill at the point, go on, and check every promise. What a run without broken promises left is removed."""
+        reference, started = self.reference(point.dynamic), time.perf_counter()
+        root = self.folder / "killed" / str(point)
+        shutil.rmtree(root, ignore_errors=True)
+        outcome, seen = Outcome(point), self.finished_log.stat().st_size
+        process, log = self._start(root, point, outcome.starts)
+        try:
+            state = self._kill_at(point, process, root / "a", outcome, seen)
+            self._complete(root, point, process, outcome)
+            state.finished_after = self._finished(seen)[len(state.finished_before) :]
+            outcome.regenerated = state.regenerated
+            outcome.problems += promises.broken(reference, root / "a", state, outcome.starts)
+        except (AssertionError, OSError) as error:
+            outcome.problems.append(f"{error or type(error).__name__}; see {log.parent}")
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        outcome.seconds = time.perf_counter() - started
+        if not outcome.problems:
+            shutil.rmtree(root)
+        return outcome
+
+    def _start(self, root: Path, point: Point, number: int) -> tuple[subprocess.Popen[str], Path]:
+        root.mkdir(parents=True, exist_ok=True)
+        log, environment = root / f"start-{number}.log", dict(self.place.environment)
+        if number == 1:
+            environment["MILLRACE_HOLD"] = f"{point.iteration}/{point.task}/{_hold(point)}"
+            environment["MILLRACE_HOLD_FILE"] = str(root / "held")
+        command = [sys.executable, "-m", "flows.cli", "train", "run.yaml", f"storage.root={root}"]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [*command, *_overrides(point.dynamic)],
+                env=environment,
+                cwd=self.folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        return process, log
+
+    def _kill_at(
+        self, point: Point, process: subprocess.Popen[str], run: Path, outcome: Outcome, seen: int
+    ) -> promises.Killed:
+        held = run.parent / "held"
+        wait_until(lambda: held.exists() or process.poll() is not None)
+        assert process.poll() is None, "the run ended before it came to the point"
+        if _hold(point) != point.when:  # the part dies while the task runs
+            usual = self._usual_seconds(point)
+            held.unlink()
+            time.sleep(point.share * usual)
+        outcome.killed = len(victims.kill(point.victim, process.pid, self.home))
+        assert outcome.killed, f"no {point.victim} to kill"
+        outcome.landed = point.when if _hold(point) == point.when else _landed(run, point)
+        if point.victim == "driver":
+            process.wait()
+        state = promises.Killed(parts=promises.parts(run), finished_before=self._finished(seen))
+        held.unlink(missing_ok=True)
+        return state
+
+    def _complete(self, root: Path, point: Point, process: subprocess.Popen[str], outcome: Outcome) -> None:
+        code = process.wait(timeout=PATIENCE_S)
+        outcome.survived = code == 0
+        if not outcome.survived and point.victim in ("trainer", "engine"):
+            outcome.problems.append(f"the run ended with {code} because its {point.victim} died")
+        elif not outcome.survived and point.victim != "driver" and code != 2:
+            outcome.problems.append(f"the run ended with {code}, which is no error of its own")
+        while code != 0:
+            assert outcome.starts < STARTS, f"not complete after {STARTS} starts"
+            outcome.starts += 1
+            again, _ = self._start(root, point, outcome.starts)
+            try:
+                code = again.wait(timeout=PATIENCE_S)
+            finally:
+                if again.poll() is None:
+                    again.kill()
+                    again.wait()
+            if code:
+                outcome.problems.append(f"start {outcome.starts} ended with {code}")
+
+    def _finished(self, seen: int) -> list[str]:
+        """Samples that engines finished since the log was `seen` bytes long."""
+        with self.finished_log.open() as file:
+            file.seek(seen)
+            rids = file.read().split()
+        return [rid for rid in rids if not rid.startswith(("eval-", "health-"))]
+
+    def _usual_seconds(self, point: Point) -> float:
+        """How long the task took in the uninterrupted run."""
+        folder = self.reference(point.dynamic) / "iterations" / f"{point.iteration:06d}"
+        metrics = json.loads((folder / "manifest.json").read_text())["tasks"]["metrics"]
+        return float(metrics.get(f"time/{point.task}_s", 0.2))
+
+
+def _hold(point: Point) -> str:
+    """Where the driver waits: at the place itself, but a part other than the driver dies in a task that goes on."""
+    return "before" if point.victim != "driver" and point.when == "in" else point.when
+
+
+def _landed(run: Path, point: Point) -> str:
+    record = run / "iterations" / f"{point.iteration:06d}" / "results" / f"{point.task}.json"
+    return "after" if os.path.exists(record) else "in"
+
+
+def _overrides(dynamic: bool) -> tuple[str, ...]:
+    return DYNAMIC if dynamic else ()

@@ -1,0 +1,78 @@
+"""Where a run is killed: who dies, in which iteration, at which task, before it, in it or after it.
+
+Owns the matrix and the choice of random points; knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+TASKS = (
+    "sample_prompts",
+    "rollout",
+    "reward",
+    "filter",
+    "train_step",
+    "sync_weights",
+    "checkpoint",
+    "publish",
+)
+WHENS = ("before", "in", "after")
+VICTIMS = ("driver", "trainer", "engine", "ray", "prefect")
+CHECKPOINTED = 1  # the iteration of the test run after which a checkpoint is due: every place exists in it
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kill. `share`: of the task's usual time, after which a victim other than the driver dies in it."""
+
+    victim: str
+    task: str
+    when: str
+    dynamic: bool = False
+    iteration: int = CHECKPOINTED
+    share: float = 0.3
+
+    def __str__(self) -> str:
+        sampling = "dynamic" if self.dynamic else "sync"
+        return f"{self.victim}-{self.when}-{self.task}-{self.iteration}-{sampling}"
+
+
+def matrix(every: bool = False) -> list[Point]:
+    """The driver at all 24 places and every other victim in each task, both kinds of sampling taking turns.
+
+    With `every`, every victim at every place with either kind of sampling: 240 points.
+    """
+    if every:
+        combined = product(VICTIMS, TASKS, WHENS, (False, True))
+        return [Point(victim, task, when, dynamic) for victim, task, when, dynamic in combined]
+    points = [Point("driver", task, when, False) for task, when in product(TASKS, WHENS)]
+    points += [Point("driver", task, "in", True) for task in TASKS]
+    for number, victim in enumerate(VICTIMS[1:]):
+        points += [Point(victim, task, "in", bool((at + number) % 2)) for at, task in enumerate(TASKS)]
+    return points
+
+
+REDUCED = (
+    Point("driver", "rollout", "in", dynamic=True),
+    Point("driver", "train_step", "in"),
+    Point("driver", "checkpoint", "in"),
+    Point("trainer", "train_step", "in"),
+    Point("engine", "rollout", "in", dynamic=True),
+    Point("ray", "train_step", "before"),
+    Point("prefect", "rollout", "before"),
+)
+
+
+def at_random(seed: int, iterations: int) -> Iterator[Point]:
+    """Endless points, a pure function of the seed. The driver dies as often as all others together."""
+    numbers = random.Random(seed)
+    while True:
+        victim = numbers.choice((*VICTIMS[1:], *["driver"] * (len(VICTIMS) - 1)))
+        task, when = numbers.choice(TASKS), numbers.choice(WHENS)
+        dynamic, share = numbers.random() < 0.5, numbers.uniform(0.05, 0.9)
+        iteration = CHECKPOINTED if task == "checkpoint" else numbers.randrange(iterations)
+        yield Point(victim, task, when, dynamic, iteration, share)

@@ -1,0 +1,96 @@
+"""What a run that was killed must have in common with one that was not; each broken promise is a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from connectors.storage.run_folder import RunFolder
+
+
+@dataclass
+class Killed:
+    """What was on storage when the kill came, and what engines finished after it."""
+
+    parts: dict[Path, bytes] = field(default_factory=dict)
+    finished_before: list[str] = field(default_factory=list)
+    finished_after: list[str] = field(default_factory=list)
+
+    @property
+    def regenerated(self) -> int:
+        """Samples that an engine finished more than once: their answers died with the process that was to store them."""
+        counts = Counter(_sample(rid) for rid in (*self.finished_before, *self.finished_after))
+        return sum(count - 1 for count in counts.values())
+
+
+def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]:
+    """Every promise that a run, started `starts` times, does not hold against the uninterrupted one."""
+    problems = []
+    if trained(run) != trained(reference):
+        problems.append("other (prompt, sample, step) were trained than in the uninterrupted run")
+    if final_weights(run) != final_weights(reference):
+        problems.append("the final weights differ")
+    problems += _generated_twice(run, killed)
+    problems += _attempts(run, starts)
+    folder = RunFolder(str(run.parent), run.name)
+    for index in range(folder.first_open_iteration()):
+        problems += folder.verify(index)
+    return problems
+
+
+def trained(run: Path) -> list[tuple[str, int, int]]:
+    """What was trained, in order: (prompt id, sample index, step)."""
+    found: list[tuple[str, int, int]] = []
+    for folder in sorted((run / "iterations").iterdir()):
+        table = pq.read_table(folder / "batch.parquet", columns=["prompt_id", "index", "train_step"])
+        found += [(row["prompt_id"], row["index"], row["train_step"]) for row in table.to_pylist()]
+    return found
+
+
+def final_weights(run: Path) -> bytes:
+    """The bytes of the last Hugging Face export."""
+    return (sorted((run / "exports").iterdir())[-1] / "model.safetensors").read_bytes()
+
+
+def parts(run: Path) -> dict[Path, bytes]:
+    """The rollout parts that are whole in storage."""
+    return {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/part-*.parquet")}
+
+
+def _generated_twice(run: Path, killed: Killed) -> list[str]:
+    problems = [
+        f"{path.name} was changed" for path, data in killed.parts.items() if path.read_bytes() != data
+    ]
+    stored = {sample for path in killed.parts for sample in _samples(path)}
+    again = stored & {_sample(rid) for rid in killed.finished_after}
+    if again:
+        problems.append(f"{len(again)} finished samples were generated again, such as {min(again)}")
+    twice = [
+        sample for sample, count in Counter(s for p in parts(run) for s in _samples(p)).items() if count > 1
+    ]
+    if twice:
+        problems.append(f"{len(twice)} samples are stored twice, such as {twice[0]}")
+    return problems
+
+
+def _attempts(run: Path, starts: int) -> list[str]:
+    record = json.loads((run / "run.json").read_text())
+    numbers = [attempt["number"] for attempt in record["attempts"]]
+    problems = [] if "completed" in record else ["run.json does not say that the run is complete"]
+    if numbers != sorted(set(numbers)) or not numbers or not 1 <= numbers[-1] <= starts:
+        problems.append(f"run.json counts attempts {numbers}, the run was started {starts} times")
+    return problems
+
+
+def _samples(path: Path) -> list[str]:
+    found: list[str] = pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
+    return found
+
+
+def _sample(rid: str) -> str:
+    """The sample of a request; a request sent again has ~ and a number behind it."""
+    return rid.split("~")[0]
