@@ -35,7 +35,14 @@ def check(config: RunConfig, *, made_later: bool = False) -> list[Problem]:
 
     `made_later`: run.prepare has still to run, so that files that are not there yet are no problem.
     """
-    looks: list[Callable[[RunConfig], Iterable[Problem]]] = [_model, _data, _hooks, _storage, _options]
+    looks: list[Callable[[RunConfig], Iterable[Problem]]] = [
+        _model,
+        _teacher,
+        _data,
+        _hooks,
+        _storage,
+        _options,
+    ]
     with ThreadPoolExecutor(len(looks)) as threads:
         found = [
             problem
@@ -86,6 +93,20 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         )
         return
     yield from _template(config, Path(holder))
+
+
+def _teacher(config: RunConfig) -> Iterator[Problem]:
+    folder = config.algorithm.teacher
+    if folder is None:
+        return
+    if not (Path(folder) / "config.json").is_file():
+        yield _Missing(
+            "algorithm.teacher", folder, "holds no config.json", "name a Hugging Face checkpoint folder"
+        )
+    elif not any(Path(folder).glob("*.safetensors")):
+        yield Problem(
+            "algorithm.teacher", folder, "holds no safetensors", "save the teacher with safetensors"
+        )
 
 
 def _template(config: RunConfig, holder: Path) -> Iterator[Problem]:

@@ -80,6 +80,7 @@ WRONG: list[tuple[str, list[str], str, str]] = [
     ("greedy rollout", ["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "above 0"),
     ("no model", ["model.path=nowhere"], "model.path", "no such folder"),
     ("no architecture of ours", ["model.path=bert"], "model.path", "qwen3"),
+    ("no teacher", ["algorithm.preset=opd", "algorithm.teacher=nowhere"], "algorithm.teacher", "checkpoint folder"),
     ("no data", ["data.sources.0.path=nowhere.jsonl"], "data.sources.0.path", "correct the source's path"),
     ("unknown format", ["data.sources.0.path=train.csv"], "data.sources.0.path", ".jsonl"),
     ("empty data", ["data.sources.0.path=empty.jsonl"], "data.sources.0.path", "no row"),
