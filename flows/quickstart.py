@@ -24,6 +24,7 @@ from core.config.load import load_config
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 problems
 FILES = Path("quickstart-files")
+TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm start's 4
 
 
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
@@ -64,7 +65,6 @@ def prepare(config: RunConfig) -> None:
     if (model / "config.json").exists():
         return
     from connectors.huggingface.tiny import build_tiny_model
-    from flows.sft import sft
 
     folder = model.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,12 +72,29 @@ def prepare(config: RunConfig) -> None:
     for file, rows in (("held_out", problems[:HELD_OUT]), ("train", problems[HELD_OUT:])):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_tiny_model(folder / "model", seed=config.run.seed)
-    warm = warm_config(config, folder)
-    asyncio.run(sft(warm))
-    export = RunFolder(warm.storage.root, warm.run.name).store.child(f"exports/{warm.run.iterations:06d}")
-    partial = model.with_name(f"{model.name}.partial")
+    _learn_answers(warm_config(config, folder), model)
+
+
+def prepare_with_teacher(config: RunConfig) -> None:
+    """`prepare`, and a teacher for it at config.algorithm.teacher: the warmed-up model, trained longer on answers."""
+    prepare(config)
+    assert config.algorithm.teacher is not None
+    teacher = Path(config.algorithm.teacher)
+    if not (teacher / "config.json").exists():
+        _learn_answers(teacher_config(config), teacher)
+
+
+def _learn_answers(config: RunConfig, into: Path) -> None:
+    """Train on reference answers and put the resulting Hugging Face folder at `into`, whole or not at all."""
+    from flows.sft import sft
+
+    asyncio.run(sft(config))
+    export = RunFolder(config.storage.root, config.run.name).store.child(
+        f"exports/{config.run.iterations:06d}"
+    )
+    partial = into.with_name(f"{into.name}.partial")
     export.download_dir("", str(partial))
-    partial.rename(model)
+    partial.rename(into)
 
 
 def arithmetic(seed: int) -> list[dict[str, str]]:
@@ -101,6 +118,22 @@ def warm_config(config: RunConfig, folder: Path) -> RunConfig:
             f"run.seed={config.run.seed}",
             f"storage.root={folder / 'runs'}",
             f"model.path={folder / 'model'}",
+            f"data.sources.0.path={folder / 'train.jsonl'}",
+        ],
+    )
+
+
+def teacher_config(config: RunConfig) -> RunConfig:
+    """The supervised run that goes on from the warm start, long enough that there is something to distil."""
+    folder = Path(config.model.path).parent
+    return load_config(
+        recipe("quickstart_warm_up"),
+        [
+            f"run.name=teacher-{config.run.seed}",
+            f"run.seed={config.run.seed}",
+            f"run.iterations={TEACHER_ITERATIONS}",
+            f"storage.root={folder / 'runs'}",
+            f"model.path={config.model.path}",
             f"data.sources.0.path={folder / 'train.jsonl'}",
         ],
     )

@@ -12,6 +12,7 @@ from connectors.megatron.packs import Pack
 from connectors.megatron.runner import LanguageRunner, Metrics, Sums
 from connectors.megatron.share import Share, largest
 from core.algorithms.objective import Objective, TokenBatch
+from core.algorithms.packed import clean
 
 
 def policy_step(
@@ -26,6 +27,8 @@ def policy_step(
         total, metrics = objective(batch)
         metrics["loss"] = (total.detach(), torch.zeros_like(total))
         metrics.update(_gap(batch))
+        if "teacher" in share.figures:
+            metrics["teacher_kl"] = _teacher_kl(batch, share.figures["teacher"][spans[number]])
         return total, metrics
 
     runner.forward_backward(share.packs, loss, sums, forward_only=forward_only)
@@ -50,6 +53,12 @@ def _token_batch(
         ref_logprobs=None if ref is None else ref[span],
         entropy=entropy,
     )
+
+
+def _teacher_kl(batch: TokenBatch, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """KL of the sampling policy from the teacher, by its plain estimate on the sampled tokens."""
+    mask = batch.mask.bool()
+    return clean(batch.old_logprobs - teacher, mask).sum(), mask.sum().float()
 
 
 def _gap(batch: TokenBatch) -> Metrics:

@@ -1,0 +1,152 @@
+"""What each algorithm preset learns in the same time from the same warm model: every recipe, one after the other.
+
+    python benchmarks/presets.py [--iterations 40] [--out results.json] [grpo dapo ...]
+
+Runs `millrace train deployments/recipes/PRESET.yaml` on two cores where the system can pin a process, and prints a table and
+JSON: held-out reward (sampled, 200 problems x 4) before and after, seconds from the run's start to its end with both
+evaluations, and the median seconds from one iteration's end to the next. Making the warm model (and the teacher) is left
+out. With --folder files and finished runs are kept; --out takes the results into those of other presets that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from connectors.storage.run_folder import RunFolder
+from core.config.load import load_config
+from core.config.presets import PRESETS
+from flows.quickstart import held_out_accuracy, recipe
+
+MILLRACE = [sys.executable, "-m", "flows.cli"]
+
+
+def main() -> None:
+    """Run, read, print."""
+    options = arguments()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.folder or temporary).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["MILLRACE_HOME"] = str(folder / "home")
+        try:
+            found = {}
+            for preset in options.presets:
+                found[preset] = measure(folder, preset, options.iterations, options.seed)
+                if options.out:
+                    keep(Path(options.out), found)
+        finally:
+            subprocess.run([*MILLRACE, "server", "stop"], cwd=folder, check=True)
+    Console().print(table(found))
+    print(json.dumps(found))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("presets", nargs="*", help="presets to run; all when none is named")
+    parser.add_argument(
+        "--iterations", type=int, default=None, help="RL iterations; the recipe's when not given"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
+    parser.add_argument(
+        "--folder", default=None, help="where files and runs are kept; temporary when not given"
+    )
+    parser.add_argument("--out", default=None, help="JSON file to keep the results in")
+    options = parser.parse_args()
+    unknown = set(options.presets) - set(PRESETS)
+    if unknown:
+        parser.error(f"no such preset: {', '.join(sorted(unknown))}; known: {', '.join(PRESETS)}")
+    options.presets = options.presets or list(PRESETS)
+    return options
+
+
+def overrides(folder: Path, preset: str, iterations: int | None, seed: int) -> list[str]:
+    """The recipe's fields that differ here: files under `folder`, the seed, evaluation and checkpoint at the end alone."""
+    iterations = iterations or load_config(recipe(preset)).run.iterations
+    files = folder / "quickstart-files" / f"seed-{seed}"
+    return [
+        f"run.name={preset}-{seed}-{iterations}",
+        f"run.seed={seed}",
+        f"run.iterations={iterations}",
+        f"storage.root={folder / 'runs'}",
+        f"model.path={files / 'warm-model'}",
+        f"data.sources.0.path={files / 'train.jsonl'}",
+        f"evaluation.sets.0.path={files / 'held_out.jsonl'}",
+        f"evaluation.every={iterations}",
+        f"checkpoint.every={iterations}",
+        *([f"algorithm.teacher={files / 'teacher'}"] if preset == "opd" else []),
+    ]
+
+
+def measure(folder: Path, preset: str, iterations: int | None, seed: int) -> dict[str, Any]:
+    """Train one recipe and read what it learnt."""
+    changed = overrides(folder, preset, iterations, seed)
+    config = load_config(recipe(preset), changed)
+    subprocess.run([*MILLRACE, "train", recipe(preset), *changed], cwd=folder, check=True)
+    run = RunFolder(config.storage.root, config.run.name)
+    points = held_out_accuracy(run)
+    return {
+        "iterations": config.run.iterations,
+        "seed": seed,
+        "before": round(points[0], 4),
+        "after": round(points[config.run.iterations], 4),
+        "seconds": round(seconds(run), 1),
+        "seconds_an_iteration": round(seconds_an_iteration(run, config.run.iterations), 3),
+    }
+
+
+def seconds(run: RunFolder) -> float:
+    """From the run's start, models and engines still to be built, to its end."""
+    record = run.store.read_json("run.json")
+    started, completed = record["attempts"][0]["started"], record["completed"]
+    return (datetime.fromisoformat(completed) - datetime.fromisoformat(started)).total_seconds()
+
+
+def seconds_an_iteration(run: RunFolder, iterations: int) -> float:
+    """Median time from one manifest to the next; the last, which evaluates and saves, is left out."""
+    ends = []
+    for index in range(max(2, iterations - 1)):
+        manifest = run.manifest(index)
+        assert manifest is not None
+        ends.append(manifest.tasks["committed"])
+    return statistics.median(after - before for before, after in zip(ends[:-1], ends[1:], strict=True))
+
+
+def keep(path: Path, found: dict[str, Any]) -> None:
+    """Put results into a file, beside those of other presets that are there."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    known = {**kept, **found}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: known[name] for name in PRESETS if name in known}, indent=2) + "\n")
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The results, a row a preset."""
+    shown = Table("preset", "iterations", "before", "after", "seconds", "seconds an iteration")
+    for preset, row in found.items():
+        shown.add_row(
+            preset,
+            str(row["iterations"]),
+            f"{row['before']:.3f}",
+            f"{row['after']:.3f}",
+            f"{row['seconds']:.0f}",
+            f"{row['seconds_an_iteration']:.2f}",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()
