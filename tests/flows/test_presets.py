@@ -44,7 +44,7 @@ def test_a_recipe_is_sound(preset: str, tmp_path: Path) -> None:
     config = load_config(recipe(preset), [f"storage.root={tmp_path}"])
     assert config.algorithm.preset == preset
     assert config.algorithm.on_policy_guard
-    assert check(config, made_later=True) == []
+    assert check(config) == []
 
 
 @pytest.mark.parametrize("preset", PRESETS)
