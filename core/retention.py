@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def due(done: int, every: int) -> bool:
@@ -10,15 +10,23 @@ def due(done: int, every: int) -> bool:
     return done % every == 0
 
 
-def checkpoints_to_drop(complete: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+def checkpoints_to_drop(
+    complete: Sequence[int],
+    keep_last: int,
+    keep_every: int | None,
+    scores: Mapping[int, float] | None = None,
+) -> list[int]:
     """Complete checkpoints (numbers of iterations seen) that no rule keeps.
 
-    The newest `keep_last` stay, and each that `keep_every` divides. Recovery needs only the newest complete
-    checkpoint, which always stays.
+    The newest `keep_last` stay, each that `keep_every` divides, and the one with the highest of `scores` (the earliest
+    of equals). Recovery needs only the newest complete checkpoint, which always stays.
     """
     assert keep_last >= 1
     ordered = sorted(complete)
     kept = set(ordered[-keep_last:]) | {
         number for number in ordered if keep_every and number % keep_every == 0
     }
+    scored = {number: score for number, score in (scores or {}).items() if number in ordered}
+    if scored:
+        kept.add(min(scored, key=lambda number: (-scored[number], number)))
     return [number for number in ordered if number not in kept]

@@ -43,7 +43,14 @@ async def checkpoint(ctx: IterationContext) -> Record:
 
 def _retain(ctx: IterationContext) -> list[str]:
     rule = ctx.config.checkpoint
-    dropped = checkpoints_to_drop(ctx.run_folder.complete_checkpoints(), rule.keep_last, rule.keep_every)
+    scores: dict[int, float] = {}
+    if rule.keep_best:
+        for index, manifest in ctx.run_folder.manifests().items():
+            value = manifest.tasks["metrics"].get(rule.keep_best)
+            if value is not None:
+                scores[index + 1] = value
+    complete = ctx.run_folder.complete_checkpoints()
+    dropped = checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores)
     for number in dropped:
         ctx.run_folder.remove_checkpoint(number)
     return [ctx.run_folder.checkpoint_path(number) for number in dropped]

@@ -128,6 +128,10 @@ class Checkpoint(Section):
     keep_every: int | None = Field(
         None, ge=1, description="Also keep each checkpoint whose iteration divides by this."
     )
+    keep_best: str | None = Field(
+        None,
+        description="Also keep the checkpoint with the highest value of this metric, as in eval/held_out/reward_mean.",
+    )
     export_every: int | None = Field(
         None, ge=1, description="Iterations between Hugging Face exports; only the last when not given."
     )
