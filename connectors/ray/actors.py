@@ -21,6 +21,7 @@ from core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
+OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # what tests tell every process
 
@@ -69,7 +70,7 @@ class Actor:
 
     async def _answer(self, ask: Callable[[], Any]) -> Any:
         try:
-            return await ask()
+            return await self._asked(ask)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, MillraceError):
@@ -80,6 +81,14 @@ class Actor:
             raise ActorLostError(
                 f"actor {self.name} died: {reason[0] if reason else type(error).__name__}"
             ) from None
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone
+            if OTHER_CLUSTER not in str(error):
+                raise
+            raise ActorLostError(f"actor {self.name} died with its cluster") from None
 
     def kill(self) -> None:
         """End the actor's process."""

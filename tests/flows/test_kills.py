@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from flow_runs import Workplace
 
 from tests.soak.harness import Site
 from tests.soak.points import REDUCED, Point
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A workplace of its own: engines tell what they finish from the start of the Ray head on."""
-    found = Site(tmp_path_factory.mktemp("kills"))
-    yield found
-    found.close()
+def site(workplace: Workplace, whole: Path) -> Site:
+    return Site(workplace, whole)
 
 
 @pytest.mark.parametrize("point", REDUCED, ids=str)

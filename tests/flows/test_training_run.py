@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
-import pytest
-from flow_runs import Workplace, final_weights, trained, wait_until
+from flow_runs import Workplace, final_weights, trained
 
 TASKS = {
     "sample_prompts",
@@ -157,55 +152,3 @@ def test_a_run_may_go_on_with_other_data_when_told(workplace: Workplace, whole: 
     workplace.train(tmp_path, "run.iterations=4", "data.allow_changes=true", "data.sources.0.path=more.jsonl")
     assert [span["since"] for span in json.loads((tmp_path / "a" / "run.json").read_text())["data"]] == [0, 3]
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
-
-
-def in_iteration(run: Path, index: int, pattern: str) -> Callable[[], bool]:
-    """Whether a file has appeared in an iteration's folder."""
-    return lambda: any((run / "iterations" / f"{index:06d}").glob(pattern))
-
-
-@pytest.mark.parametrize(
-    ("index", "landed"),
-    [(1, "rollouts/*.parquet"), (1, "results/filter.json"), (2, "results/train_step.json")],
-    ids=["in the rollout", "before the step", "after the step"],
-)
-def test_a_killed_run_goes_on_to_the_same_weights(
-    workplace: Workplace, whole: Path, tmp_path: Path, index: int, landed: str
-) -> None:
-    run = tmp_path / "a"
-    workplace.train_and_kill(tmp_path, in_iteration(run, index, landed))
-    kept = {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/*.parquet")}
-    assert "of them now" in workplace.train(tmp_path)
-    assert trained(run) == trained(whole)
-    assert final_weights(run) == final_weights(whole)
-    for path, data in kept.items():
-        assert path.read_bytes() == data
-    samples = [
-        sample
-        for path in run.glob("iterations/*/rollouts/*.parquet")
-        for sample in pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
-    ]
-    assert len(samples) == len(set(samples))
-
-
-@pytest.mark.parametrize("role", ["trainer", "engine"])
-def test_a_lost_actor_is_rebuilt_within_the_run(
-    workplace: Workplace, whole: Path, tmp_path: Path, role: str
-) -> None:
-    process = workplace.start("train", "run.yaml", f"storage.root={tmp_path}")
-    wait_until(in_iteration(tmp_path / "a", 1, "rollouts/*.parquet"))
-    os.kill(victim(workplace, role), signal.SIGKILL)
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, out
-    assert trained(tmp_path / "a") == trained(whole)
-    assert final_weights(tmp_path / "a") == final_weights(whole)
-
-
-def victim(workplace: Workplace, role: str) -> int:
-    """Process of the run's trainer rank (an actor without a child), or of its engine's server (the child of one)."""
-    heads = json.loads((workplace.folder / "home" / "ray.json").read_text())["pids"]
-    below = [child for pid in heads for child in psutil.Process(pid).children(recursive=True)]
-    hosts = [process for process in below if process.cmdline()[0].startswith("ray::Host")]
-    if role == "trainer":
-        return next(int(host.pid) for host in hosts if not host.children())
-    return next(int(child.pid) for host in hosts for child in host.children())

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from tests.soak.harness import Outcome, Site
+from tests.soak.harness import Outcome, Site, make_workplace
 from tests.soak.points import VICTIMS, Point, at_random, matrix
 
 ITERATIONS = 3
@@ -59,7 +59,7 @@ def _work(folder: Path, points: list[Point]) -> list[Outcome]:
     if not points:
         return []
     folder.mkdir(parents=True)
-    site = Site(folder)
+    site = Site(make_workplace(folder))
     outcomes = []
     try:
         for point in points:

@@ -22,6 +22,7 @@ from tests.soak import promises, victims
 from tests.soak.points import Point
 
 DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
+__all__ = ["Outcome", "Site", "make_workplace"]
 STARTS = 4  # the command is started at most so often for one kill
 
 
@@ -42,14 +43,14 @@ class Outcome:
 class Site:
     """A workplace whose engines tell what they finish, with one uninterrupted run of each kind."""
 
-    def __init__(self, folder: Path, place: Workplace | None = None) -> None:
-        self.place = place or make_workplace(folder)
-        self.folder = folder
+    def __init__(self, place: Workplace, whole: Path | None = None) -> None:
+        self.place = place
+        self.folder = folder = place.folder
         self.home = Path(self.place.environment["MILLRACE_HOME"])
         self.finished_log = folder / "finished.log"
         self.finished_log.touch()
         self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
-        self._references: dict[bool, Path] = {}
+        self._references = {False: whole} if whole else {}  # by whether sampling is dynamic
 
     def reference(self, dynamic: bool) -> Path:
         """The folder of the uninterrupted run."""
