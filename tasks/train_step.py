@@ -22,6 +22,7 @@ async def train_step(ctx: IterationContext) -> Record:
     started = time.perf_counter()
     steps: list[dict[str, Any]] = []
     url = ctx.folder.url_of("batch.parquet")
+    await ctx.live.rest_engines()
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
         trainer = await ctx.live.trainer(version - 1)
         first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"

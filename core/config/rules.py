@@ -157,6 +157,21 @@ def _live(config: RunConfig) -> Iterator[Problem]:
         )
     if config.placement.colocate and (kind == "embedded" or config.trainer.device == "cpu"):
         yield Problem("placement.colocate", True, "without GPUs there is nothing to share", "set it to false")
+    if config.placement.colocate and config.trainer.world_size != config.engines.count * config.engines.gpus:
+        yield Problem(
+            "trainer.world_size",
+            config.trainer.world_size,
+            f"shares GPUs with engines.count × engines.gpus = {config.engines.count} × {config.engines.gpus}",
+            "make both the number of GPUs, or set placement.colocate=false",
+        )
+    p = config.trainer.parallel
+    if config.sync.transport == "ipc" and (not config.placement.colocate or p.pipeline > 1 or p.expert > 1):
+        yield Problem(
+            "sync.transport",
+            "ipc",
+            "hands over GPU memory, which needs placement.colocate and every rank to hold whole layers",
+            "set it to disk, or set placement.colocate=true with parallel.pipeline and parallel.expert 1",
+        )
     if config.rollout.max_concurrency > config.engines.max_running and kind == "embedded":
         yield Problem(
             "rollout.max_concurrency",

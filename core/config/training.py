@@ -95,7 +95,10 @@ class Engines(Section):
 class Placement(Section):
     """Where ranks and engines run."""
 
-    colocate: bool = Field(False, description="Trainer and engines share GPUs and release memory in turn.")
+    colocate: bool = Field(
+        False,
+        description="Trainer and engines share GPUs and release memory in turn: engines their weights and KV cache while the trainer steps, the trainer its optimizer state and gradients while they generate.",
+    )
     ray_address: str | None = Field(
         None, description="Ray cluster to join; a local one is started when not given."
     )
@@ -107,6 +110,17 @@ class Sync(Section):
     directory: str | None = Field(
         None,
         description="Folder through which weights go, seen by trainer and engines; shared memory of this host when not given.",
+    )
+    transport: Literal["auto", "disk", "ipc"] = Field(
+        "auto",
+        description="disk: a Hugging Face folder; ipc: GPU memory handed over a bucket at a time, for sglang engines on the trainer's GPUs. auto takes ipc where it can.",
+    )
+    bucket_mib: int = Field(
+        512, ge=1, description="Size of a bucket: the extra GPU memory that ipc takes. MiB."
+    )
+    verify: bool = Field(
+        False,
+        description="After each ipc sync also load the weights from disk and compare the engine's checksums of both.",
     )
     max_logprob_gap: float = Field(
         0.02,
