@@ -16,6 +16,7 @@ from pathlib import Path
 
 import fsspec
 
+from connectors.sglang.launch import PYTHON_PATH
 from connectors.storage.store import Store
 from core.config import RunConfig, rules
 from core.config.problems import Problem
@@ -149,7 +150,9 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     here = config.placement.ray_address is None
     if here and config.trainer.device == "cuda" and not _gpu_here():
         yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
-    if here and config.engines.kind == "sglang" and importlib.util.find_spec("sglang") is None:
+    if here and config.placement.colocate and config.trainer.device == "auto" and not _gpu_here():
+        yield Problem("placement.colocate", True, "this host has no NVIDIA GPU to share", "set it to false")
+    if here and config.engines.kind == "sglang" and not _sglang_here():
         yield Problem(
             "engines.kind",
             "sglang",
@@ -161,6 +164,10 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     folder = config.sync.directory
     if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+
+
+def _sglang_here() -> bool:
+    return importlib.util.find_spec("sglang") is not None or PYTHON_PATH in os.environ
 
 
 def _gpu_here() -> bool:

@@ -10,6 +10,7 @@ import io
 import json
 import random
 import time
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 problems
 FILES = Path("quickstart-files")
 TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm start's 4
+GPU_SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "layers": 8,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 128,
+}
 
 
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
@@ -61,6 +71,16 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
 
 def prepare(config: RunConfig) -> None:
     """Write problems, make the model and warm it up where config.model.path is to be, unless it is there."""
+    _prepare(config, {}, [])
+
+
+def prepare_for_gpu(config: RunConfig) -> None:
+    """The same with a model of 25 million parameters and heads of 64, which SGLang's kernels take, in bfloat16."""
+    overrides = ["model.dtype=bfloat16", "trainer.optimizer.lr=5.0e-4", "trainer.max_pack_tokens=16384"]
+    _prepare(config, GPU_SHAPE, [*overrides, "trainer.deterministic=false"])
+
+
+def _prepare(config: RunConfig, shape: dict[str, int], overrides: list[str]) -> None:
     model = Path(config.model.path)
     if (model / "config.json").exists():
         return
@@ -71,8 +91,8 @@ def prepare(config: RunConfig) -> None:
     problems = arithmetic(config.run.seed)
     for file, rows in (("held_out", problems[:HELD_OUT]), ("train", problems[HELD_OUT:])):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    build_tiny_model(folder / "model", seed=config.run.seed)
-    _learn_answers(warm_config(config, folder), model)
+    build_tiny_model(folder / "model", seed=config.run.seed, **shape)
+    _learn_answers(warm_config(config, folder, overrides), model)
 
 
 def prepare_with_teacher(config: RunConfig) -> None:
@@ -109,7 +129,7 @@ def recipe(name: str) -> str:
     return str(resources.files("deployments") / "recipes" / f"{name}.yaml")
 
 
-def warm_config(config: RunConfig, folder: Path) -> RunConfig:
+def warm_config(config: RunConfig, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The supervised warm start; its run folder lies with the quickstart's files."""
     return load_config(
         recipe("quickstart_warm_up"),
@@ -119,6 +139,7 @@ def warm_config(config: RunConfig, folder: Path) -> RunConfig:
             f"storage.root={folder / 'runs'}",
             f"model.path={folder / 'model'}",
             f"data.sources.0.path={folder / 'train.jsonl'}",
+            *overrides,
         ],
     )
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from connectors.megatron.rank import TrainerRank
 from connectors.ray import actors, cluster
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.fleet import Fleet
+from connectors.sglang.handover import from_buckets
 from connectors.sglang.process import EngineServer
 from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
-from core.errors import ActorLostError, TrainerError
+from core.errors import ActorLostError, EngineError, TrainerError
 from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
@@ -49,6 +51,7 @@ class Live:
         self.recovery: dict[str, float] = {}  # seconds from this process's start until it works, by phase
         self._trainer: actors.ActorGroup | None = None
         self._fleet: Fleet | None = None
+        self._parked = False  # whether the trainer has left shared GPUs to the engines
         self._trainer_lock = asyncio.Lock()
         self._engines_lock = asyncio.Lock()
         self._ray_lock = asyncio.Lock()
@@ -174,14 +177,29 @@ class Live:
     # engines
 
     async def engines(self, version: int) -> Dispatcher:
-        """A dispatcher over engines that have all confirmed `version`; publishes it to those that have not."""
+        """A dispatcher over engines that have all confirmed `version`; publishes it to those that have not.
+
+        On shared GPUs the trainer's memory goes to the engines.
+        """
         async with self._engines_lock:
             fleet = await self._ensure_fleet()
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
+            if self.config.placement.colocate and (fleet.resting or not self._parked):
+                await (await self.trainer(version)).call("park")
+                await fleet.wake()
+                self._parked = True
             self.ready()
             return fleet.dispatcher(version, self._recover)
+
+    async def rest_engines(self) -> None:
+        """On shared GPUs, have engines leave their memory to the trainer until they are next asked for."""
+        if self.config.placement.colocate:
+            async with self._engines_lock:
+                if self._fleet is not None:
+                    await self._fleet.rest()
+                self._parked = False
 
     async def publish(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase."""
@@ -195,19 +213,59 @@ class Live:
 
     async def _publish(self, fleet: Fleet, version: int, engines: list[int]) -> dict[str, float]:
         started = time.perf_counter()
+        seconds = await self._hand_over(fleet, version, engines)
+        if "ready" not in self.recovery:
+            self.recovery["sync"] = time.perf_counter() - started
+        return seconds
+
+    async def _hand_over(self, fleet: Fleet, version: int, engines: list[int]) -> dict[str, float]:
+        if not self.config.hands_over_memory or not engines:
+            directory, exported = await self._exported(version)
+            phases = await fleet.publish(directory, version, engines) if engines else {}
+            return {"export": exported, **phases}
+        seconds: dict[str, float] = {}
+        trainer = await self.trainer(version)
+        load = from_buckets(lambda: self._buckets(trainer, version), self.config.engines.gpus, seconds)
+        phases = await fleet.publish(load, version, engines)
+        if self.config.sync.verify:
+            await self._verify(fleet, version, engines)
+        return {**seconds, **phases}
+
+    async def _exported(self, version: int) -> tuple[str, float]:
+        """A Hugging Face folder with the trainer's weights of `version`, and the seconds it took."""
+        started = time.perf_counter()
         assert self._weights is not None
         directory = self._weights / f"weights-{version:08d}"
         if not directory.exists():
             trainer = await self.trainer(version)
             await trainer.call("export", str(directory), version)
-        exported = time.perf_counter()
-        phases = await fleet.publish(str(directory), version, engines) if engines else {}
-        if "ready" not in self.recovery:
-            self.recovery["sync"] = time.perf_counter() - started
         for old in self._weights.glob("weights-*"):
             if old != directory:
                 shutil.rmtree(old)
-        return {"export": exported - started, **phases}
+        return str(directory), time.perf_counter() - started
+
+    async def _buckets(self, trainer: actors.ActorGroup, version: int) -> AsyncIterator[list[Any]]:
+        """All ranks' copies of one bucket of the weights after the other."""
+        size, number, last = self.config.sync.bucket_mib * 2**20, 0, False
+        try:
+            while not last:
+                copies = await trainer.call("bucket", version, number, size)
+                yield copies
+                number, last = number + 1, copies[0].last
+        finally:
+            await trainer.call("end_buckets")
+
+    async def _verify(self, fleet: Fleet, version: int, engines: list[int]) -> None:
+        """Raise EngineError unless engines hold after an exported folder what they held before it."""
+        before = await fleet.checksums(engines)
+        directory, _ = await self._exported(version)
+        await fleet.publish(directory, version, engines)
+        after = await fleet.checksums(engines)
+        wrong = [index for index in engines if before[index] != after[index]]
+        if wrong:
+            raise EngineError(
+                f"engines {wrong} hold other weights than the trainer's export of version {version}"
+            )
 
     async def _ensure_fleet(self) -> Fleet:
         if self._fleet is None:

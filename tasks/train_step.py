@@ -23,6 +23,7 @@ async def train_step(ctx: IterationContext) -> Record:
     started = time.perf_counter()
     steps: list[dict[str, Any]] = []
     url = ctx.folder.url_of("batch.parquet")
+    await ctx.live.rest_engines()
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
         trainer = await ctx.live.trainer(version - 1, ahead=1)  # it answers from memory what it made before
         first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"

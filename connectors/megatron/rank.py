@@ -19,6 +19,7 @@ from core.errors import TrainerError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from connectors.megatron.buckets import Bucket
     from connectors.megatron.packs import Row
     from core.config import RunConfig
 
@@ -34,6 +35,7 @@ class TrainerRank:
         self.busy: str | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self._rows: tuple[str, list[Row]] | None = None
+        self._stream: Iterator[Bucket] | None = None
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, for the ranks to meet at."""
@@ -48,7 +50,10 @@ class TrainerRank:
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:
         """Join the other ranks, build the model from model.path and hold version 0."""
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if self.settings.get("trainer", {}).get("device") == "cpu":
+            os.environ.setdefault(
+                "TORCHDYNAMO_DISABLE", "1"
+            )  # it would compile for seconds to save microseconds
         from connectors.megatron import world
         from core.config import RunConfig
 
@@ -61,12 +66,15 @@ class TrainerRank:
 
     def _build(self) -> None:
         from connectors.megatron.learner import Learner
+        from connectors.megatron.parking import Parking
         from core.architecture import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
         self.learner = Learner(self.config, self.hf, self.device)
         policy = self.learner.policy
         self.policy, self.optimizer, self.schedule = policy.inner, policy.optimizer, policy.schedule
+        critic = self.learner.critic
+        self.parking = Parking([policy, critic.trained] if critic else [policy])
 
     def train(self, version: int, batch_url: str, guard: float | None = None) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
@@ -195,6 +203,31 @@ class TrainerRank:
         with self._working("export"):
             return export_hf(self.policy, self.hf, self.config.model.path, directory)
 
+    def bucket(self, version: int, number: int, size: int) -> Bucket:
+        """Bucket `number` of the held weights, in this GPU's memory until the next; 0 begins a new pass.
+
+        Raises TrainerError if another version is held.
+        """
+        from connectors.megatron.buckets import BucketStream
+
+        if version != self.version:
+            raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
+        with self._working("bucket", everything=False):
+            if number == 0:
+                dtype = self.policy.config.params_dtype
+                self._stream = iter(BucketStream(self.policy, self.hf, dtype, size))
+            assert self._stream is not None
+            return next(self._stream)
+
+    def end_buckets(self) -> None:
+        """Give the bucket's memory back."""
+        self._stream = None
+
+    def park(self) -> int:
+        """Leave GPU memory to engines until the rank next needs it; returns bytes freed."""
+        self.learner.forget()
+        return self.parking.park()
+
     def shutdown(self) -> None:
         """Leave the other ranks."""
         from connectors.megatron import world
@@ -212,11 +245,14 @@ class TrainerRank:
         return self._rows[1]
 
     @contextlib.contextmanager
-    def _working(self, what: str) -> Iterator[None]:
+    def _working(self, what: str, *, everything: bool = True) -> Iterator[None]:
+        """Within, the rank is busy and, if it needs `everything`, has taken its GPU memory back."""
         from connectors.megatron import world
 
         self.busy = what
         try:
+            if everything and what != "setup":
+                self.parking.fetch()
             with world.device_context(self.device):
                 yield
         finally:

@@ -162,6 +162,30 @@ class EngineClient:
                 f"{self.engine_id}: did not take weight version {version}: {answer.get('message')}"
             )
 
+    async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
+        """Load one flattened bucket, a payload (connectors.sglang.bucket) a GPU of the engine.
+
+        The last bucket brings the version. When this returns, the engine has copied what the payload points at.
+        """
+        body: dict[str, Any] = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        answer = await self._post("/update_weights_from_tensor", body)
+        if not answer.get("success"):
+            raise EngineError(f"{self.engine_id}: did not take a bucket of weights: {answer.get('message')}")
+
+    async def weight_update(self, what: Literal["begin", "end"]) -> None:
+        """Bracket an update from tensors, as servers since 0.5.21 want it; older ones do not know it."""
+        try:
+            await self._post(f"/{what}_weight_update", {})
+        except EngineError as error:
+            if "answered 404" not in str(error):
+                raise
+
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Give GPU memory back; the engine must be idle."""
         await self._post("/release_memory_occupation", {"tags": list(tags)} if tags else {})

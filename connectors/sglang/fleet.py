@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from connectors.sglang.client import EngineClient
@@ -19,8 +19,13 @@ from core.engine_health import EngineHealth, Event, State
 from core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
 log = logging.getLogger(__name__)
+IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
-PHASES = ("pause", "load", "resume", "confirm")
+PHASES = ("wake", "pause", "load", "resume", "confirm")
+WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's names for what it can give back
+
+Load = Callable[[Mapping[int, EngineClient], int], Awaitable[list[Any]]]
+"""Loads a version into engines, by index; an answer or an error of each, in order."""
 
 
 class Handle(Protocol):
@@ -41,6 +46,7 @@ class Fleet:
         self._handles: dict[int, Handle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
+        self._released: dict[int, list[str]] = {}  # GPU memory that engines have given back
         self._model = config.model.path
 
     # life
@@ -68,6 +74,7 @@ class Fleet:
                     state = await handle.call("start", self._model)
                     if not await self._answers(index, state["url"]):
                         continue
+                self._released[index] = state.get("released", [])
                 return
             except ActorLostError as error:
                 log.warning("engine %d: %s", index, error)
@@ -134,15 +141,19 @@ class Fleet:
         """Engines that have not confirmed a version."""
         return [index for index, health in self._health.items() if not health.serves(version)]
 
-    async def publish(self, directory: str, version: int, only: list[int] | None = None) -> dict[str, float]:
+    async def publish(
+        self, source: str | Load, version: int, only: list[int] | None = None
+    ) -> dict[str, float]:
         """Load a version into engines and have each confirm it; seconds by phase. Requests in flight are kept.
 
-        An engine lost on the way is restarted and tried again, within the restart budget.
+        `source`: a Hugging Face folder, or what loads otherwise. An engine lost on the way is restarted and tried again,
+        within the restart budget.
         """
+        load = from_folder(source) if isinstance(source, str) else source
         left = only if only is not None else sorted(self._clients)
         seconds = dict.fromkeys(PHASES, 0.0)
         for _ in range(self.config.engines.restarts + 2):
-            await self._publish_once(directory, version, left, seconds)
+            await self._publish_once(load, version, left, seconds)
             left = [index for index in left if not self._health[index].serves(version)]
             if not left:
                 return seconds
@@ -150,7 +161,7 @@ class Fleet:
         raise EngineError(f"engines {left} could not be brought to weight version {version}; see their logs")
 
     async def _publish_once(
-        self, directory: str, version: int, engines: list[int], seconds: dict[str, float]
+        self, load: Load, version: int, engines: list[int], seconds: dict[str, float]
     ) -> None:
         usable = [i for i in engines if i in self._clients and self._health[i].state is not State.DEAD]
         clients = {index: self._clients[index] for index in usable}
@@ -161,16 +172,17 @@ class Fleet:
         async def confirm(client: EngineClient) -> None:
             confirmed[next(i for i, c in clients.items() if c is client)] = await client.weight_version()
 
-        calls: dict[str, Callable[[EngineClient], Awaitable[Any]]] = {
-            "pause": lambda client: client.pause("retract"),
-            "load": lambda client: client.update_weights_from_disk(directory, version),
-            "resume": lambda client: client.resume(),
-            "confirm": confirm,
+        calls: dict[str, Load] = {
+            "wake": _each(lambda client: self._take_memory(client, WEIGHTS)),
+            "pause": _each(lambda client: client.pause("retract")),
+            "load": load,
+            "resume": _each(lambda client: client.resume()),
+            "confirm": _each(confirm),
         }
         refusal: EngineError | None = None
         for phase in PHASES:
             started = time.perf_counter()
-            results = await asyncio.gather(*map(calls[phase], clients.values()), return_exceptions=True)
+            results = await calls[phase](clients, version)
             seconds[phase] += time.perf_counter() - started
             for (index, client), result in zip(list(clients.items()), results, strict=True):
                 if isinstance(result, EngineLostError):
@@ -188,6 +200,57 @@ class Fleet:
                 raise EngineError(f"engine-{index} confirms weight version {found}, {version} was published")
             if self._health[index].state is State.REFITTING:  # no request was lost on it meanwhile
                 self._tell(index, Event.CONFIRMED, version)
+
+    async def checksums(self, engines: list[int]) -> dict[int, Any]:
+        """What each engine says of the tensors it holds."""
+        found = await asyncio.gather(*(self._clients[index].weights_checksum() for index in engines))
+        return dict(zip(engines, found, strict=True))
+
+    # GPU memory
+
+    async def rest(self) -> None:
+        """Have every idle engine give back its GPU memory; what still runs on one is ended. None serves until published to."""
+        for index, client in list(self._clients.items()):
+            health = self._health[index]
+            if health.state not in (State.SERVING, State.REFITTING) or self._released.get(index):
+                continue
+            try:
+                await _idle(client)
+                await self._note_released(index, [WEIGHTS, CACHE])
+                await client.release_memory([WEIGHTS, CACHE])
+            except EngineLostError as error:
+                self.doubt(client, error)
+                continue
+            self._tell(index, Event.REFIT)
+
+    async def wake(self) -> bool:
+        """Have engines take all their memory again, which must be free by now; False if none had given any back."""
+        resting = [client for index, client in self._clients.items() if self._released.get(index)]
+        results = await asyncio.gather(
+            *(self._take_memory(client, WEIGHTS, CACHE) for client in resting), return_exceptions=True
+        )
+        for client, result in zip(resting, results, strict=True):
+            if isinstance(result, EngineLostError):
+                self.doubt(client, result)
+            elif isinstance(result, BaseException):
+                raise result
+        return bool(resting)
+
+    @property
+    def resting(self) -> bool:
+        """Whether an engine has given memory back."""
+        return any(self._released.get(index) for index in self._clients)
+
+    async def _take_memory(self, client: EngineClient, *tags: str) -> None:
+        index = next(i for i, held in self._clients.items() if held is client)
+        wanted = [tag for tag in self._released.get(index, []) if tag in tags]
+        if wanted:
+            await client.resume_memory(wanted)
+            await self._note_released(index, [tag for tag in self._released[index] if tag not in wanted])
+
+    async def _note_released(self, index: int, tags: list[str]) -> None:
+        self._released[index] = tags
+        await self._handles[index].call("note_released", tags)
 
     # requests
 
@@ -212,3 +275,34 @@ class Fleet:
         clients, self._clients = list(self._clients.values()), {}
         self._health = {index: EngineHealth() for index in self._health}
         await asyncio.gather(*(client.close() for client in clients))
+
+
+def from_folder(directory: str) -> Load:
+    """Loads a Hugging Face folder that every engine can read."""
+
+    async def load(clients: Mapping[int, EngineClient], version: int) -> list[Any]:
+        return await _each(lambda client: client.update_weights_from_disk(directory, version))(
+            clients, version
+        )
+
+    return load
+
+
+def _each(call: Callable[[EngineClient], Awaitable[Any]]) -> Load:
+    async def every(clients: Mapping[int, EngineClient], version: int) -> list[Any]:
+        return list(await asyncio.gather(*map(call, clients.values()), return_exceptions=True))
+
+    return every
+
+
+async def _idle(client: EngineClient) -> None:
+    """End what runs on an engine and wait until nothing does: it refuses to forget cached prompts before."""
+    await client.abort()
+    for _ in range(IDLE_TRIES):
+        try:
+            return await client.flush()
+        except EngineLostError:
+            raise
+        except EngineError:
+            await asyncio.sleep(IDLE_WAIT_S)
+    raise EngineLostError(f"{client.engine_id}: still busy after its requests were ended")

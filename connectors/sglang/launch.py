@@ -1,17 +1,24 @@
 """Command lines of the servers: the embedded engine, and SGLang with any of its own options.
 
-Owns how configuration becomes arguments. SGLang's options are checked against the installed version's ServerArgs.
+Owns how configuration becomes arguments and environment. SGLang's options are checked against the installed version's
+ServerArgs.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from core.config import RunConfig
 from core.config.passthrough import SGLANG_OWNED
 from core.errors import ConfigError
+
+PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
+COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
 
 def engine_kind(config: RunConfig, gpus: int) -> str:
@@ -40,8 +47,11 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     return command + (["--threads", str(e.threads)] if e.threads else [])
 
 
-def sglang_command(config: RunConfig, model: str, port: int, seed: int) -> list[str]:
-    """Start SGLang. Raises ConfigError for an option that the installed version does not have, or that millrace sets."""
+def sglang_command(config: RunConfig, model: str, port: int, index: int, gpus: int) -> list[str]:
+    """Start SGLang engine `index` on a host with `gpus` GPUs.
+
+    Raises ConfigError for an option that the installed version does not have or that millrace sets, or for too few GPUs.
+    """
     e = config.engines
     command = [
         sys.executable,
@@ -54,11 +64,54 @@ def sglang_command(config: RunConfig, model: str, port: int, seed: int) -> list[
         "--port",
         str(port),
     ]
-    command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed", str(seed)]
+    command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed"]
+    command += [str(config.run.seed + index), "--base-gpu-id", str(_first_gpu(config, index, gpus))]
     command += ["--weight-version", "initial"]
     if config.placement.colocate:
         command.append("--enable-memory-saver")
+        if "mem_fraction_static" not in e.sglang:
+            command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
     return command + passthrough(e.sglang)
+
+
+def _first_gpu(config: RunConfig, index: int, gpus: int) -> int:
+    """The first of an engine's GPUs on its host: the trainer's own when colocated, else those after the trainer's.
+
+    An environment that shows the engine just its own GPUs decides for itself.
+    """
+    each = config.engines.gpus
+    if gpus == each:
+        return 0
+    first = index * each + (0 if config.placement.colocate else config.trainer.world_size)
+    if gpus and first + each > gpus:
+        raise ConfigError(
+            f"engines.count = {config.engines.count}: engine {index} needs GPUs {first} to {first + each - 1}, and this host "
+            f"has {gpus}; set placement.colocate=true, or lower engines.count, engines.gpus or trainer.world_size"
+        )
+    return first
+
+
+def sglang_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: its own Python path where one is named, /health that answers at once, CUDA's runtime.
+
+    SGLang pins versions that other parts do not take: with MILLRACE_SGLANG_PYTHONPATH it lives in a folder of its own.
+    The memory saver loads CUDA's runtime library by name, which pip puts where the loader does not look.
+    """
+    environment = dict(given)
+    if given.get(PYTHON_PATH):
+        environment["PYTHONPATH"] = given[PYTHON_PATH]
+    environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    libraries = [*_cuda_runtime(), *filter(None, given.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
+    if libraries:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+    return environment
+
+
+def _cuda_runtime() -> list[str]:
+    """Folders of this Python's CUDA runtime."""
+    found = importlib.util.find_spec("nvidia")
+    roots = found.submodule_search_locations if found and found.submodule_search_locations else []
+    return sorted({str(path.parent) for root in roots for path in Path(root).glob("*/lib/libcudart.so*")})
 
 
 def passthrough(options: dict[str, Any]) -> list[str]:

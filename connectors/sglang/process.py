@@ -17,7 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from connectors.sglang.launch import embedded_command, engine_kind, sglang_command
+from connectors.sglang.launch import embedded_command, engine_kind, sglang_command, sglang_environment
 from core.config import RunConfig
 from core.errors import EngineError
 
@@ -32,6 +32,7 @@ class EngineServer:
         self.index = index
         self.log = Path(tempfile.gettempdir()) / f"millrace-{self.config.run.name}-engine-{index}.log"
         self.starts = 0
+        self._released: list[str] = []  # what of the server's GPU memory is given back
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
 
@@ -46,7 +47,12 @@ class EngineServer:
             "pid": process.pid if process and alive else None,
             "starts": self.starts,
             "log": str(self.log),
+            "released": list(self._released),
         }
+
+    def note_released(self, tags: list[str]) -> None:
+        """Remember what memory the server has given back: a driver that comes later must take it again."""
+        self._released = list(tags)
 
     def start(self, model: str) -> dict[str, Any]:
         """Start the server on a model folder unless it lives; returns `state` once it answers.
@@ -56,20 +62,24 @@ class EngineServer:
         if self.state()["alive"]:
             return self.state()
         self.starts += 1
+        self._released = []
         port_file = Path(tempfile.mkdtemp(prefix="millrace-engine-")) / "port"
         kind = engine_kind(self.config, _gpus())
         host = self.config.engines.host
         if kind == "embedded":
             command, port = embedded_command(self.config, model, port_file), 0
+            environment = None
         else:
             port = _free_port(host)
-            command = sglang_command(self.config, model, port, self.config.run.seed + self.index)
+            command = sglang_command(self.config, model, port, self.index, _gpus())
+            environment = sglang_environment(os.environ)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 preexec_fn=_die_with_parent,
             )
         deadline = time.monotonic() + self.config.engines.start_timeout_s

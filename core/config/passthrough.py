@@ -35,6 +35,7 @@ SGLANG_OWNED = (
     "host",
     "port",
     "tp_size",
+    "base_gpu_id",
     "weight_version",
     "enable_memory_saver",
     "skip_tokenizer_init",

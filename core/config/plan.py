@@ -174,9 +174,9 @@ def _layout(config: RunConfig, gpus: int) -> Layout:
         engine_kind=kind,
         engines=count,
         gpus_an_engine=on_gpus,
-        gpus=(config.trainer.world_size if cuda else 0) + count * on_gpus,
+        gpus=count * on_gpus + (config.trainer.world_size if cuda and not config.placement.colocate else 0),
         placement=config.placement.ray_address or "a Ray head on this host",
-        sync="disk" if config.sync.kind == "auto" else config.sync.kind,
+        sync="ipc" if config.hands_over_memory else "disk",
     )
 
 

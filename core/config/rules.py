@@ -228,19 +228,22 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
             "an embedded engine runs on one device",
             "set it to 1, or engines.kind=sglang",
         )
-    if config.placement.colocate:
+    if config.placement.colocate and (e.kind == "embedded" or config.trainer.device == "cpu"):
+        yield Problem("placement.colocate", True, "without GPUs there is nothing to share", "set it to false")
+    elif config.placement.colocate and config.trainer.world_size != e.count * e.gpus:
         yield Problem(
-            "placement.colocate",
-            True,
-            "trainer and engines do not release memory in turn: each needs GPUs of its own",
-            "set it to false",
+            "trainer.world_size",
+            config.trainer.world_size,
+            f"the trainer shares GPUs with engines.count × engines.gpus = {e.count} × {e.gpus}",
+            "make both the number of GPUs, or set placement.colocate=false",
         )
-    if config.sync.kind in ("ipc", "nccl"):
+    p = config.trainer.parallel
+    if config.sync.kind == "ipc" and (not config.placement.colocate or p.pipeline > 1 or p.expert > 1):
         yield Problem(
             "sync.kind",
-            config.sync.kind,
-            "weights reach the engines through files only",
-            "set it to auto or disk, and sync.directory to a folder that trainer and engines see",
+            "ipc",
+            "GPU memory is handed over within a GPU, by ranks that hold every layer",
+            "set it to disk, or set placement.colocate=true with trainer.parallel.pipeline and expert 1",
         )
 
 

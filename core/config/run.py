@@ -47,3 +47,11 @@ class RunConfig(Section):
         """Data parallel size: what tensor, pipeline and context parallelism leave of the world."""
         p = self.trainer.parallel
         return self.trainer.world_size // (p.tensor * p.pipeline * p.context)
+
+    @property
+    def hands_over_memory(self) -> bool:
+        """Whether weights reach the engines through GPU memory (sync.kind)."""
+        p = self.trainer.parallel
+        if self.sync.kind != "auto":
+            return self.sync.kind == "ipc"
+        return self.placement.colocate and p.pipeline == 1 and p.expert == 1

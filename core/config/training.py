@@ -95,7 +95,10 @@ class Engines(Section):
 class Placement(Section):
     """Where ranks and engines run."""
 
-    colocate: bool = Field(False, description="Trainer and engines share GPUs and release memory in turn.")
+    colocate: bool = Field(
+        False,
+        description="Trainer and engines share GPUs and release memory in turn: engines their weights and KV cache while the trainer steps, the trainer its optimizer state and gradients while they generate.",
+    )
     ray_address: str | None = Field(
         None, description="Ray cluster to join; a local one is started when not given."
     )
@@ -104,12 +107,20 @@ class Placement(Section):
 class Sync(Section):
     """How weights reach the engines."""
 
-    kind: Literal["auto", "disk", "ipc", "nccl"] = Field(
-        "auto", description="auto: disk on CPU, ipc when colocated on GPUs, nccl otherwise."
+    kind: Literal["auto", "disk", "ipc"] = Field(
+        "auto",
+        description="disk: a Hugging Face folder; ipc: GPU memory handed over a bucket at a time, for sglang engines on the trainer's GPUs. auto takes ipc where it can.",
     )
     directory: str | None = Field(
         None,
         description="Folder for disk sync, seen by trainer and engines; shared memory of this host when not given.",
+    )
+    bucket_mib: int = Field(
+        512, ge=1, description="Size of a bucket: the extra GPU memory that ipc takes. MiB."
+    )
+    verify: bool = Field(
+        False,
+        description="After each ipc sync also load the weights from disk and compare the engine's checksums of both.",
     )
     max_logprob_gap: float = Field(
         0.02,

@@ -110,6 +110,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("no such evaluation set", ["evaluation.sets.held_out.path=no.jsonl"], "evaluation.sets.held_out.path"),
     ("colocation", ["placement.colocate=true"], "placement.colocate"),
     ("sync by NCCL", ["sync.kind=nccl"], "sync.kind"),
+    ("GPU memory handed over between GPUs", ["sync.kind=ipc"], "sync.kind"),
     ("sync folder is missing", ["sync.directory=no/folder"], "sync.directory"),
     ("no Ray there", ["placement.ray_address=127.0.0.1:1"], "placement.ray_address"),
     ("host of others", ["engines.host=192.0.2.1"], "engines.host"),

@@ -119,6 +119,10 @@ def test_a_password_is_not_repeated() -> None:
 
 def test_all_come_at_once() -> None:
     found = fields(
-        "trainer.global_batch=5", "sync.kind=nccl", "placement.colocate=true", "algorithm.dual_clip=1.1"
+        "trainer.global_batch=5",
+        "sync.kind=ipc",
+        "engines.gpus=2",
+        "engines.kind=embedded",
+        "algorithm.dual_clip=1.1",
     )
-    assert sorted(found) == ["algorithm.dual_clip", "placement.colocate", "sync.kind", "trainer.global_batch"]
+    assert sorted(found) == ["algorithm.dual_clip", "engines.gpus", "sync.kind", "trainer.global_batch"]

@@ -1,0 +1,49 @@
+"""What /update_weights_from_tensor takes: a pickled flat tensor of one GPU and what stands in it, in base64.
+
+Owns SGLang's form of it, without SGLang: its unpickler allows torch's and types' own classes, and it reads the entries
+by attribute. Knows nothing of where weights come from.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+Entry = tuple[
+    str, tuple[int, ...], str, int, int
+]  # name, shape, dtype, first and past-the-end byte in the bucket
+
+
+class _Shared:
+    """A tensor of another process, made again by torch where it is unpickled."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        return rebuild_cuda_tensor, self.arguments
+
+
+def payload(entries: Sequence[Entry], handle: bytes) -> str:
+    """One GPU's payload of a bucket. `handle`: pickled arguments of torch's rebuild_cuda_tensor, device by uuid."""
+    import torch
+
+    flat = _Shared(pickle.loads(handle))  # noqa: S301 - made by the run's own trainer
+    metadata = [
+        SimpleNamespace(
+            name=name,
+            shape=torch.Size(shape),
+            dtype=getattr(torch, dtype),
+            start_idx=start,
+            end_idx=end,
+            numel=end - start,
+        )
+        for name, shape, dtype, start, end in entries
+    ]
+    body = pickle.dumps({"flattened_tensor": flat, "metadata": metadata})
+    return base64.b64encode(body).decode("ascii")

@@ -1,0 +1,197 @@
+"""Wheels for a GPU host without a network, as archives of a bounded size.
+
+    python deployments/gpu/pack.py build PACK NAME==VERSION ... [--have torch,numpy] [--part-mib 55]
+    python deployments/gpu/pack.py unpack PACK DEST          # on the host, standard library only; prints DEST/site
+
+`build` takes the named wheels for Python 3.12 on x86-64 and, with --lock, all that they need at the versions of a
+constraints file, less what the host has (--have). SGLang goes in a pack of its own, since it pins other versions than
+millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH and only the server's process sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import lzma
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in range(39, 16, -1)] + ["manylinux2014_x86_64"]
+UNUSED = (  # what neither millrace nor SGLang (triton attention) imports
+    "ray/jars",
+    "ray/dashboard/client",
+    "ray/rllib",
+    "ray/serve",
+    "ray/cpp",
+    "ray/core/src/ray/cpp",
+    "mlflow/server/js",
+    "sgl_kernel/flash_ops*.so",
+    "sgl_kernel/flashmla_ops*.so",
+    "sgl_kernel/infllm_ops*.so",
+    "sgl_kernel/sm100",
+    "sglang/test",
+    "xgrammar/**/*.a",
+    "torch_memory_saver*cu12*.so",
+    "flashinfer/data/cutlass/test",
+)
+
+
+def main() -> None:
+    """Build or unpack."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build")
+    build.add_argument("pack", type=Path)
+    build.add_argument("names", nargs="+")
+    build.add_argument("--lock", type=Path, help="constraints file: also take what the names need")
+    build.add_argument("--without", default="", help="packages to leave out, by comma")
+    build.add_argument("--have", default="", help="packages of the host, by comma")
+    build.add_argument("--part-mib", type=int, default=55)
+    unpack = commands.add_parser("unpack")
+    unpack.add_argument("pack", type=Path)
+    unpack.add_argument("dest", type=Path)
+    given = parser.parse_args()
+    if given.command == "unpack":
+        print(_unpack(given.pack, given.dest))
+        return
+    _build(
+        given.pack,
+        given.names,
+        given.lock,
+        {_plain(name) for name in (given.have + "," + given.without).split(",")},
+        given.part_mib,
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip().lower())
+
+
+def _build(pack: Path, names: list[str], lock: Path | None, have: set[str], part_mib: int) -> None:
+    site = pack / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    for old in pack.glob("part-*"):
+        old.unlink()
+    wheels = pack / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(wheels),
+    ]
+    command += ["--python-version", "3.12", "--implementation", "cp"]
+    command += [x for platform in PLATFORMS for x in ("--platform", platform)]
+    wanted = _closure(names, lock, have) if lock else names
+    subprocess.run([*command, *wanted], check=True)
+    chosen = {_plain(name.split("==")[0]) for name in wanted}
+    for wheel in sorted(wheels.glob("*.whl")):
+        if _plain(wheel.name.split("-")[0]) in chosen:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+    for data in list(site.glob("*.data")):
+        for kind in ("purelib", "platlib"):
+            if (data / kind).is_dir():
+                shutil.copytree(data / kind, site, dirs_exist_ok=True)
+        shutil.rmtree(data)
+    for pattern in UNUSED:
+        for path in list(site.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _archive(site, pack, part_mib * 2**20)
+
+
+def _closure(names: list[str], lock: Path, have: set[str]) -> list[str]:
+    """The names and all they need, at locked versions, as this environment's installed metadata tells."""
+    from importlib import metadata
+
+    from packaging.markers import default_environment
+    from packaging.requirements import Requirement
+
+    locked = {
+        _plain(line.split("==")[0]): line.split("==")[1].strip()
+        for line in lock.read_text().splitlines()
+        if "==" in line
+    }
+    environment: dict[str, Any] = {
+        **default_environment(),
+        "python_version": "3.12",
+        "python_full_version": "3.12.3",
+    }
+    found: dict[str, str] = {}
+
+    def visit(name: str, extras: Iterable[str]) -> None:
+        plain = _plain(name)
+        if plain in found or plain in have or plain not in locked:
+            return
+        found[plain] = locked[plain]
+        for text in metadata.requires(name) or []:
+            need = Requirement(text)
+            marks = (
+                [need.marker.evaluate({**environment, "extra": e}) for e in ("", *extras)]
+                if need.marker
+                else [True]
+            )
+            if any(marks):
+                visit(need.name, need.extras)
+
+    for name in names:
+        visit(name, ())
+    return [f"{name}=={version}" for name, version in sorted(found.items())]
+
+
+def _archive(site: Path, pack: Path, part: int) -> None:
+    whole = pack / "pack.tar.xz"
+    subprocess.run(f"tar -C '{pack}' -cf - site | xz -T2 -4 > '{whole}'", shell=True, check=True)
+    with whole.open("rb") as stream:
+        for number in range(-(-whole.stat().st_size // part)):
+            path = pack / f"part-{number:02d}"
+            path.write_bytes(stream.read(part))
+            print(path, f"{path.stat().st_size / 2**20:.1f} MiB")
+    whole.unlink()
+
+
+class _Chain(io.RawIOBase):
+    """The parts of one archive as one stream."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = iter(files)
+        self._current: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._current is None:
+                path = next(self._files, None)
+                if path is None:
+                    return 0
+                self._current = path.open("rb")
+            read = int(self._current.readinto(buffer))
+            if read:
+                return read
+            self._current = None
+
+
+def _unpack(pack: Path, dest: Path) -> Path:
+    dest.mkdir(parents=True, exist_ok=True)
+    stream = io.BufferedReader(_Chain(sorted(pack.glob("part-*"))), 1 << 20)
+    with lzma.open(stream) as raw, tarfile.open(fileobj=raw, mode="r|") as archive:
+        archive.extractall(dest, filter="data")
+    return dest / "site"
+
+
+if __name__ == "__main__":
+    main()
