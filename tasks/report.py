@@ -53,14 +53,14 @@ HEADLINES = (
 async def open_tracking(live: Live, run_id: str | None) -> str:
     """Start or resume the MLflow run; link it and the Prefect flow run to each other."""
     config = live.config
+    folder = live.run_folder.store.url
     live.tracker = await asyncio.to_thread(
-        Tracker.start, config.tracking.uri, config.run.experiment, config.run.name, run_id
+        Tracker.start, config.tracking.uri, config.run.experiment, config.run.name, folder, run_id
     )
     tracker = live.tracker
     tags = {
         "prefect.flow_run_id": flow_run.id or "",
         "prefect.flow_run_url": flow_run.ui_url or "",
-        "millrace.run_folder": live.run_folder.store.url,
     }
     await asyncio.to_thread(tracker.set_tags, tags)
     await asyncio.to_thread(tracker.log_params, config.model_dump(mode="json"))

@@ -19,7 +19,7 @@ PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
 METRIC_BATCH = 1000
 TAG_LIMIT = 5000  # characters of a tag's value
-NAME_TAG = "millrace.run"
+FOLDER_TAG = "millrace.run_folder"
 
 
 class Tracker:
@@ -32,8 +32,8 @@ class Tracker:
         self.run_id = run_id
 
     @classmethod
-    def start(cls, uri: str | None, experiment: str, name: str, run_id: str | None) -> Tracker:
-        """Start the run of this name, or resume it by its id, or else by its name in the experiment.
+    def start(cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None) -> Tracker:
+        """Start the run of a run folder, by its URL, or resume it by its id, or else by that folder in the experiment.
 
         Raises MillraceError naming tracking.uri if the store cannot be reached.
         """
@@ -46,9 +46,11 @@ class Tracker:
         try:
             client = MlflowClient(tracking_uri=where)
             experiment_id = _experiment(client, experiment, where)
-            found = run_id if run_id and _exists(client, run_id) else _by_name(client, experiment_id, name)
+            found = (
+                run_id if run_id and _exists(client, run_id) else _by_folder(client, experiment_id, folder)
+            )
             if found is None:
-                found = client.create_run(experiment_id, run_name=name, tags={NAME_TAG: name}).info.run_id
+                found = client.create_run(experiment_id, run_name=name, tags={FOLDER_TAG: folder}).info.run_id
             else:
                 client.update_run(found, status="RUNNING")  # it may have been marked finished or failed
         except (MlflowException, OSError) as error:
@@ -56,7 +58,7 @@ class Tracker:
         return cls(client, where, experiment_id, found)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one point a metric, in one call; what is not finite is left out."""
+        """Append one point a metric, in one call; what is not finite, or is there at this step, is left out."""
         import time
 
         from mlflow.entities import Metric
@@ -67,6 +69,8 @@ class Tracker:
             for name, value in metrics.items()
             if math.isfinite(value)
         ]
+        if points and any(held == step for held, _ in self.history(points[-1].key)):
+            return  # a driver died between this call and the record that it was made
         for at in range(0, len(points), METRIC_BATCH):
             self._client.log_batch(self.run_id, metrics=points[at : at + METRIC_BATCH])
 
@@ -97,7 +101,7 @@ class Tracker:
             self._client.log_artifact(self.run_id, str(path), artifact_path=inside)
 
     def history(self, name: str) -> list[tuple[int, float]]:
-        """Points of a metric by step; of several at one step the newest."""
+        """Points of a metric by step."""
         points = self._client.get_metric_history(self.run_id, _name(name))
         return sorted({point.step: point.value for point in points}.items())
 
@@ -148,9 +152,9 @@ def _exists(client: Any, run_id: str) -> bool:
     return bool(found.info.lifecycle_stage == "active")
 
 
-def _by_name(client: Any, experiment_id: str, name: str) -> str | None:
-    quoted = name.replace("'", "''")
-    wanted = f"tags.`{NAME_TAG}` = '{quoted}'"
+def _by_folder(client: Any, experiment_id: str, folder: str) -> str | None:
+    quoted = folder.replace("'", "''")
+    wanted = f"tags.`{FOLDER_TAG}` = '{quoted}'"
     found = client.search_runs(
         [experiment_id], filter_string=wanted, order_by=["start_time ASC"], max_results=1
     )

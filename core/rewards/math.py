@@ -1,14 +1,13 @@
 """Rewards for mathematical answers: the last \\boxed{...}, or the last number, against the label.
 
-Owns finding the answer and comparing it; pure but for the optional package math-verify, which decides what neither text nor
-numbers decide (fractions against roots, sets, intervals). Symbolic comparison can run long: the scoring worker is killable.
+Owns finding the answer and comparing it; math-verify decides what neither text nor numbers decide (fractions against roots,
+sets, intervals). Symbolic comparison can run long: the scoring worker is killable.
 """
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
-from importlib.util import find_spec
 from typing import Any
 
 from core.hooks import RewardInput
@@ -47,15 +46,15 @@ def answer_of(text: str, *, boxed_only: bool = False) -> str | None:
 
 
 def equal(answer: str, label: str, *, symbolic: bool = True) -> bool:
-    """Whether two mathematical expressions are the same: as text without spacing, as rational numbers, or (with
-    math-verify installed and `symbolic`) as expressions."""
+    """Whether two mathematical expressions are the same: as text without spacing, as rational numbers, or, if
+    `symbolic`, as expressions."""
     a, b = _plain(answer), _plain(label)
     if a == b:
         return bool(a)
     x, y = _rational(a), _rational(b)
     if x is not None and y is not None:
         return x == y
-    if not symbolic or max(len(a), len(b)) > LONGEST or find_spec("math_verify") is None:
+    if not symbolic or max(len(a), len(b)) > LONGEST:
         return False
     return _verified(answer, label)
 

@@ -22,11 +22,11 @@ def run_of(tracker: Tracker) -> Any:
 
 
 def test_a_run_is_resumed_by_its_id(uri: str) -> None:
-    first = Tracker.start(uri, "e", "by-id", None)
+    first = Tracker.start(uri, "e", "by-id", "/runs/by-id", None)
     first.log_metrics({"reward": 0.25}, 0)
     first.finish()
     assert run_of(first).info.status == "FINISHED"
-    second = Tracker.start(uri, "e", "by-id", first.run_id)
+    second = Tracker.start(uri, "e", "by-id", "/runs/by-id", first.run_id)
     second.log_metrics({"reward": 0.5}, 1)
     assert second.run_id == first.run_id
     assert run_of(second).info.status == "RUNNING"
@@ -34,26 +34,26 @@ def test_a_run_is_resumed_by_its_id(uri: str) -> None:
     assert second.history("reward") == [(0, 0.25), (1, 0.5)]
 
 
-def test_the_same_name_twice_is_one_run(uri: str) -> None:
-    first = Tracker.start(uri, "e", "by-name", None)
+def test_the_same_run_folder_twice_is_one_run(uri: str) -> None:
+    first = Tracker.start(uri, "e", "by-name", "/runs/by-name", None)
     first.finish()
-    second = Tracker.start(uri, "e", "by-name", None)
+    second = Tracker.start(uri, "e", "by-name", "/runs/by-name", None)
     assert second.run_id == first.run_id
     assert run_of(second).info.status == "RUNNING"
-    assert Tracker.start(uri, "e", "another-name", None).run_id != first.run_id
-    assert Tracker.start(uri, "another-experiment", "by-name", None).run_id != first.run_id
+    assert Tracker.start(uri, "e", "another-name", "/runs/another-name", None).run_id != first.run_id
+    assert Tracker.start(uri, "another-experiment", "by-name", "/runs/by-name", None).run_id != first.run_id
 
 
 def test_an_unknown_or_deleted_run_id_starts_a_new_run(uri: str) -> None:
-    first = Tracker.start(uri, "e", "deleted", "0" * 32)
+    first = Tracker.start(uri, "e", "deleted", "/runs/deleted", "0" * 32)
     first._client.delete_run(first.run_id)
-    second = Tracker.start(uri, "e", "deleted", first.run_id)
+    second = Tracker.start(uri, "e", "deleted", "/runs/deleted", first.run_id)
     assert second.run_id != first.run_id
     second.log_metrics({"reward": 1.0}, 0)
 
 
 def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> None:
-    tracker = Tracker.start(uri, "e", "metrics", None)
+    tracker = Tracker.start(uri, "e", "metrics", "/runs/metrics", None)
     many = {f"m{n}": float(n) for n in range(1200)}
     tracker.log_metrics({**many, "nan": math.nan, "inf": math.inf, "held_out/pass@4": 0.5}, 3)
     logged = run_of(tracker).data.metrics
@@ -61,16 +61,23 @@ def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> 
     assert tracker.history("held_out/pass@4") == [(3, 0.5)]
 
 
-def test_of_two_points_at_one_step_the_newest_counts(uri: str) -> None:
-    tracker = Tracker.start(uri, "e", "twice", None)
-    tracker.log_metrics({"reward": 1.0}, 0)
-    tracker.log_metrics({"reward": 2.0}, 0)
-    assert tracker.history("reward") == [(0, 2.0)]
+def test_the_same_name_in_another_storage_is_another_run(uri: str) -> None:
+    first = Tracker.start(uri, "e", "name", "/runs/name", None)
+    assert Tracker.start(uri, "e", "name", "/other/name", None).run_id != first.run_id
+
+
+def test_what_is_logged_again_is_there_once(uri: str) -> None:
+    tracker = Tracker.start(uri, "e", "twice", "/runs/twice", None)
+    for _ in range(2):
+        tracker.log_metrics({"reward": 1.0, "length": 3.0}, 1)
+    tracker.log_metrics({"reward": 2.0, "length": 4.0}, 2)
+    points = tracker._client.get_metric_history(tracker.run_id, "reward")
+    assert [(point.step, point.value) for point in points] == [(1, 1.0), (2, 2.0)]
     assert tracker.history("never_logged") == []
 
 
 def test_params_are_flat_shortened_and_kept_when_logged_again(uri: str) -> None:
-    tracker = Tracker.start(uri, "e", "params", None)
+    tracker = Tracker.start(uri, "e", "params", "/runs/params", None)
     tracker.log_params({"model": {"path": "p", "empty": {}}, "long": "x" * 10000, "list": [1, {"a": 2}]})
     tracker.log_params({f"p{n}": n for n in range(250)})
     tracker.log_params({"model": {"path": "changed"}, "late": 1})
@@ -84,7 +91,7 @@ def test_params_are_flat_shortened_and_kept_when_logged_again(uri: str) -> None:
 
 
 def test_tags_and_artifacts_are_kept(uri: str, tmp_path: Path) -> None:
-    tracker = Tracker.start(uri, "e", "artifacts", None)
+    tracker = Tracker.start(uri, "e", "artifacts", "/runs/artifacts", None)
     tracker.set_tags({"prefect.flow_run": "http://127.0.0.1:4200/runs/1", "long": "x" * 20000})
     tracker.log_artifact(b"one", "curve.png")
     tracker.log_artifact(b"two", "iterations/000001/samples.md")
@@ -100,4 +107,4 @@ def test_a_store_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     where = f"sqlite:///{tmp_path / 'missing' / 'deep' / 'mlflow.db'}"
     (tmp_path / "missing").write_text("a file where a folder should be")
     with pytest.raises(MillraceError, match=r"tracking\.uri"):
-        Tracker.start(where, "e", "n", None)
+        Tracker.start(where, "e", "n", "/runs/n", None)

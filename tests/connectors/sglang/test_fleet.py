@@ -63,7 +63,7 @@ async def test_an_engine_serves_only_after_it_confirmed_the_version(
     with pytest.raises(EngineError, match="no engine serves"):
         await dispatcher.generate(PROMPT, SHORT, rid="early", session=None)
     seconds = await fleet.publish(str(tiny_model), 1)
-    assert set(seconds) == {"pause", "load", "resume", "confirm"}
+    assert set(seconds) == {"wake", "pause", "load", "resume", "confirm"}
     assert fleet.unconfirmed(1) == []
     found = await dispatcher.generate(PROMPT, SHORT, rid="late", session=None)
     assert found.weight_versions == [(0, 1)]
