@@ -167,7 +167,10 @@ def _fill(row: dict[str, Any], prompt: dict[str, Any], result: Generation) -> No
 
 @asynccontextmanager
 async def _writer(ctx: IterationContext) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
-    """A queue whose rows are written as parts; on leaving, everything queued is written."""
+    """A queue whose rows are written as parts; on leaving, everything queued is written.
+
+    A write that fails ends the body, which may wait for what will never land.
+    """
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
 
@@ -185,12 +188,13 @@ async def _writer(ctx: IterationContext) -> AsyncIterator[asyncio.Queue[dict[str
             open_ = rows[-1] is not None
             await _write(ctx, [row for row in rows if row is not None])
 
-    writing = asyncio.create_task(drain())
-    try:
-        yield queue  # type: ignore[misc]
-    finally:
-        await queue.put(None)
-        await writing
+    async with asyncio.TaskGroup() as group:
+        writing = group.create_task(drain())
+        try:
+            yield queue  # type: ignore[misc]
+        finally:
+            await queue.put(None)
+            await asyncio.wait([writing])
 
 
 async def _write(ctx: IterationContext, rows: list[dict[str, Any]]) -> None:

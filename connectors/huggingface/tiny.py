@@ -35,6 +35,7 @@ def build_tiny_model(
     """Write a randomly initialised Qwen3 (Qwen3-MoE if `experts`) with a character-level tokenizer; returns the folder."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging as progress
 
     assert vocab_size >= len(CHARACTERS) + len(SPECIAL)
     shape: dict[str, Any] = {
@@ -63,6 +64,7 @@ def build_tiny_model(
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
     target = Path(folder)
+    progress.disable_progress_bar()  # one file is written at once
     model.save_pretrained(target)
     build_tokenizer().save_pretrained(target)
     return target

@@ -6,6 +6,7 @@ happens inside `start`.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import tempfile
@@ -42,6 +43,7 @@ class Tracker:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table that it makes
         where = uri or default_uri()
         try:
             client = MlflowClient(tracking_uri=where)

@@ -1,0 +1,83 @@
+"""The writer of finished samples, over real files."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.config import RunConfig
+from core.errors import StorageError
+from tasks.context import IterationContext
+from tasks.live import Live
+from tasks.rollout import _row, _writer
+from tasks.stream import Stream
+
+
+def context(root: Path) -> IterationContext:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "a", "iterations": 1},
+            "model": {"path": "model"},
+            "data": {"sources": [{"path": "train.jsonl"}]},
+            "storage": {"root": str(root)},
+            "rollout": {"prompts": 1, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}},
+        }
+    )
+    return IterationContext(config, 0, Live(config), Stream(released=1))
+
+
+def row(sample: str) -> dict[str, Any]:
+    prompt = {
+        "group_id": "g",
+        "prompt_id": "p",
+        "iteration": 0,
+        "source": "s",
+        "prompt": '"1+1="',
+        "label": "2",
+        "metadata": None,
+        "prompt_tokens": [1, 2],
+    }
+    return _row(prompt, sample, 0, 7)
+
+
+def landed(ctx: IterationContext) -> list[str]:
+    assert ctx.stream is not None
+    return ctx.stream.parts("rollouts")
+
+
+@pytest.mark.timeout(20)
+async def test_a_write_that_fails_ends_a_body_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.touch()
+    monkeypatch.setenv("MILLRACE_STORAGE_FULL", str(full))
+    ctx = context(tmp_path)
+
+    async def waits() -> None:
+        async with _writer(ctx) as queue:
+            await queue.put(row("a"))
+            await asyncio.Event().wait()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await waits()
+    assert caught.value.subgroup(StorageError) is not None
+    assert landed(ctx) == []
+
+
+async def test_what_was_finished_before_another_error_is_written(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+
+    async def fails() -> None:
+        async with _writer(ctx) as queue:
+            await queue.put(row("a"))
+            raise EOFError
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await fails()
+    assert caught.value.subgroup(EOFError) is not None
+    (path,) = landed(ctx)
+    assert ctx.folder.read_table(path, "rollouts").column("sample_id").to_pylist() == ["a"]
