@@ -116,7 +116,7 @@ def ask(url: str, body: dict[str, Any]) -> Any:
     from urllib.request import Request, urlopen
 
     request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=30) as answer:
+    with urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
