@@ -49,6 +49,8 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
                 f"its vocabulary of {teacher.vocab} is not the model's, {shape.vocab}",
                 "take a teacher with the model's tokenizer",
             )
+        if teacher:
+            yield from _sizes(config, teacher, "teacher")
 
 
 def _folder(field: str, folder: str) -> Iterator[Problem]:
@@ -71,7 +73,7 @@ def _folder(field: str, folder: str) -> Iterator[Problem]:
     return shape
 
 
-def _sizes(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
     p = config.trainer.parallel
     cut = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     if not shape.experts or p.expert == 1:
@@ -81,7 +83,7 @@ def _sizes(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
             yield Problem(
                 "trainer.parallel.tensor",
                 p.tensor,
-                f"does not divide the model's {size} {name}",
+                f"does not divide the {whose}'s {size} {name}",
                 f"use a divisor of {size}",
             )
             break
@@ -89,16 +91,16 @@ def _sizes(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
         yield Problem(
             "trainer.parallel.pipeline",
             p.pipeline,
-            f"does not divide the model's {shape.layers} layers",
+            f"does not divide the {whose}'s {shape.layers} layers",
             f"use a divisor of {shape.layers}",
         )
     if p.expert > 1 and not shape.experts:
-        yield Problem("trainer.parallel.expert", p.expert, "the model has no experts", "set it to 1")
+        yield Problem("trainer.parallel.expert", p.expert, f"the {whose} has no experts", "set it to 1")
     elif shape.experts and shape.experts % p.expert:
         yield Problem(
             "trainer.parallel.expert",
             p.expert,
-            f"does not divide the model's {shape.experts} experts",
+            f"does not divide the {whose}'s {shape.experts} experts",
             f"use a divisor of {shape.experts}",
         )
     if shape.experts and p.tensor > 1 and not p.sequence:
@@ -108,10 +110,10 @@ def _sizes(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
             "experts under tensor parallelism need sequence parallelism",
             "set it to true",
         )
-    yield from _positions(config, shape)
+    yield from _positions(config, shape, whose)
 
 
-def _positions(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
     prompt = config.data.max_prompt_tokens
     budgets = {"rollout.sampling.max_new_tokens": config.rollout.sampling.max_new_tokens}
     for held_out in config.evaluation.sets:
@@ -121,7 +123,7 @@ def _positions(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
             yield Problem(
                 field,
                 tokens,
-                f"with data.max_prompt_tokens = {prompt} it is more than the model's {shape.positions} positions",
+                f"with data.max_prompt_tokens = {prompt} it is more than the {whose}'s {shape.positions} positions",
                 f"lower the two to {shape.positions} together",
             )
             return

@@ -40,7 +40,7 @@ def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float)
         OptimizerConfig(
             optimizer="adam",
             lr=lr,
-            min_lr=min(config.trainer.schedule.min_lr, lr),
+            min_lr=config.trainer.schedule.min_lr,
             weight_decay=o.weight_decay,
             adam_beta1=o.betas[0],
             adam_beta2=o.betas[1],
@@ -63,7 +63,7 @@ def make_schedule(optimizer: Any, config: RunConfig, lr: float) -> OptimizerPara
         optimizer,
         init_lr=0.0,
         max_lr=lr,
-        min_lr=min(s.min_lr, lr),
+        min_lr=s.min_lr,
         lr_warmup_steps=s.warmup_steps,
         lr_decay_steps=max(total, s.warmup_steps + 1),
         lr_decay_style=s.kind,

@@ -150,6 +150,13 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             f"it is above the peak, trainer.optimizer.lr = {o.lr:g}",
             "lower it, or raise the peak",
         )
+    elif config.algorithm.advantage == "gae" and s.min_lr > config.algorithm.critic.lr:
+        yield Problem(
+            "trainer.schedule.min_lr",
+            s.min_lr,
+            f"it is above the critic's peak, algorithm.critic.lr = {config.algorithm.critic.lr:g}",
+            "lower it, or raise the peak",
+        )
     steps = s.decay_steps or config.run.iterations * max(1, config.steps_per_iteration)
     if s.kind != "constant" and s.warmup_steps >= steps:
         yield Problem(

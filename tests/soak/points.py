@@ -58,7 +58,6 @@ def matrix(every: bool = False) -> list[Point]:
 
 REDUCED = (
     Point("driver", "rollout", "in", dynamic=True),
-    Point("driver", "train_step", "in"),
     Point("driver", "train_step", "after"),
     Point("trainer", "train_step", "in"),
     Point("engine", "rollout", "in", dynamic=True),

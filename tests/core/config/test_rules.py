@@ -80,6 +80,10 @@ def test_these_agree(overrides: list[str]) -> None:
         (["trainer.optimizer.betas=[0.9, 1]"], "trainer.optimizer.betas.1"),
         (["trainer.schedule.min_lr=1"], "trainer.schedule.min_lr"),
         (
+            ["algorithm.preset=ppo", "algorithm.critic.lr=1e-7", "trainer.schedule.min_lr=5e-7"],
+            "trainer.schedule.min_lr",
+        ),
+        (
             ["trainer.schedule.kind=cosine", "trainer.schedule.warmup_steps=10"],
             "trainer.schedule.warmup_steps",
         ),
