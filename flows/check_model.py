@@ -40,12 +40,13 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
         yield from _sizes(config, shape)
     if Path(path).is_dir() or config.model.tokenizer:
         yield from _tokenizer(config, found)
-    if config.algorithm.teacher:
-        teacher = yield from _folder("algorithm.teacher", config.algorithm.teacher)
+    path = config.algorithm.teacher
+    if path and not (may_be_made and not (Path(path) / "config.json").exists()):
+        teacher = yield from _folder("algorithm.teacher", path)
         if teacher and shape and teacher.vocab != shape.vocab:
             yield Problem(
                 "algorithm.teacher",
-                config.algorithm.teacher,
+                path,
                 f"its vocabulary of {teacher.vocab} is not the model's, {shape.vocab}",
                 "take a teacher with the model's tokenizer",
             )

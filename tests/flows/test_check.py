@@ -106,6 +106,13 @@ def test_what_prepare_will_make_may_be_missing_until_it_ran() -> None:
     assert run("run.yaml", *changes).exit_code == 0
 
 
+def test_a_teacher_that_prepare_will_make_may_be_missing_until_it_ran() -> None:
+    changes = ["run.prepare=flows.quickstart:prepare_with_teacher", "algorithm.preset=opd"]
+    config = load_config("run.yaml", [*changes, "algorithm.teacher=later"])
+    assert check(config) == []
+    assert [problem.field for problem in check(config, prepared=True)] == ["algorithm.teacher"]
+
+
 def test_checking_calls_nothing_of_the_users(place: Path) -> None:
     (place / "calling_hooks.py").write_text(
         "def prepare(config):\n    raise AssertionError\ndef score(sample):\n    raise AssertionError\n"
