@@ -20,22 +20,25 @@ from torch import Tensor
 
 from connectors.megatron.attention import PackedAttention
 from connectors.megatron.families import Shape
+from connectors.megatron.fused import rotary_table
+from connectors.megatron.layers import GatedSilu, Norm, PackedSelfAttention
 from core.architecture import expert_count
 from core.config import RunConfig
 from core.config.passthrough import MEGATRON_REFUSED
 from core.errors import ConfigError
 
 
-class Norm(torch.nn.RMSNorm):
-    """RMSNorm that marks its weight for sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage answers with hidden states [T, 1, H] instead of logits."""
+    """GPTModel whose last stage answers with hidden states [T, 1, H] instead of logits.
+
+    Layers get cosines and sines of this rank's tokens in place of angles of positions: packs repeat positions, and every
+    layer would look them up anew.
+    """
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
+        found[1] = rotary_table(found[1], position_ids[0])
+        return tuple(found)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -73,6 +76,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
+        "use_te_activation_func": True,  # the layers' own module, which is GatedSilu
         "add_bias_linear": False,
         "add_qkv_bias": hf["model_type"] == "qwen2",
         "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe"),
@@ -160,6 +164,9 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         normalization="RMSNorm",
     )
     layer = spec.submodules
+    layer.self_attention.module = PackedSelfAttention
+    feed_forward = layer.mlp.submodules
+    (feed_forward.experts.submodules if tc.num_moe_experts else feed_forward).activation_func = GatedSilu
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from connectors.megatron import optim
+from connectors.megatron import fast_step, optim
 from connectors.megatron.model import CriticModel, PolicyModel, build_model
 from connectors.megatron.weights import load_hf
 from core.config import RunConfig
@@ -31,6 +31,7 @@ class Trained:
         self.optimizer = optim.make_optimizer(self.model, config, lr)
         self.schedule = optim.make_schedule(self.optimizer, config, lr)
         inner.config.grad_scale_func = self.optimizer.scale_loss
+        self._fast = fast_step.applies(self.optimizer)
 
     @property
     def lr(self) -> float:
@@ -45,11 +46,17 @@ class Trained:
     def gradient_norm(self) -> float:
         """Norm of the gradient before clipping; changes nothing."""
         self.optimizer.prepare_grads()
+        if self._fast:
+            self._norm = fast_step.gradient_norm(self.optimizer)
+            return self._norm
         return float(self.optimizer.get_grad_norm())
 
     def step(self) -> None:
-        """Advance schedule and optimizer: the learning rate of step n is the schedule's at n."""
+        """Advance schedule and optimizer, after `gradient_norm`: the learning rate of step n is the schedule's at n."""
         self.schedule.step(increment=1)
+        if self._fast:
+            fast_step.step(self.optimizer, self._norm)
+            return
         done, _, _ = self.optimizer.step()
         assert done, "the optimizer skipped a step with finite gradients"
 

@@ -20,6 +20,7 @@ from core.config import RunConfig
 
 VOCAB = 97
 PATIENCE_S = 90.0
+LAYOUTS_A_PROCESS = 12  # gloo's threads of a layout outlive it, for DDP's gradient hooks keep its groups
 
 
 def configuration(model: str | Path, world: int = 1, **changes: Any) -> dict[str, Any]:
@@ -136,6 +137,7 @@ class Workers:
         self.count = count
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._layouts = 0  # that the processes have served
 
     @contextmanager
     def group(self, config: dict[str, Any]) -> Iterator[Group]:
@@ -153,6 +155,9 @@ class Workers:
             raise
         if self._processes:
             self.ask(world, ("shutdown", None, (), {}))
+            self._layouts += 1
+            if self._layouts == LAYOUTS_A_PROCESS:
+                self.close()
 
     def ask(self, world: int, message: Any) -> list[Any]:
         pipes = self._pipes[:world]
@@ -195,7 +200,7 @@ class Workers:
         for process in self._processes:
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._layouts = [], [], 0
 
 
 def _serve(pipe: Any, number: int) -> None:
