@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+    return [
+        part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None
+    ]
 
 
 def _fusable(part: Any) -> bool:

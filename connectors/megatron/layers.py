@@ -62,9 +62,7 @@ class PackedSelfAttention(SelfAttention):
                 attn_mask_type=self.attn_mask_type, attention_bias=None, packed_seq_params=packed_seq_params,
             )  # fmt: skip
         else:
-            out = self.core_attention(
-                query, key, value, attention_mask, packed_seq_params=packed_seq_params
-            )
+            out = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out.reshape(out.shape[0], 1, -1))
         return projected
 

@@ -33,9 +33,7 @@ def token_logprobs(
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
     form: Any = _FusedTokenLogprobs if hidden.is_cuda else _TokenLogprobs
-    logprobs, entropies = form.apply(
-        hidden, weight, targets, start, live, group, temperature, chunk, entropy
-    )
+    logprobs, entropies = form.apply(hidden, weight, targets, start, live, group, temperature, chunk, entropy)
     return logprobs, entropies if entropy else None
 
 
@@ -102,7 +100,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
-FUSED_CHUNKS = 4  # the plain form holds 16 bytes a logit, the fused one 2: four chunks at once, in half the memory
+FUSED_CHUNKS = (
+    4  # the plain form holds 16 bytes a logit, the fused one 2: four chunks at once, in half the memory
+)
 
 
 class _FusedTokenLogprobs(torch.autograd.Function):
