@@ -16,9 +16,18 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension."""
     if x.is_cuda:
-        out: Tensor = _Norm.apply(x, weight, eps)
+        out: Tensor = _Norm.apply(x, None, weight, eps)[0]
         return out
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + added, and that sum: a layer's residual. Gradients of the two meet in one pass."""
+    if x.is_cuda:
+        found: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
+        return found
+    total = x if added is None else x + added
+    return rms_norm(total, weight, eps), total
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -79,21 +88,26 @@ def rows(x: Tensor, places: Tensor) -> Tensor:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from connectors.megatron import kernels
 
         x = x.contiguous()
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return kernels.norm(x, weight, eps)
+        out, total = kernels.norm(x, weight, eps, None if added is None else added.contiguous())
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.added = eps, added is not None
+        ctx.set_materialize_grads(False)
+        return out, total.view_as(total)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         from connectors.megatron import kernels
 
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = kernels.norm_backward(x, weight, grads[0].contiguous(), ctx.eps)
-        return grad_x, grad_weight.to(weight.dtype), None
+        grad, passed = (None if g is None else g.contiguous() for g in grads)
+        if grad is None:  # the norm was not used
+            return passed, passed if ctx.added else None, None, None
+        grad_x, grad_weight = kernels.norm_backward(x, weight, grad, ctx.eps, passed)
+        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), None
 
 
 class _GatedSilu(torch.autograd.Function):

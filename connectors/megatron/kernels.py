@@ -17,18 +17,26 @@ PARTS = 256  # programs that each sum the gradient of a norm's weight over their
 
 
 @triton.jit
-def _norm_forward(x, weight, out, width, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _norm_forward(x, added, weight, out, total, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     live = at < width
-    values = tl.load(x + row * width + at, mask=live, other=0.0).to(tl.float32)
+    values = tl.load(x + row + at, mask=live, other=0.0)
+    if ADD:
+        more = tl.load(added + row + at, mask=live, other=0.0)
+        values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
+        tl.store(total + row + at, values, mask=live)
+    values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
     w = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, values * scale * w, mask=live)
+    tl.store(out + row + at, values * scale * w, mask=live)
 
 
 @triton.jit
-def _norm_backward(x, weight, grad, grad_x, grad_weight, rows, width, eps, per_part, BLOCK: tl.constexpr):
+def _norm_backward(
+    x, weight, grad, passed, grad_x, grad_weight, rows, width, eps, per_part,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < width
@@ -42,22 +50,31 @@ def _norm_backward(x, weight, grad, grad_x, grad_weight, rows, width, eps, per_p
         total += g * normed
         g = g * w
         mean = tl.sum(g * normed, 0) / width
-        tl.store(grad_x + row * width + at, (g - normed * mean) * scale, mask=live)
+        g = (g - normed * mean) * scale
+        if ADD:
+            g += tl.load(passed + row * width + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * width + at, g, mask=live)
     tl.store(grad_weight + part * width + at, total, mask=live)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of the last dimension; x contiguous."""
+def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """RMS norm of the last dimension of x, or of x + added, and what was normed; all contiguous."""
     width = x.shape[-1]
     rows, out = x.numel() // width, torch.empty_like(x)
+    total = x if added is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     if rows:
-        _norm_forward[(rows,)](x, weight, out, width, eps, BLOCK=block, num_warps=_warps(block))
-    return out
+        _norm_forward[(rows,)](
+            x, x if added is None else added, weight, out, total, width, eps,
+            ADD=added is not None, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return out, total
 
 
-def norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of `norm` to x and, in fp32, to the weight."""
+def norm_backward(
+    x: Tensor, weight: Tensor, grad: Tensor, eps: float, passed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm` to x, with `passed` added to it, and, in fp32, to the weight."""
     width = x.shape[-1]
     rows, grad_x = x.numel() // width, torch.empty_like(x)
     per_part = max(1, -(-rows // (4 * PARTS)))
@@ -66,8 +83,9 @@ def norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[
     block = triton.next_power_of_2(width)
     if rows:
         _norm_backward[(parts,)](
-            x, weight, grad, grad_x, sums, rows, width, eps, per_part, BLOCK=block, num_warps=_warps(block)
-        )
+            x, weight, grad, grad if passed is None else passed, grad_x, sums, rows, width, eps, per_part,
+            ADD=passed is not None, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
     return grad_x, sums.sum(0)
 
 

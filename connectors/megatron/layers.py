@@ -1,4 +1,4 @@
-"""The model's layers where they differ from megatron's own: norm, activation and self-attention over packs.
+"""The model's layers where they differ from megatron's own: residuals, norms, activation, self-attention over packs.
 
 Owns which operations go into one pass (connectors.megatron.fused); parameters and their names are megatron's.
 """
@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from connectors.megatron import fused
@@ -28,6 +29,35 @@ class Norm(torch.nn.RMSNorm):
         """x / rms(x) * weight."""
         assert self.eps is not None
         return fused.rms_norm(x, self.weight, self.eps)
+
+
+class PackedLayer(TransformerLayer):
+    """A layer whose residual sums and norms, and their gradients, go through memory together."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *arguments: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """[T, 1, H] -> [T, 1, H]; megatron's own way where it recomputes parts of a layer."""
+        if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
+            found: tuple[Tensor, None] = super().forward(
+                hidden_states, attention_mask, *arguments,
+                rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **more,
+            )  # fmt: skip
+            return found
+        first, second = self.input_layernorm, self.pre_mlp_layernorm
+        normed, residual = fused.add_norm(hidden_states, None, first.weight, first.eps)
+        attended, bias = self.self_attention(
+            normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        assert bias is None, "biases of output projections are not supported"
+        normed, residual = fused.add_norm(residual, attended, second.weight, second.eps)
+        return residual + self.mlp(normed)[0], None
 
 
 class GatedSilu(MegatronModule):

@@ -21,7 +21,7 @@ from torch import Tensor
 from connectors.megatron.attention import PackedAttention
 from connectors.megatron.families import Shape
 from connectors.megatron.fused import rotary_table
-from connectors.megatron.layers import GatedSilu, Norm, PackedSelfAttention
+from connectors.megatron.layers import GatedSilu, Norm, PackedLayer, PackedSelfAttention
 from core.architecture import expert_count
 from core.config import RunConfig
 from core.config.passthrough import MEGATRON_REFUSED
@@ -163,6 +163,7 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         qk_layernorm=tc.qk_layernorm,
         normalization="RMSNorm",
     )
+    spec.module = PackedLayer
     layer = spec.submodules
     layer.self_attention.module = PackedSelfAttention
     feed_forward = layer.mlp.submodules

@@ -27,14 +27,20 @@ def exact(x: Tensor) -> Tensor:
 
 
 def norm(draw: Callable[..., Tensor], bound: float) -> None:
-    for shape in ((37, 96), (5, 3, 128), (700, 64)):
-        x, weight, grad = draw(*shape), draw(shape[-1]) + 1, draw(*shape)
-        slow = exact(x), exact(weight)
-        expected = fused.rms_norm(*slow, 1e-6)
-        expected.backward(grad.double().cpu())
-        assert distance(kernels.norm(x, weight, 1e-6), expected) < bound
-        found = kernels.norm_backward(x, weight, grad, 1e-6)
-        assert max(distance(f, s.grad) for f, s in zip(found, slow, strict=True)) < bound
+    for shape in ((37, 96), (5, 3, 128), (1100, 64)):
+        for together in (False, True):
+            x, weight, grad = draw(*shape), draw(shape[-1]) + 1, draw(*shape)
+            added, passed = (draw(*shape), draw(*shape)) if together else (None, None)
+            out, total = kernels.norm(x, weight, 1e-6, added)
+            assert distance(total, x if added is None else x + added) == 0
+            slow = exact(total), exact(weight)
+            expected = fused.rms_norm(*slow, 1e-6)
+            expected.backward(grad.double().cpu())
+            if passed is not None:
+                slow[0].grad.add_(passed.double().cpu())
+            assert distance(out, expected) < bound
+            found = kernels.norm_backward(total, weight, grad, 1e-6, passed)
+            assert max(distance(f, s.grad) for f, s in zip(found, slow, strict=True)) < bound
 
 
 def silu(draw: Callable[..., Tensor], bound: float) -> None:
