@@ -1,6 +1,6 @@
 """The Megatron trainer's step on one GPU beside Hugging Face with torch's fused AdamW: tokens/s, MFU and a profile.
 
-    python benchmarks/gpu/trainer.py [--model 0.6B] [--lengths 2048 8192 16384] [--tokens 16384] [--steps 6]
+    python benchmarks/gpu/trainer.py [--model 0.6B] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
                                      [--sides millrace huggingface] [--profile 2048] [--json out.json]
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
@@ -70,10 +70,19 @@ def make_model(name: str, folder: Path) -> Any:
     return model.train()
 
 
-def make_rows(step: int, samples: int, length: int) -> list[dict[str, Any]]:
+def lengths_of(tokens: int, length: int) -> list[int]:
+    """Lengths of a step's samples; 0: as responses fall out, from 256 to 8192 tokens."""
+    if length:
+        return [length] * (tokens // length)
+    draw, found = random.Random(0), []
+    while sum(found) < tokens - 512:
+        found.append(min(round(2 ** draw.uniform(8, 13)), tokens - sum(found)))
+    return found
+
+
+def make_rows(step: int, lengths: list[int]) -> list[dict[str, Any]]:
     """Samples of one step in the schema of a batch."""
     draw = random.Random(step)
-    response = length - PROMPT
     return [
         {
             "sample_id": f"{step}-{i}",
@@ -84,10 +93,10 @@ def make_rows(step: int, samples: int, length: int) -> list[dict[str, Any]]:
             "index": i,
             "prompt": '"x"',
             "tokens": draw.choices(range(VOCAB), k=length),
-            "response_length": response,
+            "response_length": length - PROMPT,
             "response": "",
-            "loss_mask": [1] * response,
-            "rollout_logprobs": [-11.9] * response,
+            "loss_mask": [1] * (length - PROMPT),
+            "rollout_logprobs": [-11.9] * (length - PROMPT),
             "policy_versions": [],
             "engine_id": "",
             "seed": 0,
@@ -101,17 +110,17 @@ def make_rows(step: int, samples: int, length: int) -> list[dict[str, Any]]:
             "advantage": draw.uniform(-1, 1),
             "train_step": step,
         }
-        for i in range(samples)
+        for i, length in enumerate(lengths)
     ]
 
 
-def operations(hf: Any, samples: int, length: int) -> float:
+def operations(hf: Any, lengths: list[int]) -> float:
     """Floating point operations that a step needs."""
     heads = hf.num_attention_heads * hf.head_dim
     layer = hf.hidden_size * (2 * heads + 2 * hf.num_key_value_heads * hf.head_dim + 3 * hf.intermediate_size)
-    body = 6 * hf.num_hidden_layers * layer * samples * length
-    head = 6 * hf.vocab_size * hf.hidden_size * samples * (length - PROMPT)
-    attention = 6 * hf.num_hidden_layers * heads * samples * length**2
+    body = 6 * hf.num_hidden_layers * layer * sum(lengths)
+    head = 6 * hf.vocab_size * hf.hidden_size * sum(length - PROMPT for length in lengths)
+    attention = 6 * hf.num_hidden_layers * heads * sum(length**2 for length in lengths)
     return float(body + head + attention)
 
 
@@ -194,11 +203,11 @@ class HuggingFace:
         pass
 
 
-def timed(side: Any, number: int, samples: int, length: int) -> dict[str, Any]:
+def timed(side: Any, number: int, lengths: list[int]) -> dict[str, Any]:
     """One step, with its seconds."""
     import torch
 
-    prepared = side.prepare(make_rows(number, samples, length))
+    prepared = side.prepare(make_rows(number, lengths))
     torch.cuda.synchronize()
     started = time.perf_counter()
     found = side.step(prepared)
@@ -213,16 +222,16 @@ def measure(
     import torch
 
     torch.cuda.reset_peak_memory_stats()
-    samples = tokens // length
-    made = [timed(side, first + i, samples, length) for i in range(steps + WARM_UP)]
+    lengths = lengths_of(tokens, length)
+    made = [timed(side, first + i, lengths) for i in range(steps + WARM_UP)]
     seconds = statistics.median(step["seconds"] for step in made[WARM_UP:])
     found = {
         "side": name,
         "length": length,
-        "samples": samples,
+        "samples": len(lengths),
         "seconds": seconds,
-        "tokens_per_second": samples * length / seconds,
-        "mfu": operations(hf, samples, length) / seconds / PEAK,
+        "tokens_per_second": sum(lengths) / seconds,
+        "mfu": operations(hf, lengths) / seconds / PEAK,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "all_seconds": [step["seconds"] for step in made],
         "loss": [step["loss"] for step in made],
@@ -232,7 +241,7 @@ def measure(
         phases = [step["phases"] for step in made[WARM_UP:]]
         found["phases"] = {p: statistics.median(each[p] for each in phases) for p in phases[0]}
     print(
-        f"{name:<12} {length:>6} x {samples:<3} {seconds * 1e3:8.1f} ms {found['tokens_per_second'] / 1e3:7.1f}k tok/s "
+        f"{name:<12} {length or 'mixed':>6} x {len(lengths):<3} {seconds * 1e3:8.1f} ms {found['tokens_per_second'] / 1e3:7.1f}k tok/s "
         f"MFU {found['mfu']:.1%}  peak {found['peak_gib']:.1f} GiB  {found.get('phases', '')}",
         flush=True,
     )
@@ -295,7 +304,7 @@ def main() -> None:
     """Measure both sides and print a table; JSON where asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(SHAPES), default="0.6B")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 0], help="0: mixed")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, one pack")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--sides", nargs="+", default=["millrace", "huggingface"])
@@ -330,6 +339,8 @@ def main() -> None:
             print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
             number = 1
             for length in given.lengths:
+                if name == "huggingface" and not length:
+                    continue  # it has no packs
                 try:
                     found["results"].append(
                         measure(side, name, hf, number, given.steps, given.tokens, length)
@@ -341,7 +352,7 @@ def main() -> None:
                         break
                 number += given.steps + WARM_UP
                 if length in given.profile:
-                    prepared = side.prepare(make_rows(number, given.tokens // length, length))
+                    prepared = side.prepare(make_rows(number, lengths_of(given.tokens, length)))
                     number += 1
                     table = profile(lambda side=side, prepared=prepared: side.step(prepared))
                     found["profiles"].append({"side": name, "length": length, **table})

@@ -1,4 +1,4 @@
-"""Core attention for packed sequences: SDPA a sequence on CPU, PyTorch's varlen flash attention on GPU.
+"""Core attention for packed sequences: SDPA a sequence on CPU; on GPU cuDNN's for long sequences, varlen flash attention.
 
 Owns attention over [T, heads, head_dim] packs with grouped heads and context parallelism (keys and values gathered
 over the ranks; queries stay where they are in megatron's zigzag order). Knows nothing of projections or rotary.
@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from connectors.megatron import dense_attention
 
 
 class PackedAttention(torch.nn.Module):
@@ -45,6 +47,8 @@ class PackedAttention(torch.nn.Module):
             key = _gather_sequences(key, bounds, self.cp_group)
             value = _gather_sequences(value, bounds, self.cp_group)
             out = self._zigzag(query, key, value, bounds, size, self.cp_group.rank())
+        elif dense_attention.usable(query):
+            out = dense_attention.attend(query, key, value, bounds, self.scale, varlen)
         elif query.is_cuda:
             cu = packed_seq_params.cu_seqlens_q
             longest = packed_seq_params.max_seqlen_q

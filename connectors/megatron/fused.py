@@ -88,7 +88,9 @@ def rows(x: Tensor, places: Tensor) -> Tensor:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         from connectors.megatron import kernels
 
         x = x.contiguous()
@@ -161,11 +163,12 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.count = len(x)
+        ctx.shape = x.shape
         return x.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         from connectors.megatron import kernels
 
-        return kernels.put_rows(grads[0].contiguous(), *ctx.saved_tensors, ctx.count), None
+        grad = grads[0].contiguous()
+        return kernels.put_rows(grad, *ctx.saved_tensors, grad.new_zeros(ctx.shape)), None

@@ -185,7 +185,11 @@ def _heads_backward(
         tl.store(at + 3 * HALF, k_high)
 
 
-TOKENS = 16  # tokens of a tile of heads
+TOKENS, HEAD_WARPS, HEAD_PARTS = (
+    16,
+    4,
+    256,
+)  # a tile of heads, its warps, and programs that sum weights' gradients
 
 
 def heads(
@@ -199,7 +203,7 @@ def heads(
     normed = q_weight is not None
     _heads_forward[(triton.cdiv(tokens, TOKENS), groups)](
         mixed, q_weight if normed else mixed, k_weight if normed else mixed, rope[0], rope[1], q, k, v,
-        tokens, mixed.stride(0), groups, eps, PER=per, HALF=half, NORM=normed, BLOCK=TOKENS,
+        tokens, mixed.stride(0), groups, eps, PER=per, HALF=half, NORM=normed, BLOCK=TOKENS, num_warps=HEAD_WARPS,
     )  # fmt: skip
     return q, k, v
 
@@ -213,12 +217,12 @@ def heads_backward(
     groups = mixed.shape[1] // ((per + 2) * 2 * half)
     grad = torch.empty_like(mixed)
     normed = q_weight is not None
-    per_part = triton.cdiv(triton.cdiv(tokens, TOKENS), PARTS) * TOKENS
+    per_part = triton.cdiv(triton.cdiv(tokens, TOKENS), HEAD_PARTS) * TOKENS
     parts = triton.cdiv(tokens, per_part)
     sums = torch.empty(parts * groups, 2, 2 * half, dtype=torch.float32, device=mixed.device)
     _heads_backward[(parts, groups)](
         mixed, q_weight if normed else mixed, k_weight if normed else mixed, rope[0], rope[1], dq, dk, dv, grad,
-        sums, tokens, mixed.stride(0), groups, eps, per_part, PER=per, HALF=half, NORM=normed, BLOCK=TOKENS,
+        sums, tokens, mixed.stride(0), groups, eps, per_part, PER=per, HALF=half, NORM=normed, BLOCK=TOKENS, num_warps=HEAD_WARPS,
     )  # fmt: skip
     if not normed:
         return grad, None, None
@@ -348,14 +352,35 @@ def softmax_gradient(
 def _put_rows(given, places, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     to = tl.load(places + row)
+    if to >= 0:
+        for first in range(0, width, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            values = tl.load(given + row * width + at, mask=at < width)
+            tl.store(out + to * width + at, values, mask=at < width)
+
+
+@triton.jit
+def _take_rows(x, places, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + row)
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        tl.store(out + to * width + at, tl.load(given + row * width + at, mask=at < width), mask=at < width)
+        values = tl.load(x + place * width + at, mask=(at < width) & (place >= 0), other=0.0)
+        tl.store(out + row * width + at, values, mask=at < width)
 
 
-def put_rows(given: Tensor, places: Tensor, count: int) -> Tensor:
-    """[count, H] with row i of `given` at places[i] (each place once) and zeros elsewhere."""
-    out = given.new_zeros(count, given.shape[1])
+def put_rows(given: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    """Writes row i of `given` to places[i] of `out`, but for places below 0; both contiguous."""
     if len(places):
-        _put_rows[(len(places),)](given, places, out, given.shape[1], BLOCK=1024)
+        width = given[0].numel()
+        _put_rows[(len(places),)](given, places, out, width, BLOCK=min(2048, triton.next_power_of_2(width)))
+    return out
+
+
+def take_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Row i is x[places[i]], zeros for places below 0; x contiguous."""
+    out = x.new_empty(len(places), *x.shape[1:])
+    if len(places):
+        width = out[0].numel()
+        _take_rows[(len(places),)](x, places, out, width, BLOCK=min(2048, triton.next_power_of_2(width)))
     return out

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from connectors.megatron.weight_gradients import add_product
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -108,7 +110,8 @@ FUSED_CHUNKS = (
 class _FusedTokenLogprobs(torch.autograd.Function):
     """The same by connectors.megatron.kernels.
 
-    Where the weight has a `main_grad`, its gradient is added there in fp32, and autograd gets none.
+    Where the weight has a `main_grad`, its gradient is added there in fp32, and autograd gets none. While the device has
+    room to spare, chunks' logits are kept for the backward pass instead of being computed again.
     """
 
     @staticmethod
@@ -123,15 +126,19 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         entropy: bool,
+        graded: bool,
     ) -> tuple[Tensor, Tensor]:
         from connectors.megatron import kernels
 
         chunk *= FUSED_CHUNKS
         count = hidden.shape[0]
+        kept: dict[int, Tensor] = {}
         sums = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
         for at in range(0, count, chunk):
             span = slice(at, at + chunk)
             logits = hidden[span] @ weight.t()
+            if graded and _roomy(logits):
+                kept[at] = logits
             sums[:, span] = kernels.softmax_sums(logits, targets[span], start, live, temperature, entropy)
         top = _reduce(sums[0].clone(), dist.ReduceOp.MAX, group)
         factor = (sums[0] - top).exp()
@@ -143,6 +150,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.settings = (start, live, temperature, chunk, entropy)
+        ctx.kept = kept
         return picked - logsum, entropies
 
     @staticmethod
@@ -158,22 +166,22 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         for at in range(0, hidden.shape[0], chunk):
             span = slice(at, at + chunk)
+            logits = ctx.kept.pop(at, None)
             d = kernels.softmax_gradient(
-                hidden[span] @ weight.t(), targets[span], logsum[span], grad[span], entropies[span],
+                hidden[span] @ weight.t() if logits is None else logits, targets[span], logsum[span], grad[span], entropies[span],
                 grad_entropy[span], start, live, temperature, entropy,
             )  # fmt: skip
             torch.mm(d, weight, out=grad_hidden[span])
-            _add_product(total, d.t(), hidden[span])
+            add_product(total, d.t(), hidden[span])
         given = None if ctx.main_grad is not None else total.to(weight.dtype)
-        return grad_hidden, given, None, None, None, None, None, None, None
+        return grad_hidden, given, *[None] * 8
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in fp32 without rounding the product first."""
-    if left.dtype == total.dtype:
-        torch.addmm(total, left, right, out=total)
-    else:
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+def _roomy(tensor: Tensor) -> bool:
+    """Whether a third of the device's memory is free beside the given tensor; what this process caches is free."""
+    free, total = torch.cuda.mem_get_info(tensor.device)
+    cached = torch.cuda.memory_reserved(tensor.device) - torch.cuda.memory_allocated(tensor.device)
+    return free + cached > total // 3
 
 
 def _logits(hidden: Tensor, weight: Tensor, live: int, temperature: float) -> Tensor:

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from connectors.megatron import weight_gradients
 from connectors.megatron.attention import PackedAttention
 from connectors.megatron.families import Shape
 from connectors.megatron.fused import rotary_table
@@ -100,7 +101,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": config.trainer.device != "cpu" and weight_gradients.install(),
         "apply_rope_fusion": False,
         "deterministic_mode": False,
     }

@@ -108,7 +108,13 @@ def put(draw: Callable[..., Tensor], bound: float) -> None:
     x, places = draw(5, 24), torch.tensor([3, 0, 8, 4, 7])
     expected = torch.zeros(9, 24, dtype=x.dtype, device=x.device)
     expected[places] = x
-    assert torch.equal(kernels.put_rows(x, places.to(x.device), 9), expected)
+    out = torch.zeros_like(expected)
+    given = torch.cat((x, torch.full_like(x[:1], 7.0)))
+    places = torch.cat((places, torch.tensor([-1]))).to(x.device)
+    assert torch.equal(kernels.put_rows(given, places, out), expected)
+    taken = kernels.take_rows(expected, places)
+    assert torch.equal(taken[:-1], x)
+    assert taken[-1].abs().max() == 0
 
 
 def mend_interpreter() -> None:
