@@ -30,7 +30,7 @@ def test_each_row_is_in_one_part_and_sequences_stay_whole(name: str) -> None:
     parts = cut(bounds)
     rows = [row for part in parts for row in part.rows if row >= 0]
     assert sorted(rows) == list(range(bounds[-1]))
-    starts = {start: end for start, end in pairwise(bounds)}
+    starts = dict(pairwise(bounds))
     for part in parts:
         ends = part.bounds or tuple(range(0, len(part.rows) + 1, part.length))
         for a, b in pairwise(ends):
