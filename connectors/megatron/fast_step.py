@@ -74,8 +74,10 @@ def _copier(part: Any) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: Any) -> float:
-    """Norm over all ranks, as megatron's: shared and replicated parameters count once. After `prepare_grads`."""
+def gradient_norm(optimizer: Any) -> Tensor:
+    """Norm over all ranks, as megatron's: shared and replicated parameters count once. After `prepare_grads`.
+
+    Still on the device: nothing is waited for."""
     total: Tensor | None = None
     for part in _parts(optimizer):
         grads = part.get_main_grads_for_grad_norm()
@@ -87,7 +89,7 @@ def gradient_norm(optimizer: Any) -> float:
             dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         total = square if total is None else total + square
     assert total is not None
-    return float(total.sqrt())
+    return total.sqrt()
 
 
 @torch.no_grad()

@@ -54,10 +54,19 @@ class Runner:
         self.model.train()
         return torch.cat(found) if found else None
 
-    def forward_backward(self, packs: Sequence[Pack], loss: Loss, sums: Sums, *, forward_only: bool) -> None:
+    def forward_backward(
+        self,
+        packs: Sequence[Pack],
+        loss: Loss,
+        sums: Sums,
+        *,
+        forward_only: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Gradients of the sum of `loss` (of each pack, with its number) in the model's buffers; metrics added to `sums`.
 
         Metrics are added on one rank of those that hold the same samples. `forward_only` leaves the gradients out.
+        `meanwhile` is called when all work is with the device, before its end is waited for.
         """
         counted = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
         number = iter(range(len(packs)))
@@ -71,6 +80,8 @@ class Runner:
 
         with torch.set_grad_enabled(not forward_only):
             self._run(packs, note, forward_only=forward_only)
+        if meanwhile is not None:
+            meanwhile()
         for metrics in noted:  # only now: reading a number waits for the device
             add(sums, read(metrics))
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from connectors.megatron import fast_step, optim
 from connectors.megatron.model import CriticModel, PolicyModel, build_model
 from connectors.megatron.weights import load_hf
@@ -32,6 +34,8 @@ class Trained:
         self.schedule = optim.make_schedule(self.optimizer, config, lr)
         inner.config.grad_scale_func = self.optimizer.scale_loss
         self._fast = fast_step.applies(self.optimizer)
+        self._norm = 0.0
+        self._measured: Tensor | None = None
 
     @property
     def lr(self) -> float:
@@ -40,15 +44,25 @@ class Trained:
 
     def zero_grad(self) -> None:
         """Forget gradients, those of a refused step too."""
+        self._measured = None
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def measure_gradient(self) -> None:
+        """Have the device measure the gradient's norm, where it can do so by itself: `gradient_norm` then only reads it."""
+        if self._fast:
+            self.optimizer.prepare_grads()
+            self._measured = fast_step.gradient_norm(self.optimizer)
+
     def gradient_norm(self) -> float:
         """Norm of the gradient before clipping; changes nothing."""
-        self.optimizer.prepare_grads()
         if self._fast:
-            self._norm = fast_step.gradient_norm(self.optimizer)
+            if self._measured is None:
+                self.measure_gradient()
+            assert self._measured is not None
+            self._norm = float(self._measured)
             return self._norm
+        self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def step(self) -> None:
