@@ -1,4 +1,4 @@
-"""Core attention for packed sequences: SDPA a sequence on CPU, PyTorch's varlen flash attention on GPU.
+"""Core attention for packed sequences: SDPA a sequence on CPU; on GPU cuDNN's for long sequences, varlen flash attention.
 
 Owns attention over [T, heads, head_dim] packs with grouped heads and context parallelism (keys and values gathered
 over the ranks; queries stay where they are in megatron's zigzag order). Knows nothing of projections or rotary.
@@ -6,6 +6,8 @@ over the ranks; queries stay where they are in megatron's zigzag order). Knows n
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from connectors.megatron import dense_attention
 
 
 class PackedAttention(torch.nn.Module):
@@ -43,10 +47,12 @@ class PackedAttention(torch.nn.Module):
             key = _gather_sequences(key, bounds, self.cp_group)
             value = _gather_sequences(value, bounds, self.cp_group)
             out = self._zigzag(query, key, value, bounds, size, self.cp_group.rank())
+        elif dense_attention.usable(query):
+            out = dense_attention.attend(query, key, value, bounds, self.scale, varlen)
         elif query.is_cuda:
             cu = packed_seq_params.cu_seqlens_q
             longest = packed_seq_params.max_seqlen_q
-            out = _varlen(query, key, value, cu, cu, longest, longest, self.scale)
+            out = varlen(query, key, value, cu, cu, longest, longest, self.scale)
         else:
             out = _by_length(query, key, value, bounds, self.scale)
         return out.reshape(out.shape[0], -1)
@@ -66,7 +72,7 @@ class PackedAttention(torch.nn.Module):
         if not query.is_cuda:
             return torch.cat(
                 [
-                    _sdpa(query[a:b], key[s:e], value[s:e], self.scale)
+                    whole(query[a:b], key[s:e], value[s:e], self.scale)
                     for (a, b), (s, e) in zip(queries, keys, strict=True)
                 ]
             )
@@ -75,10 +81,10 @@ class PackedAttention(torch.nn.Module):
         cu_k = _cumulative([e - s for s, e in keys], query.device)
         longest_q = max(b - a for a, b in queries)
         longest_k = max(e - s for s, e in keys)
-        return _varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, self.scale)
+        return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, self.scale)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """One sequence (or the end of one): [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal from the end."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     if query.shape[0] == key.shape[0]:
@@ -109,7 +115,7 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], sca
     return torch.cat(pieces).index_select(0, torch.argsort(order))
 
 
-def _varlen(
+def varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,9 +134,8 @@ def _varlen(
     return out
 
 
+@lru_cache
 def _takes_gqa() -> bool:
-    import inspect
-
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

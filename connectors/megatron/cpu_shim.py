@@ -1,6 +1,6 @@
 """Makes megatron-core's literal "cuda" mean the CPU, where there is no GPU. Nothing in megatron is edited.
 
-The only place in the project that patches anything. `install` once a process, `on_cpu` around each thread's calls.
+Besides weight_gradients, the only place in the project that patches anything. `install` once a process, `on_cpu` around each thread's calls.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from megatron.core import tensor_parallel as tp
 from torch import Tensor
 from torch.nn import functional as F
 
+from connectors.megatron.fused import rows
 from connectors.megatron.model import CriticModel
 from connectors.megatron.packs import Pack
 from connectors.megatron.runner import Metrics, Runner, Sums
@@ -66,7 +67,7 @@ class Critic:
         if self._sequence:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         head = self.trained.inner.value_head
-        chosen = hidden[:, 0][pack.places].to(head.weight.dtype)
+        chosen = rows(hidden[:, 0], pack.places).to(head.weight.dtype)
         return self.runner.whole(pack, F.linear(chosen, head.weight, head.bias)[:, 0].float())
 
 

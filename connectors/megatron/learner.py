@@ -144,7 +144,14 @@ class Learner:
         if self.critic is not None:
             self.critic.trained.zero_grad()
             self.critic.forward_backward(share, sums)
-        policy_step(self.runner, self.objective, share, sums, forward_only=not self.moves_policy(version))
+        policy_step(
+            self.runner,
+            self.objective,
+            share,
+            sums,
+            forward_only=not self.moves_policy(version),
+            meanwhile=self.policy.measure_gradient,
+        )
         means = {
             name: value if math.isnan(amount) or not amount else value / amount
             for name, (value, amount) in merged(sums).items()

@@ -18,24 +18,28 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from connectors.megatron import weight_gradients
 from connectors.megatron.attention import PackedAttention
 from connectors.megatron.families import Shape
+from connectors.megatron.fused import rotary_table
+from connectors.megatron.layers import GatedSilu, Norm, PackedLayer, PackedSelfAttention
 from core.architecture import expert_count
 from core.config import RunConfig
 from core.config.passthrough import MEGATRON_REFUSED
 from core.errors import ConfigError
 
 
-class Norm(torch.nn.RMSNorm):
-    """RMSNorm that marks its weight for sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage answers with hidden states [T, 1, H] instead of logits."""
+    """GPTModel whose last stage answers with hidden states [T, 1, H] instead of logits.
+
+    Layers get cosines and sines of this rank's tokens in place of angles of positions: packs repeat positions, and every
+    layer would look them up anew.
+    """
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
+        found[1] = rotary_table(found[1], position_ids[0])
+        return tuple(found)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -73,6 +77,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
+        "use_te_activation_func": True,  # the layers' own module, which is GatedSilu
         "add_bias_linear": False,
         "add_qkv_bias": hf["model_type"] == "qwen2",
         "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe"),
@@ -96,7 +101,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": config.trainer.device != "cpu" and weight_gradients.install(),
         "apply_rope_fusion": False,
         "deterministic_mode": False,
     }
@@ -159,7 +164,11 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         qk_layernorm=tc.qk_layernorm,
         normalization="RMSNorm",
     )
+    spec.module = PackedLayer
     layer = spec.submodules
+    layer.self_attention.module = PackedSelfAttention
+    feed_forward = layer.mlp.submodules
+    (feed_forward.experts.submodules if tc.num_moe_experts else feed_forward).activation_func = GatedSilu
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm

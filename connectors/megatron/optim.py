@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from connectors.megatron import fast_step
 from connectors.megatron.model import PolicyModel
 from core.config import RunConfig
 
@@ -29,14 +30,19 @@ def wrap(model: PolicyModel, config: RunConfig) -> DistributedDataParallel:
         check_for_nan_in_grad=False,
     )
     wrapped = DistributedDataParallel(model.config, ddp, inner)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.finalize_model_grads_func = _finalize
     return wrapped
+
+
+def _finalize(models: list[Any], tokens: Any = None, **arguments: Any) -> None:
+    """megatron's own, but for its division by the tokens' number: losses here are whole, and that is a pass over memory."""
+    finalize_model_grads(models, None, **arguments)
 
 
 def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float) -> Any:
     """AdamW over fp32 main parameters."""
     o = config.trainer.optimizer
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=lr,
@@ -53,6 +59,8 @@ def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float)
         [model],
         use_gloo_process_groups=False,
     )
+    fast_step.install(optimizer)
+    return optimizer
 
 
 def make_schedule(optimizer: Any, config: RunConfig, lr: float) -> OptimizerParamScheduler:
@@ -107,6 +115,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         for part in _parts(optimizer):
             vars(part).pop("_set_main_param_and_optimizer_states", None)
             _own_steps(part.optimizer)
+        fast_step.install(optimizer)
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -119,7 +128,8 @@ def _fill_state(adam: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             state = adam.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                device = parameter.device if group.get("fused") else None
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
 

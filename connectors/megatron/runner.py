@@ -18,6 +18,7 @@ from megatron.core import tensor_parallel as tp
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from connectors.megatron.fused import rows
 from connectors.megatron.logprobs import token_logprobs
 from connectors.megatron.model import PolicyModel
 from connectors.megatron.packs import Pack
@@ -53,37 +54,54 @@ class Runner:
         self.model.train()
         return torch.cat(found) if found else None
 
-    def forward_backward(self, packs: Sequence[Pack], loss: Loss, sums: Sums, *, forward_only: bool) -> None:
+    def forward_backward(
+        self,
+        packs: Sequence[Pack],
+        loss: Loss,
+        sums: Sums,
+        *,
+        forward_only: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Gradients of the sum of `loss` (of each pack, with its number) in the model's buffers; metrics added to `sums`.
 
         Metrics are added on one rank of those that hold the same samples. `forward_only` leaves the gradients out.
+        `meanwhile` is called when all work is with the device, before its end is waited for.
         """
         counted = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
         number = iter(range(len(packs)))
+        noted: list[Metrics] = []
 
         def note(pack: Pack, hidden: Tensor) -> Tensor:
             total, metrics = loss(next(number), pack, hidden)
             if counted:
-                add(sums, read(metrics))
+                noted.append({name: (x.detach(), y.detach()) for name, (x, y) in metrics.items()})
             return total
 
         with torch.set_grad_enabled(not forward_only):
             self._run(packs, note, forward_only=forward_only)
+        if meanwhile is not None:
+            meanwhile()
+        for metrics in noted:  # only now: reading a number waits for the device
+            add(sums, read(metrics))
 
     def whole(self, pack: Pack, local: Tensor) -> Tensor:
         """Values of all context parallel ranks put in the pack's order [N]; gradients flow to this rank's own."""
+        if self.config.trainer.parallel.context == 1:
+            return local  # all of them, in order
         out = local.new_zeros(pack.count).index_put((pack.slots,), local)
-        if self.config.trainer.parallel.context > 1:
-            others = out.detach().clone()
-            dist.all_reduce(others, group=mpu.get_context_parallel_group())
-            out = out + (others - out.detach())
-        return out
+        others = out.detach().clone()
+        dist.all_reduce(others, group=mpu.get_context_parallel_group())
+        return out + (others - out.detach())
 
     def _run(
         self, packs: Sequence[Pack], loss: Callable[[Pack, Tensor], Tensor], *, forward_only: bool
     ) -> None:
         first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-        done: list[int] = []
+        counts = iter([int(first)] + [0] * (len(packs) - 1))
+        # bf16 models hand their outputs over in fp32, which only a sum over tensor parallel ranks needs
+        plain = self.inner.config.bf16 and self.config.trainer.parallel.tensor == 1
+        extra = {"fp32_output": False} if plain else {}
 
         def forward(iterator: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             pack = next(iterator)
@@ -93,16 +111,17 @@ class Runner:
                     position_ids=pack.position_ids,
                     attention_mask=None,
                     packed_seq_params=pack.params,
+                    **extra,
                 )
             return hidden, partial(evaluated, pack)
 
         def evaluated(pack: Pack, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             with model_context(self.device):
                 total = loss(pack, hidden)
+                if not total.requires_grad:
+                    total = total + hidden.sum() * 0
                 # megatron divides gradients by the sum of these counts over all packs: exactly one pack counts 1
-                count = 1 if first and not done else 0
-                done.append(1)
-                return total + hidden.sum() * 0, torch.tensor(count, dtype=torch.int, device=self.device), {}
+                return total, torch.full((), next(counts), dtype=torch.int, device=self.device), {}
 
         get_forward_backward_func()(
             forward_step_func=forward,
@@ -149,7 +168,7 @@ class LanguageRunner(Runner):
             else inner.output_layer.weight
         )
         values, entropies = token_logprobs(
-            hidden[:, 0][pack.places].to(weight.dtype),  # megatron hands bf16 models' outputs over in fp32
+            rows(hidden[:, 0], pack.places).to(weight.dtype),
             weight,
             pack.targets,
             vocab=self.vocab,
@@ -183,6 +202,8 @@ def add(held: Sums, more: Sums) -> None:
 
 def merged(sums: Sums) -> Sums:
     """Sums over all ranks, in rank order."""
+    if dist.get_world_size() == 1:
+        return dict(sums)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sums)
     total: Sums = {}

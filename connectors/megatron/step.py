@@ -5,6 +5,8 @@ Owns how a share of samples meets the objective; knows nothing of versions, file
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,13 @@ from core.algorithms.packed import clean
 
 
 def policy_step(
-    runner: LanguageRunner, objective: Objective, share: Share, sums: Sums, *, forward_only: bool
+    runner: LanguageRunner,
+    objective: Objective,
+    share: Share,
+    sums: Sums,
+    *,
+    forward_only: bool,
+    meanwhile: Callable[[], None],
 ) -> None:
     """Gradients of the step's loss in the model's buffers, unless `forward_only`; every metric added to `sums`."""
     spans, lengths = share.spans(), share.pack_lengths()
@@ -31,7 +39,9 @@ def policy_step(
             metrics["teacher_kl"] = _teacher_kl(batch, share.figures["teacher"][spans[number]])
         return total, metrics
 
-    runner.forward_backward(share.packs, loss, sums, forward_only=forward_only)
+    runner.forward_backward(
+        share.packs, loss, sums, forward_only=forward_only, meanwhile=None if forward_only else meanwhile
+    )
 
 
 def _token_batch(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from connectors.megatron import optim
+from torch import Tensor
+
+from connectors.megatron import fast_step, optim
 from connectors.megatron.model import CriticModel, PolicyModel, build_model
 from connectors.megatron.weights import load_hf
 from core.config import RunConfig
@@ -31,6 +33,9 @@ class Trained:
         self.optimizer = optim.make_optimizer(self.model, config, lr)
         self.schedule = optim.make_schedule(self.optimizer, config, lr)
         inner.config.grad_scale_func = self.optimizer.scale_loss
+        self._fast = fast_step.applies(self.optimizer)
+        self._norm = 0.0
+        self._measured: Tensor | None = None
 
     @property
     def lr(self) -> float:
@@ -39,17 +44,33 @@ class Trained:
 
     def zero_grad(self) -> None:
         """Forget gradients, those of a refused step too."""
+        self._measured = None
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def measure_gradient(self) -> None:
+        """Have the device measure the gradient's norm, where it can do so by itself: `gradient_norm` then only reads it."""
+        if self._fast:
+            self.optimizer.prepare_grads()
+            self._measured = fast_step.gradient_norm(self.optimizer)
+
     def gradient_norm(self) -> float:
         """Norm of the gradient before clipping; changes nothing."""
+        if self._fast:
+            if self._measured is None:
+                self.measure_gradient()
+            assert self._measured is not None
+            self._norm = float(self._measured)
+            return self._norm
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def step(self) -> None:
-        """Advance schedule and optimizer: the learning rate of step n is the schedule's at n."""
+        """Advance schedule and optimizer, after `gradient_norm`: the learning rate of step n is the schedule's at n."""
         self.schedule.step(increment=1)
+        if self._fast:
+            fast_step.step(self.optimizer, self._norm)
+            return
         done, _, _ = self.optimizer.step()
         assert done, "the optimizer skipped a step with finite gradients"
 

@@ -1,0 +1,373 @@
+"""The Megatron trainer's step on one GPU beside Hugging Face with torch's fused AdamW: tokens/s, MFU and a profile.
+
+    python benchmarks/gpu/trainer.py [--model 0.6B] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
+                                     [--sides millrace huggingface] [--profile 2048] [--json out.json]
+
+Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
+weights of the named Qwen3 shape. millrace: TrainerRank.train as a run calls it, batch file and metrics included, fp32 main
+weights, gradients and moments. Hugging Face: sdpa attention on [samples, length], no padding, no checkpointing, logits of
+the response tokens at once, everything in bf16, AdamW's moments too: less work than ours, and the fastest way it has.
+MFU counts 6 operations a weight and token (output layer: response tokens only) and causal attention, over 989 TFLOP/s.
+Each figure is the median of the steps after two that warm up, the device's queue emptied before each reading of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PEAK = 989e12
+PROMPT = 64
+WARM_UP = 2
+VOCAB = 151936
+SHAPES = {
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "1.7B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+}
+
+
+def make_model(name: str, folder: Path) -> Any:
+    """A Hugging Face model on the GPU with random weights, also saved to the folder."""
+    import torch
+    import transformers
+
+    shape = {**SHAPES[name], "num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCAB}
+    config = transformers.Qwen3Config(
+        **shape, tie_word_embeddings=True, max_position_embeddings=40960, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    return model.train()
+
+
+def lengths_of(tokens: int, length: int) -> list[int]:
+    """Lengths of a step's samples; 0: as responses fall out, from 256 to 8192 tokens."""
+    if length:
+        return [length] * (tokens // length)
+    draw, found = random.Random(0), []
+    while sum(found) < tokens - 512:
+        found.append(min(round(2 ** draw.uniform(8, 13)), tokens - sum(found)))
+    return found
+
+
+def make_rows(step: int, lengths: list[int]) -> list[dict[str, Any]]:
+    """Samples of one step in the schema of a batch."""
+    draw = random.Random(step)
+    return [
+        {
+            "sample_id": f"{step}-{i}",
+            "group_id": f"{step}-{i // 8}",
+            "prompt_id": "p",
+            "iteration": step - 1,
+            "source": "default",
+            "index": i,
+            "prompt": '"x"',
+            "tokens": draw.choices(range(VOCAB), k=length),
+            "response_length": length - PROMPT,
+            "response": "",
+            "loss_mask": [1] * (length - PROMPT),
+            "rollout_logprobs": [-11.9] * (length - PROMPT),
+            "policy_versions": [],
+            "engine_id": "",
+            "seed": 0,
+            "turns": 1,
+            "status": "completed",
+            "timings": [],
+            "reward": 1.0,
+            "reward_parts": [],
+            "scoring": "scored",
+            "verdict": "kept",
+            "advantage": draw.uniform(-1, 1),
+            "train_step": step,
+        }
+        for i, length in enumerate(lengths)
+    ]
+
+
+def operations(hf: Any, lengths: list[int]) -> float:
+    """Floating point operations that a step needs."""
+    heads = hf.num_attention_heads * hf.head_dim
+    layer = hf.hidden_size * (2 * heads + 2 * hf.num_key_value_heads * hf.head_dim + 3 * hf.intermediate_size)
+    body = 6 * hf.num_hidden_layers * layer * sum(lengths)
+    head = 6 * hf.vocab_size * hf.hidden_size * sum(length - PROMPT for length in lengths)
+    attention = 6 * hf.num_hidden_layers * heads * sum(length**2 for length in lengths)
+    return float(body + head + attention)
+
+
+class Millrace:
+    """The trainer, one rank on NCCL; a step reads its batch from a file, as in a run."""
+
+    def __init__(self, model: Path, scratch: Path, tokens: int) -> None:
+        from connectors.megatron.rank import TrainerRank
+        from core.config import RunConfig
+
+        self.scratch, self.version = scratch, 0
+        config = RunConfig.model_validate(
+            {
+                "run": {"name": "benchmark", "iterations": 1000},
+                "model": {"path": str(model), "dtype": "bfloat16"},
+                "data": {"sources": [{"path": "none"}]},
+                "trainer": {"device": "cuda", "max_pack_tokens": tokens, "optimizer": {"lr": 1e-5}},
+                "algorithm": {"aggregation": "token_mean"},
+            }
+        )
+        self.rank = TrainerRank(config.model_dump(mode="json"), 0, 1)
+        self.rank.setup(self.rank.address())
+
+    def prepare(self, rows: list[dict[str, Any]]) -> str:
+        import pyarrow as pa
+
+        from connectors.storage.store import Store
+        from core import schema
+
+        folder = str(self.scratch / rows[0]["sample_id"])
+        Store(folder).write_table(
+            "batch.parquet", pa.Table.from_pylist(rows, schema.schema("batch")), "batch"
+        )
+        return f"{folder}/batch.parquet"
+
+    def step(self, prepared: str) -> dict[str, Any]:
+        self.version += 1
+        found = self.rank.train(self.version, prepared)
+        return {"loss": found["loss"], "grad_norm": found["grad_norm"], "phases": found["seconds"]}
+
+    def close(self) -> None:
+        self.rank.shutdown()
+
+
+class HuggingFace:
+    """A Hugging Face model and torch's fused AdamW."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
+
+    def prepare(self, rows: list[dict[str, Any]]) -> tuple[Any, Any]:
+        import torch
+
+        tokens = torch.tensor([row["tokens"] for row in rows], device="cuda")
+        return tokens, torch.tensor([row["advantage"] for row in rows], device="cuda")
+
+    def step(self, prepared: tuple[Any, Any]) -> dict[str, Any]:
+        import torch
+        from torch.nn import functional as F
+
+        tokens, advantages = prepared
+        hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, PROMPT - 1 : -1]
+        logits = self.model.lm_head(hidden)
+        targets = tokens[:, PROMPT:]
+        logprobs = -F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        del logits
+        gain = advantages.repeat_interleave(targets.shape[1])
+        ratio = (logprobs - logprobs.detach()).exp()
+        loss = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return {"loss": loss.item(), "grad_norm": norm.item()}
+
+    def close(self) -> None:
+        pass
+
+
+def timed(side: Any, number: int, lengths: list[int]) -> dict[str, Any]:
+    """One step, with its seconds."""
+    import torch
+
+    prepared = side.prepare(make_rows(number, lengths))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    found = side.step(prepared)
+    torch.cuda.synchronize()
+    return {**found, "seconds": time.perf_counter() - started}
+
+
+def measure(
+    side: Any, name: str, hf: Any, first: int, steps: int, tokens: int, length: int
+) -> dict[str, Any]:
+    """Median of the steps at one length."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    lengths = lengths_of(tokens, length)
+    made = [timed(side, first + i, lengths) for i in range(steps + WARM_UP)]
+    seconds = statistics.median(step["seconds"] for step in made[WARM_UP:])
+    found = {
+        "side": name,
+        "length": length,
+        "samples": len(lengths),
+        "seconds": seconds,
+        "tokens_per_second": sum(lengths) / seconds,
+        "mfu": operations(hf, lengths) / seconds / PEAK,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "all_seconds": [step["seconds"] for step in made],
+        "loss": [step["loss"] for step in made],
+        "grad_norm": [step["grad_norm"] for step in made],
+    }
+    if "phases" in made[0]:
+        phases = [step["phases"] for step in made[WARM_UP:]]
+        found["phases"] = {p: statistics.median(each[p] for each in phases) for p in phases[0]}
+    print(
+        f"{name:<12} {length or 'mixed':>6} x {len(lengths):<3} {seconds * 1e3:8.1f} ms {found['tokens_per_second'] / 1e3:7.1f}k tok/s "
+        f"MFU {found['mfu']:.1%}  peak {found['peak_gib']:.1f} GiB  {found.get('phases', '')}",
+        flush=True,
+    )
+    return found
+
+
+KINDS: list[tuple[str, tuple[str, ...]]] = [
+    ("attention", ("flash", "fmha", "sdpa", "cudnn_generated", "attn")),
+    ("optimizer", ("multi_tensor_apply", "adam")),
+    ("log-probabilities", ("_softmax_sums", "_softmax_gradient", "softmax", "cross_entropy", "nll")),
+    ("norms, heads, activation", ("_norm_", "_heads_", "_silu_", "rms", "layer_norm", "_put_rows")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "xmma", "splitk")),
+    ("embedding", ("embedding", "radixsort", "indexing", "index", "scatter", "gather")),
+    ("communication", ("nccl",)),
+    ("copies and fills", ("memcpy", "memset", "fill", "copy")),
+    ("reductions", ("reduce",)),
+]
+
+
+def kind_of(kernel: str) -> str:
+    """Which row of the table a kernel belongs to."""
+    lower = kernel.lower()
+    return next((kind for kind, marks in KINDS if any(mark in lower for mark in marks)), "other elementwise")
+
+
+def profile(step: Callable[[], Any]) -> dict[str, Any]:
+    """Milliseconds of the device by kind of kernel, and the heaviest kernels, in one step."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as watched:
+        step()
+        torch.cuda.synchronize()
+    by_kernel: dict[str, list[float]] = defaultdict(lambda: [0, 0])
+    spans = []
+    for event in watched.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
+            event, "is_user_annotation", False
+        ):
+            by_kernel[event.name][0] += event.time_range.elapsed_us() / 1e3
+            by_kernel[event.name][1] += 1
+            spans.append((event.time_range.start, event.time_range.end))
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0])
+    for name, (ms, calls) in by_kernel.items():
+        kinds[kind_of(name)][0] += ms
+        kinds[kind_of(name)][1] += calls
+    heaviest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:40]
+    found = {
+        "span_ms": (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3,
+        "busy_ms": sum(ms for ms, _ in by_kernel.values()),
+        "kinds_ms": {kind: round(ms, 2) for kind, (ms, _) in sorted(kinds.items(), key=lambda i: -i[1][0])},
+        "kinds_calls": {kind: calls for kind, (_, calls) in kinds.items()},
+        "kernels": [{"name": n[:120], "ms": round(ms, 3), "calls": c} for n, (ms, c) in heaviest],
+    }
+    print(f"profile: busy {found['busy_ms']:.1f} of {found['span_ms']:.1f} ms", found["kinds_ms"], flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure both sides and print a table; JSON where asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(SHAPES), default="0.6B")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 0], help="0: mixed")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, one pack")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--sides", nargs="+", default=["millrace", "huggingface"])
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="lengths to profile")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+
+    import torch
+
+    found: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": given.model,
+        "results": [],
+        "profiles": [],
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        started = time.perf_counter()
+        hf_model = make_model(given.model, Path(scratch) / "model")
+        hf = hf_model.config
+        print(f"model made in {time.perf_counter() - started:.1f} s", flush=True)
+        if "huggingface" not in given.sides:
+            del hf_model
+        for name in sorted(given.sides):  # Hugging Face first: its model is on the GPU already
+            started = time.perf_counter()
+            side: Any = (
+                HuggingFace(hf_model)
+                if name == "huggingface"
+                else Millrace(Path(scratch) / "model", Path(scratch), given.tokens)
+            )
+            print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
+            number = 1
+            for length in given.lengths:
+                if name == "huggingface" and not length:
+                    continue  # it has no packs
+                try:
+                    found["results"].append(
+                        measure(side, name, hf, number, given.steps, given.tokens, length)
+                    )
+                except torch.cuda.OutOfMemoryError as error:
+                    print(name, length, "out of memory:", str(error)[:200], flush=True)
+                    found["results"].append({"side": name, "length": length, "error": "out of memory"})
+                    if name == "millrace":
+                        break
+                number += given.steps + WARM_UP
+                if length in given.profile:
+                    prepared = side.prepare(make_rows(number, lengths_of(given.tokens, length)))
+                    number += 1
+                    table = profile(lambda side=side, prepared=prepared: side.step(prepared))
+                    found["profiles"].append({"side": name, "length": length, **table})
+                if given.json:
+                    given.json.write_text(json.dumps(found, indent=1) + "\n")
+            side.close()
+            if name == "huggingface":
+                del hf_model
+            del side
+            gc.collect()
+            torch.cuda.empty_cache()
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    main()

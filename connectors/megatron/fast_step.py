@@ -1,0 +1,103 @@
+"""The optimizer step on a GPU in few passes over memory: gradient norm, AdamW with clipping, and the weights' copy.
+
+megatron's own way without Transformer Engine or Apex is kept elsewhere: it asks the device for a number a parameter and
+makes a dozen passes. Owns no state; the optimizer stays megatron's, and so do its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return [
+        part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None
+    ]
+
+
+def _fusable(part: Any) -> bool:
+    """Whether this is torch's AdamW over parameters on a GPU."""
+    adam = part.optimizer
+    held = [parameter for group in adam.param_groups for parameter in group["params"]]
+    return isinstance(adam, torch.optim.AdamW) and bool(held) and all(p.is_cuda for p in held)
+
+
+def applies(optimizer: Any) -> bool:
+    """Whether `gradient_norm` and `step` may be used in place of the optimizer's own."""
+    return bool(_parts(optimizer)) and all(_fusable(part) for part in _parts(optimizer))
+
+
+def install(optimizer: Any) -> None:
+    """Make AdamW one kernel and the weights' copy another, where they can be; after loading a state too."""
+    for part in _parts(optimizer):
+        if not _fusable(part):
+            continue
+        adam = part.optimizer
+        for group in adam.param_groups:
+            group |= {"fused": True, "foreach": False}
+            for parameter in group["params"]:
+                state = adam.state.get(parameter, {})
+                if "step" in state:
+                    state["step"] = state["step"].to(parameter.device)
+        if isinstance(part, DistributedOptimizer):
+            part._copy_main_params_to_model_params = _copier(part)  # type: ignore[method-assign]
+
+
+def _copier(part: Any) -> Callable[[], None]:
+    """What writes the fp32 parameters of this rank to where the model's are gathered from."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def find() -> None:
+        groups = [
+            *zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True),
+            *zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True),
+        ]
+        for mains, models in groups:
+            for main, model in zip(mains, models, strict=True):
+                span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+                number, _, bucket = part.model_param_gbuf_map[model]
+                whole = part.buffers[number].buckets[bucket].param_data.view(-1)
+                pairs.append((whole[span.start : span.end], main.detach()))
+
+    def copy() -> None:
+        if not pairs:
+            find()
+        torch._foreach_copy_([to for to, _ in pairs], [main for _, main in pairs])
+
+    return copy
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: Any) -> Tensor:
+    """Norm over all ranks, as megatron's: shared and replicated parameters count once. After `prepare_grads`.
+
+    Still on the device: nothing is waited for."""
+    total: Tensor | None = None
+    for part in _parts(optimizer):
+        grads = part.get_main_grads_for_grad_norm()
+        device = part.optimizer.param_groups[0]["params"][0].device
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        if grads:
+            square = torch.stack(torch._foreach_norm(grads)).square().sum()
+        if dist.get_world_size(part.get_grad_stats_parallel_group()) > 1:
+            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total = square if total is None else total + square
+    assert total is not None
+    return total.sqrt()
+
+
+@torch.no_grad()
+def step(optimizer: Any, norm: float) -> None:
+    """One AdamW step on gradients clipped by their `norm`; the kernel divides as it reads them."""
+    for part in _parts(optimizer):
+        adam, clip = part.optimizer, part.config.clip_grad
+        device = adam.param_groups[0]["params"][0].device
+        over = (norm + 1e-6) / clip if clip > 0 else 0.0
+        adam.grad_scale = torch.full((), over, device=device) if over > 1 else None
+    assert optimizer.step_with_ready_grads(), "the optimizer skipped a step with finite gradients"
