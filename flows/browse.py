@@ -57,6 +57,10 @@ def run_tables(root: str, run: str) -> list[Any]:
     facts.add_row(
         "versions", " ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     )
+    unusable = {name: count for name, count in record.get("quarantined", {}).items() if count}
+    if unusable:
+        counts = ", ".join(f"{count} rows of {name}" for name, count in unusable.items())
+        facts.add_row("unusable", f"{counts}; see quarantine.parquet")
     facts.add_row("attempts", str(len(record["attempts"])))
     facts.add_row("MLflow run", str(record["mlflow_run_id"]))
     for attempt in record["attempts"][-1:]:

@@ -15,6 +15,14 @@ from typing import Any
 import yaml
 
 PATIENCE_S = 240
+MALFORMED = [  # lines among the training prompts, and what is wrong with them
+    ('{"prompt": "1+1=", "label"', "not JSON"),
+    ('{"question": "1+1="}', "missing key"),
+    ('{"prompt": ""}', "empty prompt"),
+    ("", "empty line"),
+    ('{"prompt": 17}', "wrong type"),
+    (json.dumps({"prompt": "1" * 40, "label": "1"}), "too long"),
+] * 2
 
 
 class Workplace:
@@ -62,13 +70,16 @@ class Workplace:
 
 
 def make_workplace(folder: Path) -> Workplace:
-    """A workplace with a random model, a hundred sums and the configuration in run.yaml; no server runs yet."""
+    """A workplace with a random model, a hundred sums, a dozen malformed rows and the configuration in run.yaml; no server runs yet."""
     from connectors.huggingface.tiny import build_tiny_model
 
     place = Workplace(folder)
     build_tiny_model(folder / "model", seed=0)
     rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(10) for b in range(10)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) for row in rows]
+    for number, (bad, _) in enumerate(MALFORMED):
+        lines.insert(9 * number, bad)
+    (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration()))
     return place

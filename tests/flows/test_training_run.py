@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from flow_runs import Workplace, final_weights, trained
+from flow_runs import MALFORMED, Workplace, final_weights, trained
 
 TASKS = {
     "sample_prompts",
@@ -118,6 +118,17 @@ def ask(url: str, body: dict[str, Any]) -> Any:
     request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as answer:
         return json.load(answer)
+
+
+def test_malformed_prompts_are_kept_apart_with_their_reasons_and_counted(
+    workplace: Workplace, whole: Path
+) -> None:
+    rows = pq.read_table(whole / "quarantine.parquet").to_pylist()
+    assert sorted(row["reason"].split(":")[0] for row in rows) == sorted(reason for _, reason in MALFORMED)
+    assert {row["source"] for row in rows} == {"sums"}
+    assert json.loads((whole / "run.json").read_text())["quarantined"]["sums"] == len(MALFORMED)
+    shown = workplace.call("show", "a", "--root", str(whole.parent), COLUMNS="200")
+    assert f"{len(MALFORMED)} rows of sums" in shown
 
 
 def test_runs_and_show_tell_of_it(workplace: Workplace, whole: Path) -> None:
