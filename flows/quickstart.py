@@ -9,6 +9,7 @@ import asyncio
 import io
 import json
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from importlib import resources
@@ -25,7 +26,8 @@ from core.config.load import load_config
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 problems
 FILES = Path("quickstart-files")
-TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm start's 4
+WARM_LOSS = 0.55  # of the last ten steps: right in about a third of the samples, whatever the seed
+TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm start's
 GPU_SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -92,7 +94,7 @@ def _prepare(config: RunConfig, shape: dict[str, int], overrides: list[str]) -> 
     for file, rows in (("held_out", problems[:HELD_OUT]), ("train", problems[HELD_OUT:])):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_tiny_model(folder / "model", seed=config.run.seed, **shape)
-    _learn_answers(warm_config(config, folder, overrides), model)
+    _learn_answers(warm_config(config, folder, overrides), model, WARM_LOSS)
 
 
 def prepare_with_teacher(config: RunConfig) -> None:
@@ -104,14 +106,20 @@ def prepare_with_teacher(config: RunConfig) -> None:
         _learn_answers(teacher_config(config), teacher)
 
 
-def _learn_answers(config: RunConfig, into: Path) -> None:
-    """Train on reference answers and put the resulting Hugging Face folder at `into`, whole or not at all."""
+def _learn_answers(config: RunConfig, into: Path, enough: float = 0.0) -> None:
+    """Train on reference answers and put a Hugging Face folder at `into`, whole or not at all.
+
+    That of the first iteration whose last ten steps have a mean loss of at most `enough`, else of the last.
+    """
     from flows.sft import sft
 
     asyncio.run(sft(config))
-    export = RunFolder(config.storage.root, config.run.name).store.child(
-        f"exports/{config.run.iterations:06d}"
-    )
+    run = RunFolder(config.storage.root, config.run.name)
+    for done in range(1, config.run.iterations + 1):
+        steps = run.iteration(done - 1).read_json("step.json")["steps"]
+        if statistics.fmean(step["loss"] for step in steps[-10:]) <= enough:
+            break
+    export = run.store.child(f"exports/{done:06d}")
     partial = into.with_name(f"{into.name}.partial")
     export.download_dir("", str(partial))
     partial.rename(into)
@@ -156,6 +164,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
             f"storage.root={folder / 'runs'}",
             f"model.path={config.model.path}",
             f"data.sources.0.path={folder / 'train.jsonl'}",
+            f"checkpoint.export_every={TEACHER_ITERATIONS}",
         ],
     )
 
