@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ class PackedAttention(torch.nn.Module):
             value = _gather_sequences(value, bounds, self.cp_group)
             out = self._zigzag(query, key, value, bounds, size, self.cp_group.rank())
         elif dense_attention.usable(query):
-            out = dense_attention.attend(query, key, value, bounds, self.scale, varlen)
+            out = dense_attention.attend(
+                query, key, value, bounds, self.scale, varlen=short, dense=dense_attention.cudnn
+            )
         elif query.is_cuda:
             cu = packed_seq_params.cu_seqlens_q
             longest = packed_seq_params.max_seqlen_q
@@ -113,6 +116,14 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], sca
         pieces.append(out.transpose(1, 2).flatten(0, 1))
         done += tokens
     return torch.cat(pieces).index_select(0, torch.argsort(order))
+
+
+def short(
+    query: Tensor, key: Tensor, value: Tensor, part: dense_attention.Part, scale: float | None
+) -> Tensor:
+    cu = dense_attention.cumulative(part.bounds, query.device)
+    longest = max(end - start for start, end in pairwise(part.bounds))
+    return varlen(query, key, value, cu, cu, longest, longest, scale)
 
 
 def varlen(

@@ -67,7 +67,7 @@ class Critic:
         if self._sequence:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         head = self.trained.inner.value_head
-        chosen = rows(hidden[:, 0], pack.places).to(head.weight.dtype)
+        chosen = rows(hidden.squeeze(1), pack.places).to(head.weight.dtype)
         return self.runner.whole(pack, F.linear(chosen, head.weight, head.bias)[:, 0].float())
 
 

@@ -9,14 +9,16 @@ Owns the cut and the way of rows there and back; knows nothing of heads' making.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Attention = Callable[[Tensor, Tensor, Tensor, "Part", float | None], Tensor]  # query, key, value, part, scale
 
 SHORTEST = 1024  # tokens: padding and moving shorter sequences costs what cuDNN gains
 STEPS = 8  # lengths in an octave: sequences grow by an eighth at most
@@ -80,83 +82,79 @@ def _hopper(device: int) -> bool:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int], scale: float | None, varlen: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[int],
+    scale: float | None,
+    *,
+    varlen: Attention,
+    dense: Attention,
 ) -> Tensor:
-    """Causal attention within each sequence of a pack [T, heads, d]; `varlen` for the short ones."""
+    """Causal attention within each sequence of a pack [T, heads, d], a part at a time by the way for its kind."""
     parts = cut(tuple(bounds))
+    ways = [dense if part.length else varlen for part in parts]
     if len(parts) == 1 and len(parts[0].rows) == len(query):  # as it lies
-        only = _dense if parts[0].length else partial(_short, varlen=varlen)
-        found: Tensor = only(query, key, value, parts[0], scale)
-        return found
+        return ways[0](query, key, value, parts[0], scale)
     rows = _on_device(tuple(bounds), query.device)
-    pieces = zip(parts, *(_Split.apply(x, *rows) for x in (query, key, value)), strict=True)
-    outs = [
-        _dense(q, k, v, part, scale) if part.length else _short(q, k, v, part, scale, varlen)
-        for part, q, k, v in pieces
-    ]
-    out: Tensor = _Join.apply(len(query), rows, *outs)
+    sizes = [len(part.rows) for part in parts]
+    pieces = zip(*(x.split(sizes) for x in _Take.apply(rows, query, key, value)), strict=True)
+    outs = [way(*piece, part, scale) for way, part, piece in zip(ways, parts, pieces, strict=True)]
+    out: Tensor = _Put.apply(rows, torch.cat(outs), len(query))
     return out
 
 
 @lru_cache(maxsize=16)
-def _on_device(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.tensor(part.rows, device=device) for part in cut(bounds))
+def _on_device(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Rows of all parts, end to end."""
+    return torch.tensor([row for part in cut(bounds) for row in part.rows], device=device)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Tensor:
+def cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Tensor:
+    """Attention within the sequences of a dense part."""
     q, k, v = (x.unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (query, key, value))
     attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
     out: Tensor = attention(q, k, v, None, True, 0.0, True, False, scale=scale)[0]
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _short(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None, varlen: Any) -> Tensor:
-    cu = _bounds_on_device(part.bounds, query.device)
-    longest = max(b - a for a, b in pairwise(part.bounds))
-    out: Tensor = varlen(query, key, value, cu, cu, longest, longest, scale)
-    return out
-
-
 @lru_cache(maxsize=64)
-def _bounds_on_device(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+def cumulative(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bounds where variable-length attention wants them."""
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
-class _Split(torch.autograd.Function):
-    """[T, heads, d] -> a tensor a part, with zeros for padding."""
+class _Take(torch.autograd.Function):
+    """Rows of each tensor [T, ...], with zeros for padding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         from connectors.megatron import kernels
 
-        ctx.rows, ctx.count = rows, len(x)
-        return tuple(kernels.take_rows(x, each) for each in rows)
+        ctx.rows, ctx.count = rows, len(tensors[0])
+        return tuple(kernels.take_rows(x.contiguous(), rows) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _joined(ctx.count, ctx.rows, grads), *[None] * len(ctx.rows)
+        return None, *(_put(ctx.rows, grad, ctx.count) for grad in grads)
 
 
-class _Join(torch.autograd.Function):
-    """The parts' rows back in the pack's order: [T, heads, d]."""
+class _Put(torch.autograd.Function):
+    """Rows of all parts back in the pack's order: [T, ...]; padding is left out."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, rows: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, x: Tensor, count: int) -> Tensor:
         ctx.rows = rows
-        return _joined(count, rows, parts)
+        return _put(rows, x, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from connectors.megatron import kernels
 
-        grad = grads[0].contiguous()
-        return None, None, *[kernels.take_rows(grad, each) for each in ctx.rows]
+        return None, kernels.take_rows(grads[0].contiguous(), ctx.rows), None
 
 
-def _joined(count: int, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+def _put(rows: Tensor, x: Tensor, count: int) -> Tensor:
     from connectors.megatron import kernels
 
-    out = parts[0].new_empty(count, *parts[0].shape[1:])
-    for each, part in zip(rows, parts, strict=True):
-        kernels.put_rows(part.contiguous(), each, out)
-    return out
+    return kernels.put_rows(x.contiguous(), rows, x.new_empty(count, *x.shape[1:]))

@@ -185,11 +185,8 @@ def _heads_backward(
         tl.store(at + 3 * HALF, k_high)
 
 
-TOKENS, HEAD_WARPS, HEAD_PARTS = (
-    16,
-    4,
-    256,
-)  # a tile of heads, its warps, and programs that sum weights' gradients
+TOKENS, HEAD_WARPS = 32, 4  # of a tile of heads
+HEAD_PARTS = 128  # programs a group that each sum their share of the weights' gradients
 
 
 def heads(

@@ -101,13 +101,15 @@ class PackedSelfAttention(SelfAttention):
         if groups < tensor:  # a group's heads are spread over ranks: megatron knows how
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             return (
-                fused.rotated(query[:, 0], table),
-                fused.rotated(key[:, 0], table),
-                value[:, 0],
+                fused.rotated(query.squeeze(1), table),
+                fused.rotated(key.squeeze(1), table),
+                value.squeeze(1),
             )
-        mixed, _ = self.linear_qkv(hidden_states)
+        mixed, _ = self.linear_qkv(
+            hidden_states
+        )  # [T, 1, ...]: squeezed, since an index's gradient is a copy
         return fused.query_key_value(
-            mixed[:, 0],
+            mixed.squeeze(1),
             getattr(self.q_layernorm, "weight", None),
             getattr(self.k_layernorm, "weight", None),
             table,

@@ -34,8 +34,13 @@ def token_logprobs(
     """
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
-    form: Any = _FusedTokenLogprobs if hidden.is_cuda else _TokenLogprobs
-    logprobs, entropies = form.apply(hidden, weight, targets, start, live, group, temperature, chunk, entropy)
+    settings = start, live, group, temperature, chunk, entropy
+    if hidden.is_cuda:
+        logprobs, entropies = _FusedTokenLogprobs.apply(
+            hidden, weight, targets, *settings, torch.is_grad_enabled()
+        )
+    else:
+        logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, *settings)
     return logprobs, entropies if entropy else None
 
 

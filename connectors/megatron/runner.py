@@ -168,7 +168,7 @@ class LanguageRunner(Runner):
             else inner.output_layer.weight
         )
         values, entropies = token_logprobs(
-            rows(hidden[:, 0], pack.places).to(weight.dtype),
+            rows(hidden.squeeze(1), pack.places).to(weight.dtype),
             weight,
             pack.targets,
             vocab=self.vocab,

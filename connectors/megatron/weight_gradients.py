@@ -16,6 +16,8 @@ from torch import Tensor
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, without rounding the product to the factors' type first."""
+    if not right.numel():
+        return  # an expert without tokens
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     else:

@@ -59,7 +59,11 @@ class Trainer(Section):
     )
     max_pack_tokens: int = Field(8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="Tokens whose logits are held in fp32 at once.")
+    logprob_chunk_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Tokens whose logits are held at once, in fp32 on the CPU; on a GPU four times as many in the model's type, and more while there is room.",
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads a rank; cores divided by ranks when not given."
     )

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "connectors" / "megatron"))
 kernel_checks: Any = importlib.import_module("kernel_checks")
 trainer_ranks: Any = importlib.import_module("trainer_ranks")
 
-from connectors.megatron import attention, logprobs  # noqa: E402
+from connectors.megatron import attention, dense_attention, logprobs  # noqa: E402
 
 LENGTHS = [[128], [1, 700, 33, 64, 256, 2], [512, 512, 512]]
 
@@ -52,6 +52,27 @@ def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int], kv_
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     grad = torch.randn_like(q)
     out = attention.varlen(q, k, v, cu, cu, max(lengths), max(lengths), None)
+    out.backward(grad)
+    slow = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    expected = torch.cat([attention.whole(*(x[a:b] for x in slow), None) for a, b in pairwise(bounds)])
+    expected.backward(grad.float())
+    assert distance(out, expected) < 1e-2
+    for fast, plain in zip((q, k, v), slow, strict=True):
+        assert fast.grad is not None
+        assert plain.grad is not None
+        assert distance(fast.grad, plain.grad) < 2e-2
+
+
+@pytest.mark.parametrize("lengths", [[1024, 1024], [1500, 7, 1030, 3000, 1400, 3, 1024], [1100]])
+def test_long_sequences_are_attended_to_as_alone_whatever_lies_beside_them(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shapes = [(bounds[-1], heads, 128) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    grad = torch.randn_like(q)
+    if not dense_attention.usable(q):
+        pytest.skip("this GPU is left to variable-length attention")
+    out = dense_attention.attend(q, k, v, bounds, None, varlen=attention.short, dense=dense_attention.cudnn)
     out.backward(grad)
     slow = [x.detach().float().requires_grad_() for x in (q, k, v)]
     expected = torch.cat([attention.whole(*(x[a:b] for x in slow), None) for a, b in pairwise(bounds)])

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from connectors.megatron import fused, kernels
+from connectors.megatron import attention, dense_attention, fused, kernels
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -117,6 +118,32 @@ def put(draw: Callable[..., Tensor], bound: float) -> None:
     assert taken[-1].abs().max() == 0
 
 
+def parts(draw: Callable[..., Tensor], bound: float) -> None:
+    lengths = [1500, 7, 1030, 1400, 3, 1024]
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    tensors = [draw(bounds[-1], heads, 8).requires_grad_() for heads in (2, 1, 1)]
+    grad = draw(bounds[-1], 2, 8)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float | None) -> Tensor:
+        assert part.length in (1024, 1152, 1408, 1536)
+        return each(q, k, v, range(0, len(q) + 1, part.length))
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float | None) -> Tensor:
+        return each(q, k, v, part.bounds)
+
+    def each(q: Tensor, k: Tensor, v: Tensor, ends: Any) -> Tensor:
+        return torch.cat([attention.whole(q[a:b], k[a:b], v[a:b], None) for a, b in pairwise(ends)])
+
+    out = dense_attention.attend(*tensors, bounds, None, varlen=varlen, dense=dense)
+    out.backward(grad)
+    slow = [exact(x.detach()) for x in tensors]
+    expected = each(*slow, bounds)
+    expected.backward(grad.double().cpu())
+    assert distance(out, expected) < bound
+    for found, plain in zip(tensors, slow, strict=True):
+        assert distance(found.grad, plain.grad) < 2 * bound
+
+
 def mend_interpreter() -> None:
     """Triton's interpreter counts loops by arrays of one element, which newer versions of numpy do not take."""
     from triton.runtime import interpreter
@@ -142,7 +169,7 @@ def main(device: str) -> None:
         def draw(*shape: int, dtype: Any = dtype) -> Tensor:
             return torch.randn(shape).to(device, dtype)
 
-        for check in (norm, silu, heads, softmax, put):
+        for check in (norm, silu, heads, softmax, put, parts):
             check(draw, bound)
             print(check.__name__, dtype, "ok")
 
