@@ -12,7 +12,7 @@ from prefect import flow
 from core.config import RunConfig
 from core.errors import ConfigError
 from flows.run_record import finish_run_record, open_run_record
-from flows.train import driving, prepare
+from flows.train import driven, driving, prepare
 from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
 from tasks.live import Live
@@ -36,7 +36,7 @@ async def sft(config: RunConfig) -> Record:
         async with driving(live) as attempt:
             await open_run_record(live, attempt)
             for index in range(first, config.run.iterations):
-                await sft_iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(live, index)
+                await sft_iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(index)
             await finish_run_record(live)
     return {
         "run": config.run.name,
@@ -45,9 +45,10 @@ async def sft(config: RunConfig) -> Record:
     }
 
 
-@flow(name="sft_iteration", validate_parameters=False)
-async def sft_iteration(live: Live, index: int) -> None:
+@flow(name="sft_iteration")
+async def sft_iteration(index: int) -> None:
     """Draw, train, save when due, publish."""
+    live = driven.get()
     ctx = IterationContext(live.config, index, live)
     for name, task in (
         ("sample_supervised", sample_supervised),

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextvars import ContextVar
 
 from prefect import flow
 
@@ -38,6 +39,7 @@ from tasks.sync_weights import sync_weights
 from tasks.train_step import train_step
 
 log = logging.getLogger(__name__)
+driven: ContextVar[Live] = ContextVar("driven")  # not a parameter of iterations, which Prefect keeps whole
 
 
 @flow(name="train", flow_run_name="{config.run.name}")
@@ -60,7 +62,7 @@ async def train(config: RunConfig) -> Record:
         if config.evaluation.sets and first == 0:
             await _evaluate_before(live)
         for index in range(first, config.run.iterations):
-            await iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(live, index)
+            await iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(index)
         await finish_run_record(live)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 
@@ -89,9 +91,10 @@ def the_first_of_several() -> Iterator[None]:
         raise error from None
 
 
-@flow(name="iteration", validate_parameters=False)
-async def iteration(live: Live, index: int) -> None:
-    """One pass of the eight tasks over the run folder's iteration `index`."""
+@flow(name="iteration")
+async def iteration(index: int) -> None:
+    """One pass of the eight tasks over iteration `index` of the run that is being driven."""
+    live = driven.get()
     config = live.config
     ctx = IterationContext(config, index, live, Stream(released=config.rollout.prompts))
 
@@ -145,6 +148,7 @@ async def driving(live: Live) -> AsyncIterator[int]:
     try:
         await asyncio.to_thread(live.run_folder.clean)
         await live.open()
+        driven.set(live)
         yield lease.token
     except asyncio.CancelledError:
         if lost:

@@ -46,7 +46,7 @@ class Dispatcher:
         """Generate one sample. Raises EngineError after all attempts, naming the last cause."""
         last: EngineError | None = None
         for attempt in range(self.attempts):
-            engine = self._choose(session)
+            engine = await self._engine(session)
             try:
                 result = await engine.generate(
                     input_ids,
@@ -73,10 +73,20 @@ class Dispatcher:
             await self._recover(self.version)
         raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
 
-    def _choose(self, session: str | None) -> EngineClient:
+    async def _engine(self, session: str | None) -> EngineClient:
+        """One that serves; if another request's loss has left none, once they are rebuilt."""
+        engine = self._choose(session)
+        if engine is None:
+            await self._recover(self.version)
+            engine = self._choose(session)
+        if engine is None:
+            raise EngineError("no engine serves; see the engines' logs")
+        return engine
+
+    def _choose(self, session: str | None) -> EngineClient | None:
         engines = {engine.engine_id: engine for engine in self._engines()}
         if not engines:
-            raise EngineError("no engine serves; see the engines' logs")
+            return None
         held = self._sessions.get(session) if session else None
         if held in engines:
             return engines[held]

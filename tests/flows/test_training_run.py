@@ -108,6 +108,7 @@ def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: 
         "a-000001",
         "a-000002",
     }
+    assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
     kinds = {artifact["type"] for artifact in ask(f"{server}/artifacts/filter", {})}
     assert {"progress", "table", "markdown", "image"} <= kinds
 

@@ -14,7 +14,7 @@ from local_handle import LocalHandle
 
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.fleet import Fleet
-from core.errors import EngineError, EngineStalledError
+from core.errors import EngineError, EngineLostError, EngineStalledError
 
 PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
@@ -59,7 +59,11 @@ async def test_an_engine_serves_only_after_it_confirmed_the_version(
     fleet = make_fleet()
     await fleet.ensure(str(tiny_model))
     assert fleet.unconfirmed(1) == [0, 1]
-    dispatcher = fleet.dispatcher(1, recovery(fleet, tiny_model))
+
+    async def no_recovery(version: int) -> None:
+        assert version == 1
+
+    dispatcher = fleet.dispatcher(1, no_recovery)
     with pytest.raises(EngineError, match="no engine serves"):
         await dispatcher.generate(PROMPT, SHORT, rid="early", session=None)
     seconds = await fleet.publish(str(tiny_model), 1)
@@ -120,6 +124,21 @@ async def test_a_killed_engines_requests_are_made_again_and_it_is_rebuilt(
         *(dispatcher.generate(PROMPT, SHORT, rid=f"s{n}", session=None) for n in range(4))
     )
     assert {g.engine_id for g in again} == {"engine-0", "engine-1"}
+
+
+async def test_a_request_that_finds_no_engine_waits_until_they_serve_again(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    fleet = make_fleet()
+    dispatcher = await serving(fleet, tiny_model, 3)
+    for engine in dispatcher._engines():  # other requests were lost on them
+        fleet.doubt(engine, EngineLostError("lost"))
+    assert not dispatcher._engines()
+    found = await asyncio.gather(
+        *(dispatcher.generate(PROMPT, SHORT, rid=f"r{n}", session=None) for n in range(4))
+    )
+    assert {g.weight_versions[0] for g in found} == {(0, 3)}
+    assert dispatcher.retries == 0
 
 
 async def test_a_rebuilt_engine_gets_nothing_before_it_has_the_version(
