@@ -64,7 +64,7 @@ class _Generator:
     def __init__(self, ctx: IterationContext, failures: int) -> None:
         self.ctx = ctx
         self.failures = failures
-        self.counts = {"samples_generated": 0, "tokens_generated": 0}
+        self.counts: dict[str, float] = {"samples_generated": 0, "tokens_generated": 0, "engines_s": 0.0}
         config = ctx.config.rollout
         s = config.sampling
         self.sampling: dict[str, Any] = {
@@ -110,7 +110,9 @@ class _Generator:
         """The engines at this iteration's version: made ready when the first sample needs them."""
         async with self._ready:
             if self._engines is None:
+                started = time.perf_counter()
                 self._engines = await self.ctx.live.engines(self.ctx.version_before)
+                self.counts["engines_s"] = time.perf_counter() - started
             return self._engines
 
     def _fail(self, row: dict[str, Any], reason: str) -> None:
