@@ -202,7 +202,7 @@ class TrainerRank:
 
         if version != self.version:
             raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
-        with self._working("export"):
+        with self._working("export", everything=False):
             return export_hf(self.policy, self.hf, self.config.model.path, directory)
 
     def bucket(self, version: int, number: int, size: int) -> Bucket:
