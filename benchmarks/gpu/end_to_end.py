@@ -77,7 +77,9 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
             command = [*millrace, "train", f"{name}.yaml", *overrides]
             subprocess.run(command, cwd=folder, env=environment, check=True, stdout=sys.stderr)
         finally:
-            subprocess.run([*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr)
+            subprocess.run(
+                [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
+            )
     run = RunFolder(str(folder / "runs"), name)
     splits = [split(run, index) for index in range(1, given.iterations)]
     mean = {part: sum(one[part] for one in splits) / len(splits) for part in splits[0]}
@@ -112,7 +114,9 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     metrics, step = manifest.tasks["metrics"], folder.read_json("step.json")
     engines = folder.read_json("results/rollout.json")
     engines_s = _found(engines, "engines_s")
-    training = sum(value for one in step["steps"] for name, value in one["seconds"].items() if name != "fetch")
+    training = sum(
+        value for one in step["steps"] for name, value in one["seconds"].items() if name != "fetch"
+    )
     fetch = sum(one["seconds"]["fetch"] for one in step["steps"])
     generation = ended - begun - engines_s
     memory = engines_s + step["rest_s"] + fetch

@@ -56,10 +56,9 @@ def main() -> None:
 
 
 async def _measured(shape: str, model: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.gpu.shapes import SGLANG
     from core.config import RunConfig
     from tasks.live import Live
-
-    from benchmarks.gpu.shapes import SGLANG
 
     sglang = {**SGLANG, "mem_fraction_static": KV_SHARE[shape], "cuda_graph_max_bs_decode": 16}
     config = RunConfig.model_validate(
