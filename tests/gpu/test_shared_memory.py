@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pynvml
 import pytest
 import pytest_asyncio
+import torch
 from trainer_ranks import samples, write_batch
 
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
@@ -24,13 +24,12 @@ STATE_BYTES = 16  # of a parameter: fp32 gradient, fp32 weight, two moments
 
 def used() -> int:
     """Bytes of the GPU that are taken, by whomever."""
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    free, whole = torch.cuda.mem_get_info(0)
+    return int(whole - free)
 
 
 def total() -> int:
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+    return int(torch.cuda.mem_get_info(0)[1])
 
 
 @pytest_asyncio.fixture
