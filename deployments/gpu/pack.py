@@ -164,7 +164,7 @@ def _strip(site: Path) -> None:
         stub.unlink()
     if shutil.which("strip"):
         for path in site.rglob("*"):
-            if path.is_file() and not path.suffix == ".py" and path.stat().st_size > STRIP_BYTES:
+            if path.is_file() and path.suffix != ".py" and path.stat().st_size > STRIP_BYTES:
                 with path.open("rb") as stream:
                     binary = stream.read(4) == b"\x7fELF"
                 if binary:
