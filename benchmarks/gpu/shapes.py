@@ -139,3 +139,7 @@ def versions() -> dict[str, str]:
     paths = [site] if site else sys.path
     found["sglang"] = next((d.version for d in metadata.distributions(name="sglang", path=paths)), "unknown")
     return found
+
+
+if __name__ == "__main__":
+    main()

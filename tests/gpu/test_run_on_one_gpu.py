@@ -12,7 +12,7 @@ import pytest
 from flow_runs import Workplace, trained, wait_until
 from gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
 
-KILLED_IN = 2
+ITERATIONS, KILLED_IN = 3, 1
 PATIENCE_S = 420
 
 
@@ -29,7 +29,7 @@ class Done:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("one-gpu")
-    furnish(folder)
+    furnish(folder, run={"name": "a", "iterations": ITERATIONS})
     place = Workplace(folder)
     run = folder / "runs" / "a"
     parts = run / "iterations" / f"{KILLED_IN:06d}" / "rollouts"
@@ -38,8 +38,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         wait_until(lambda: process.poll() is not None or any(parts.glob("part-*")), patience_s=PATIENCE_S)
         server = server_of(folder / "model")
         assert server is not None, process.communicate()[0]
-        server.send_signal(signal.SIGKILL)
         there = len(list(parts.glob("part-*")))
+        server.send_signal(signal.SIGKILL)
         out, _ = process.communicate(timeout=PATIENCE_S)
     finally:
         if process.poll() is None:
@@ -61,7 +61,7 @@ def test_the_run_in_which_an_engine_was_killed_completes(done: Done) -> None:
 
 def test_every_sample_was_trained_once(done: Done) -> None:
     pairs = trained(done.folder)
-    assert len(pairs) == len({sample for sample, _ in pairs}) == 4 * PROMPTS * GROUP
+    assert len(pairs) == len({sample for sample, _ in pairs}) == ITERATIONS * PROMPTS * GROUP
 
 
 def test_engine_and_trainer_agree_on_log_probabilities(done: Done) -> None:

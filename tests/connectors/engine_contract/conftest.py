@@ -80,7 +80,7 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest_asyncio.fixture
 async def http(served: Served) -> AsyncIterator[Http]:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server that answered 500 hangs up
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Http(session, served.url, served.own)
         yield client

@@ -224,10 +224,9 @@ async def test_a_stream_grows_to_the_plain_answer_and_ends_with_done(http: Any) 
 async def test_what_cannot_be_served_is_refused_with_a_message(
     http: Any, body: dict[str, Any], named: str
 ) -> None:
-    older = named == "unheard_of" and not http.own  # SGLang before 0.5.21 answers 500
+    older = named == "unheard_of" and not http.own  # SGLang before 0.5.21 answers 500 and says nothing
     answer = await http.post("/generate", body, status=(400, 500) if older else 400)
-    assert named in json.dumps(answer)
-    assert older or answer["error"]["message"]
+    assert older or (named in json.dumps(answer) and answer["error"]["message"])
 
 
 @pytest.mark.parametrize(
