@@ -17,6 +17,7 @@ from core.errors import EngineError, EngineLostError, EngineStalledError
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
+FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,11 @@ class EngineClient:
         info = await self._get("/model_info", INFO_TIMEOUT_S)
         found = _version(info.get("weight_version"))
         return None if found < 0 else found
+
+    async def forget_version(self) -> None:
+        """Have the engine serve no version of the trainer's until it is given one; it must be idle."""
+        body = {"new_version": FORGOTTEN, "abort_all_requests": False}
+        await self._post("/update_weight_version", body)
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
         """Stop generating; what runs is kept unless aborted."""

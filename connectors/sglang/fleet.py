@@ -209,13 +209,17 @@ class Fleet:
     # GPU memory
 
     async def rest(self) -> None:
-        """Have every idle engine give back its GPU memory; what still runs on one is ended. None serves until published to."""
+        """Have every idle engine give back its GPU memory; what still runs on one is ended. None serves until published to.
+
+        The engine itself forgets its version, so that no driver, however late, takes it to hold those weights.
+        """
         for index, client in list(self._clients.items()):
             health = self._health[index]
             if health.state not in (State.SERVING, State.REFITTING) or self._released.get(index):
                 continue
             try:
                 await _idle(client)
+                await client.forget_version()
                 await self._note_released(index, [WEIGHTS, CACHE])
                 await client.release_memory([WEIGHTS, CACHE])
             except EngineLostError as error:

@@ -27,7 +27,7 @@ def test_a_pack_too_large_names_the_fields_and_a_smaller_one_goes_on(
     furnish(tmp_path, rollout=rollout, run={"name": "oom", "iterations": 1}, sync={"verify": False})
     place = Workplace(tmp_path)
     try:
-        out = place.call("train", "run.yaml", f"trainer.max_pack_tokens={ABSURD}", expect=1)
+        out = place.call("train", "run.yaml", f"trainer.max_pack_tokens={ABSURD}", expect=2)
         assert f"trainer.max_pack_tokens (now {ABSURD}: lower it)" in out, out[-5000:]
         assert "trainer.recompute (now none: selective or full)" in out
         parts = tmp_path / "runs" / "oom" / "iterations" / "000000" / "rollouts"

@@ -63,7 +63,7 @@ async def test_an_engine_serves_only_after_it_confirmed_the_version(
     with pytest.raises(EngineError, match="no engine serves"):
         await dispatcher.generate(PROMPT, SHORT, rid="early", session=None)
     seconds = await fleet.publish(str(tiny_model), 1)
-    assert set(seconds) == {"pause", "load", "resume", "confirm"}
+    assert set(seconds) == {"wake", "pause", "load", "resume", "confirm"}
     assert fleet.unconfirmed(1) == []
     found = await dispatcher.generate(PROMPT, SHORT, rid="late", session=None)
     assert found.weight_versions == [(0, 1)]
@@ -80,6 +80,25 @@ async def test_another_driver_finds_the_version_that_engines_confirm(
     await second.ensure(str(tiny_model))
     assert second.unconfirmed(2) == []
     assert second.restarts == 0
+
+
+async def test_an_engine_that_gave_its_weights_back_holds_no_version_for_anybody(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    first = make_fleet()
+    dispatcher = await serving(first, tiny_model, 21)
+    before = await dispatcher.generate(PROMPT, SHORT, rid="before", session=None)
+    await first.rest()
+    assert first.resting
+    for fleet in (first, make_fleet()):  # the same driver, and one that comes after it died
+        await fleet.ensure(str(tiny_model))
+        assert fleet.unconfirmed(21) == [0, 1]
+        assert fleet.resting
+    dispatcher = await serving(fleet, tiny_model, 21)
+    assert await fleet.wake()
+    assert not fleet.resting
+    after = await dispatcher.generate(PROMPT, SHORT, rid="after", session=None)
+    assert after.output_ids == before.output_ids
 
 
 async def test_load_is_spread_and_sessions_stay(make_fleet: MakeFleet, tiny_model: Path) -> None:
