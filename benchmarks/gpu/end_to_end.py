@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512,2048] [--samples 128] [--iterations 4]
 
 Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of all
-iterations but the first and the last, which always saves a checkpoint. Generation: at least one request is out, less the wait for engines. Training: what the ranks
+iterations but the first. Generation: at least one request is out, less the wait for engines. Training: what the ranks
 report. Memory: engines rest, the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is
 left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
 GPU-busy: mean of NVML's utilisation over the same iterations. JSON to stdout.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
     values = configuration(
         model,
         folder,
-        run={"name": name, "iterations": given.iterations},
+        run={"name": name, "iterations": given.iterations + 100},  # ended before
         rollout={
             "prompts": given.samples // GROUP,
             "samples_per_prompt": GROUP,
@@ -72,20 +73,26 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
     millrace = [sys.executable, "-m", "flows.cli"]
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
     overrides = [item for item in given.overrides.split(",") if item]
+    run = RunFolder(str(folder / "runs"), name)
     with Busy() as busy:
         try:
             command = [*millrace, "train", f"{name}.yaml", *overrides]
-            subprocess.run(command, cwd=folder, env=environment, check=True, stdout=sys.stderr)
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
+            while run.manifest(given.iterations - 1) is None:
+                if process.poll() is not None:
+                    raise SystemExit(f"the run ended with {process.returncode}")
+                time.sleep(SAMPLE_S)
+            process.send_signal(signal.SIGINT)  # its last iteration would save a checkpoint
+            process.wait(timeout=120)
         finally:
             subprocess.run(
                 [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
             )
-    run = RunFolder(str(folder / "runs"), name)
-    splits = [split(run, index) for index in range(1, given.iterations - 1)]
+    splits = [split(run, index) for index in range(1, given.iterations)]
     mean = {part: sum(one[part] for one in splits) / len(splits) for part in splits[0]}
     wall = mean["iteration_s"]
     parts = ("generation_s", "training_s", "memory_s", "sync_s", "orchestration_s")
-    first, last = run.manifest(0), run.manifest(given.iterations - 2)
+    first, last = run.manifest(0), run.manifest(given.iterations - 1)
     assert first is not None
     assert last is not None
     return {

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 
 from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.fleet import Fleet
 from connectors.sglang.process import EngineServer
-from connectors.storage.parts import read_parts
 from core.config import RunConfig
 from tasks.context import IterationContext
 from tasks.live import Live
@@ -134,7 +134,7 @@ async def _raw(ctx: IterationContext, fleet: Fleet, given: argparse.Namespace) -
         }
         async with slots, session.post(f"{client.url}/generate", json=body) as answer:
             assert answer.status == 200, await answer.text()
-            return len((await answer.json())["meta_info"]["output_token_logprobs"])
+            return len(orjson.loads(await answer.read())["meta_info"]["output_token_logprobs"])
 
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started = time.perf_counter()
@@ -150,10 +150,13 @@ async def _ours(ctx: IterationContext) -> tuple[int, float]:
     async def settle() -> float:
         """Stands where reward and filter do: settles once every sample has landed."""
         assert ctx.stream is not None
-        revision, rows = ctx.stream.revision, 0
+        revision, rows, read = ctx.stream.revision, 0, 0
         while rows < ctx.config.samples_per_iteration:
             revision = await ctx.stream.wait(revision)
-            rows = read_parts(ctx.folder, "rollouts", "rollouts", columns=["sample_id"]).num_rows
+            landed = ctx.stream.parts("rollouts")
+            for path in landed[read:]:
+                rows += ctx.folder.read_table(path, "rollouts", columns=["sample_id"]).num_rows
+            read = len(landed)
         done = time.perf_counter()
         await ctx.stream.settle()
         return done

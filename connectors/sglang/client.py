@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import orjson
 
 from core.errors import EngineError, EngineLostError, EngineStalledError
 
@@ -234,7 +235,7 @@ class EngineClient:
             async with self._http.request(verb, self.url + path, json=body, timeout=timeout) as answer:
                 if answer.status == 200:
                     return (
-                        await answer.json()
+                        orjson.loads(await answer.read())
                         if answer.content_type == "application/json"
                         else await answer.text()
                     )
