@@ -35,6 +35,10 @@ class TrainerError(MillraceError):
     """The trainer cannot do what it was asked."""
 
 
+class TrainerMemoryError(TrainerError):
+    """A rank's GPU memory does not suffice; the message names the fields to change. Trying again cannot help."""
+
+
 class BudgetError(MillraceError):
     """More failed than the configuration allows; the message names the cause. Nothing done is lost."""
 

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,11 +160,26 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
             "SGLang is not installed",
             "install it, or set engines.kind to auto or embedded",
         )
+    for address in config.engines.addresses:
+        yield from _engine_answers(address)
     if here:
         yield from _listens(config.engines.host)
     folder = config.sync.directory
     if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+
+
+def _engine_answers(address: str) -> Iterator[Problem]:
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/model_info", timeout=10):
+            return
+    except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
+        yield Problem(
+            "engines.addresses",
+            address,
+            f"no engine answers there: {error}",
+            "start it, or correct the address",
+        )
 
 
 def _sglang_here() -> bool:

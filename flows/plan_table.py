@@ -63,9 +63,8 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     at = plan.layout
     cut = f"tp {at.tensor} × pp {at.pipeline} × cp {at.context} × dp {at.data}"
     extra = (f", ep {at.expert}" if at.expert > 1 else "") + (", sp" if at.sequence else "")
-    engines = f"{at.engines} {at.engine_kind}" + (
-        f" × {at.gpus_an_engine} GPUs" if at.gpus_an_engine else " on CPU"
-    )
+    where = f" × {at.gpus_an_engine} GPUs" if at.gpus_an_engine else " on CPU"
+    engines = f"{at.engines} {at.engine_kind}" + ("" if at.engine_kind == "external" else where)
     return [
         ("trainer", f"{at.world_size} rank{'s' if at.world_size > 1 else ''} on {at.device}: {cut}{extra}"),
         ("engines", f"{engines}; weights by {at.sync}" if at.engines else "none: supervised"),

@@ -23,6 +23,7 @@ from connectors.huggingface.tokenizer import PromptTokenizer
 from connectors.megatron.rank import TrainerRank
 from connectors.ray import actors, cluster
 from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.external import ExternalEngine
 from connectors.sglang.fleet import Fleet
 from connectors.sglang.handover import from_buckets
 from connectors.sglang.process import EngineServer
@@ -273,8 +274,10 @@ class Live:
         await self._fleet.ensure(self.config.model.path)
         return self._fleet
 
-    async def _engine(self, index: int) -> actors.Actor:
-        """The actor of an engine: the one that is there, or a new one."""
+    async def _engine(self, index: int) -> actors.Actor | ExternalEngine:
+        """What stands for an engine: the actor that is there, or a new one; or an address."""
+        if self.config.engines.kind == "external":
+            return ExternalEngine(self.config, index)
         await self._join()
         settings = self._settings
         return actors.find("engine", index) or actors.make(

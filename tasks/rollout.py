@@ -7,6 +7,7 @@ from its id, so a sample generated again is the same sample. Parts are written a
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ from tasks.holds import stop_point
 from tasks.records import Record
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
+TIDY_AFTER_S = 2.0  # by then every request is out and the loop has nothing to do
 
 
 @task(name="rollout", retries=2, retry_delay_seconds=1)
@@ -39,7 +41,8 @@ async def rollout(ctx: IterationContext) -> Record:
     finished = set(parts.column("sample_id").to_pylist())
     generator = _Generator(ctx, failures=parts.column("status").to_pylist().count("failed"))
     released = 0
-    async with _writer(ctx) as queue, asyncio.TaskGroup() as group:
+    tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, _tidy)
+    async with _writer(ctx, generator) as queue, asyncio.TaskGroup() as group:
         while True:
             revision = ctx.stream.revision
             for prompt in prompts[released : ctx.stream.released]:
@@ -50,8 +53,20 @@ async def rollout(ctx: IterationContext) -> Record:
             if ctx.stream.settled:
                 break
             await ctx.stream.wait(revision)
+    tidying.cancel()
     seconds = time.perf_counter() - started
     return {"samples_found": len(finished), "seconds": seconds, **generator.counts}
+
+
+def _tidy() -> None:
+    """Collect Python's garbage while engines generate, and leave what lives out of later collections.
+
+    Answers are millions of small objects: they set off full collections, and each would hold up the loop for a quarter
+    of a second just when samples finish.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _read_prompts(ctx: IterationContext) -> list[dict[str, Any]]:
@@ -64,7 +79,8 @@ class _Generator:
     def __init__(self, ctx: IterationContext, failures: int) -> None:
         self.ctx = ctx
         self.failures = failures
-        self.counts = {"samples_generated": 0, "tokens_generated": 0}
+        self.outstanding = 0  # samples begun and not yet queued
+        self.counts: dict[str, float] = {"samples_generated": 0, "tokens_generated": 0, "engines_s": 0.0}
         config = ctx.config.rollout
         s = config.sampling
         self.sampling: dict[str, Any] = {
@@ -87,6 +103,7 @@ class _Generator:
         sid = sample_id(prompt["group_id"], index)
         seed = sample_seed(self.ctx.config.run.seed, sid)
         row = _row(prompt, sid, index, seed)
+        self.outstanding += 1
         async with self.slots:
             started = time.time()
             try:
@@ -104,13 +121,16 @@ class _Generator:
                 self.counts["tokens_generated"] += row["response_length"]
             row["timings"] = [("started", started), ("generate_s", time.time() - started)]
         self.counts["samples_generated"] += 1
+        self.outstanding -= 1
         await queue.put(row)
 
     async def _dispatcher(self) -> Dispatcher:
         """The engines at this iteration's version: made ready when the first sample needs them."""
         async with self._ready:
             if self._engines is None:
+                started = time.perf_counter()
                 self._engines = await self.ctx.live.engines(self.ctx.version_before)
+                self.counts["engines_s"] = time.perf_counter() - started
             return self._engines
 
     def _fail(self, row: dict[str, Any], reason: str) -> None:
@@ -166,8 +186,10 @@ def _fill(row: dict[str, Any], prompt: dict[str, Any], result: Generation) -> No
 
 
 @asynccontextmanager
-async def _writer(ctx: IterationContext) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
-    """A queue whose rows are written as parts; on leaving, everything queued is written.
+async def _writer(
+    ctx: IterationContext, generator: _Generator
+) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
+    """A queue whose rows are written as parts, at once when no other is on its way; on leaving, everything queued is written.
 
     A write that fails ends the body, which may wait for what will never land.
     """
@@ -179,7 +201,7 @@ async def _writer(ctx: IterationContext) -> AsyncIterator[asyncio.Queue[dict[str
         while open_:
             rows = [await queue.get()]
             deadline = asyncio.get_running_loop().time() + PART_WAIT_S
-            while rows[-1] is not None and len(rows) < limit:
+            while rows[-1] is not None and len(rows) < limit and (generator.outstanding or not queue.empty()):
                 try:
                     async with asyncio.timeout_at(deadline):
                         rows.append(await queue.get())

@@ -12,18 +12,25 @@ from typing import Any
 
 from prefect import task
 
+from core.errors import TrainerMemoryError
 from tasks.context import IterationContext
 from tasks.holds import stop_point
 from tasks.records import Record
 
 
-@task(name="train_step", retries=2, retry_delay_seconds=1)
+def _may_help(_task: Any, _task_run: Any, state: Any) -> bool:
+    """Whether trying again can help: where memory ran out it cannot, and other ranks may still wait for the failed one."""
+    return not isinstance(state.data, TrainerMemoryError)
+
+
+@task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=_may_help)
 async def train_step(ctx: IterationContext) -> Record:
     """Train the steps of the iteration in order; the record holds each step's metrics."""
     started = time.perf_counter()
     steps: list[dict[str, Any]] = []
     url = ctx.folder.url_of("batch.parquet")
     await ctx.live.rest_engines()
+    rested = time.perf_counter() - started
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
         trainer = await ctx.live.trainer(version - 1, ahead=1)  # it answers from memory what it made before
         first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"
@@ -33,6 +40,11 @@ async def train_step(ctx: IterationContext) -> Record:
         ctx.live.guarded = True
         steps.append(answers[0])
         await stop_point(ctx.index, "train_step", "in")
-    record = {"version": ctx.version_after, "steps": steps, "seconds": time.perf_counter() - started}
+    record = {
+        "version": ctx.version_after,
+        "steps": steps,
+        "rest_s": rested,
+        "seconds": time.perf_counter() - started,
+    }
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", record)
     return {**record, "files": [entry.model_dump()]}

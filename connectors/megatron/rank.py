@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from core.errors import TrainerError
+from core.errors import TrainerError, TrainerMemoryError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,7 @@ class TrainerRank:
         self.version: int | None = None
         self.busy: str | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
+        self.fetch_s = 0.0  # what taking GPU memory back took, at the last call that needed it
         self._rows: tuple[str, list[Row]] | None = None
         self._stream: Iterator[Bucket] | None = None
 
@@ -80,8 +81,8 @@ class TrainerRank:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
         Answers from memory if the version is held already. `guard`: largest mean |engine - trainer| log-probability
-        difference with which the step is applied. Raises TrainerError for any other version, a gap above the guard, or
-        a loss or gradient that is not finite; the weights are then as before.
+        difference with which the step is applied. Raises TrainerError for any other version, a gap above the guard, a
+        loss or gradient that is not finite, or too little GPU memory; the weights are then as before.
         """
         if version == self.version and self.last is not None:
             return self.last
@@ -122,6 +123,7 @@ class TrainerRank:
             "tokens": tokens,
             "packs": [pack.tokens for pack in share.packs],
             "seconds": {
+                "fetch": self.fetch_s,
                 "prepare": prepared - started,
                 "compute": computed - prepared,
                 "apply": finished - computed,
@@ -200,7 +202,7 @@ class TrainerRank:
 
         if version != self.version:
             raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
-        with self._working("export"):
+        with self._working("export", everything=False):
             return export_hf(self.policy, self.hf, self.config.model.path, directory)
 
     def bucket(self, version: int, number: int, size: int) -> Bucket:
@@ -246,15 +248,25 @@ class TrainerRank:
 
     @contextlib.contextmanager
     def _working(self, what: str, *, everything: bool = True) -> Iterator[None]:
-        """Within, the rank is busy and, if it needs `everything`, has taken its GPU memory back."""
+        """Within, the rank is busy and, if it needs `everything`, has taken its GPU memory back.
+
+        Raises TrainerMemoryError where the GPU's memory runs out.
+        """
+        import torch
+
         from connectors.megatron import world
+        from connectors.megatron.memory import out_of_memory
 
         self.busy = what
         try:
             if everything and what != "setup":
+                started = time.perf_counter()
                 self.parking.fetch()
+                self.fetch_s = time.perf_counter() - started
             with world.device_context(self.device):
                 yield
+        except torch.OutOfMemoryError as error:
+            raise TrainerMemoryError(out_of_memory(what, self.rank, self.config, str(error))) from None
         finally:
             self.busy = None
 

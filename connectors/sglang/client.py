@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import orjson
 
 from core.errors import EngineError, EngineLostError, EngineStalledError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
+FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class EngineClient:
         found = _version(info.get("weight_version"))
         return None if found < 0 else found
 
+    async def forget_version(self) -> None:
+        """Have the engine serve no version of the trainer's until it is given one; it must be idle."""
+        body = {"new_version": FORGOTTEN, "abort_all_requests": False}
+        await self._post("/update_weight_version", body)
+
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
         """Stop generating; what runs is kept unless aborted."""
         await self._post("/pause_generation", {"mode": mode})
@@ -228,7 +235,7 @@ class EngineClient:
             async with self._http.request(verb, self.url + path, json=body, timeout=timeout) as answer:
                 if answer.status == 200:
                     return (
-                        await answer.json()
+                        orjson.loads(await answer.read())
                         if answer.content_type == "application/json"
                         else await answer.text()
                     )

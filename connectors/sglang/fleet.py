@@ -85,6 +85,7 @@ class Fleet:
     async def _answers(self, index: int, url: str) -> bool:
         """Whether the engine at this URL answers; one that is new here, or was in doubt, says what it serves."""
         client = self._clients.get(index)
+        new = client is None or client.url != url
         if client is None or client.url != url:
             state = self._health[index].state
             await self._drop(index, died=state is not State.STARTING)
@@ -105,8 +106,8 @@ class Fleet:
         if self._health[index].state is State.DEAD:  # a request on it was lost for good meanwhile
             return False
         self._tell(index, Event.ANSWERED)
-        if version is not None:
-            self._tell(index, Event.CONFIRMED, version)
+        if version is not None and not (new and self.config.engines.kind == "external"):
+            self._tell(index, Event.CONFIRMED, version)  # an external engine's number may be another run's
         return True
 
     def _count_restart(self, index: int) -> None:
@@ -209,13 +210,17 @@ class Fleet:
     # GPU memory
 
     async def rest(self) -> None:
-        """Have every idle engine give back its GPU memory; what still runs on one is ended. None serves until published to."""
+        """Have every idle engine give back its GPU memory; what still runs on one is ended. None serves until published to.
+
+        The engine itself forgets its version, so that no driver, however late, takes it to hold those weights.
+        """
         for index, client in list(self._clients.items()):
             health = self._health[index]
             if health.state not in (State.SERVING, State.REFITTING) or self._released.get(index):
                 continue
             try:
                 await _idle(client)
+                await client.forget_version()
                 await self._note_released(index, [WEIGHTS, CACHE])
                 await client.release_memory([WEIGHTS, CACHE])
             except EngineLostError as error:

@@ -17,6 +17,8 @@ from core.config.problems import Problem
 from core.config.run import RunConfig
 from core.config.training import EvalSet
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 def problems(config: RunConfig) -> list[Problem]:
     """Everything that fields say against each other, all at once; empty when they agree."""
@@ -28,7 +30,7 @@ def problems(config: RunConfig) -> list[Problem]:
         steps_per_iteration=max(1, config.steps_per_iteration),
     )
     found += [*_supervised(config), *_names(config), *_intervals(config), *_engines(config), *_places(config)]
-    found += _passthrough(config)
+    found += [*_external(config), *_passthrough(config)]
     return found
 
 
@@ -216,7 +218,7 @@ def _intervals(config: RunConfig) -> Iterator[Problem]:
 
 
 def _embedded_possible(config: RunConfig) -> bool:
-    return config.engines.kind != "sglang" and config.algorithm.loss != "sft"
+    return config.engines.kind in ("auto", "embedded") and config.algorithm.loss != "sft"
 
 
 def _engines(config: RunConfig) -> Iterator[Problem]:
@@ -251,6 +253,58 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
             "ipc",
             "GPU memory is handed over within a GPU, by ranks that hold every layer",
             "set it to disk, or set placement.colocate=true with trainer.parallel.pipeline and expert 1",
+        )
+
+
+def _external(config: RunConfig) -> Iterator[Problem]:
+    """Engines that somebody else runs: nothing of theirs is set here, and they read weights where the trainer writes."""
+    e = config.engines
+    if e.kind != "external":
+        if e.addresses:
+            yield Problem(
+                "engines.addresses",
+                e.addresses,
+                f"engines.kind={e.kind} starts its own",
+                "set engines.kind=external, or remove them",
+            )
+        return
+    parts = [urlsplit(address) for address in e.addresses]
+    bad = [
+        a
+        for a, at in zip(e.addresses, parts, strict=True)
+        if at.scheme not in ("http", "https") or not at.hostname
+    ]
+    if bad or not e.addresses or len(set(e.addresses)) < len(e.addresses):
+        yield Problem(
+            "engines.addresses",
+            bad or e.addresses,
+            "engines.kind=external needs the URL of each engine, once",
+            "give URLs as in http://host:30000",
+        )
+    elif e.count != len(e.addresses):
+        yield Problem(
+            "engines.count",
+            e.count,
+            f"engines.addresses has {len(e.addresses)}",
+            f"set it to {len(e.addresses)}",
+        )
+    if e.sglang:
+        yield Problem(
+            "engines.sglang",
+            e.sglang,
+            "external engines have the options they were started with",
+            "give them there, and remove them here",
+        )
+    if config.placement.colocate:
+        yield Problem(
+            "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
+        )
+    if config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
+        yield Problem(
+            "sync.directory",
+            None,
+            "engines on other hosts do not see this host's shared memory, where weights go",
+            "name a folder that trainer and engines see under the same path",
         )
 
 

@@ -78,8 +78,13 @@ class Trainer(Section):
 class Engines(Section):
     """The servers that generate."""
 
-    kind: Literal["auto", "embedded", "sglang"] = Field(
-        "auto", description="auto takes sglang where there is a GPU, else the embedded engine."
+    kind: Literal["auto", "embedded", "sglang", "external"] = Field(
+        "auto",
+        description="auto takes sglang where there is a GPU, else the embedded engine; external: servers that run already.",
+    )
+    addresses: list[str] = Field(
+        [],
+        description="URLs of external engines, as in http://host:30000, one an engine. They must serve model.path, for this run alone.",
     )
     count: int = Field(1, ge=1, description="Engines.")
     gpus: int = Field(1, ge=1, description="GPUs an engine (sglang).")

@@ -39,8 +39,11 @@ UNUSED = (  # what neither millrace nor SGLang (triton attention) imports
     "sglang/test",
     "xgrammar/**/*.a",
     "torch_memory_saver*cu12*.so",
+    "flashinfer/data/cutlass/examples",
+    "flashinfer/data/cutlass/python",
     "flashinfer/data/cutlass/test",
 )
+STRIP_BYTES = 200_000  # binaries larger than this lose their symbols, which halves Ray
 
 
 def main() -> None:
@@ -109,6 +112,7 @@ def _build(pack: Path, names: list[str], lock: Path | None, have: set[str], part
     for pattern in UNUSED:
         for path in list(site.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _strip(site)
     _archive(site, pack, part_mib * 2**20)
 
 
@@ -130,11 +134,14 @@ def _closure(names: list[str], lock: Path, have: set[str]) -> list[str]:
         "python_full_version": "3.12.3",
     }
     found: dict[str, str] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()  # a package may be needed with other extras later
 
     def visit(name: str, extras: Iterable[str]) -> None:
         plain = _plain(name)
-        if plain in found or plain in have or plain not in locked:
+        key = (plain, frozenset(extras))
+        if key in seen or plain in have or plain not in locked:
             return
+        seen.add(key)
         found[plain] = locked[plain]
         for text in metadata.requires(name) or []:
             need = Requirement(text)
@@ -151,9 +158,24 @@ def _closure(names: list[str], lock: Path, have: set[str]) -> list[str]:
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
+def _strip(site: Path) -> None:
+    """Take symbols out of large binaries, where this machine's strip knows them; type stubs go too."""
+    for stub in site.rglob("*.pyi"):
+        stub.unlink()
+    if shutil.which("strip"):
+        for path in site.rglob("*"):
+            if path.is_file() and path.suffix != ".py" and path.stat().st_size > STRIP_BYTES:
+                with path.open("rb") as stream:
+                    binary = stream.read(4) == b"\x7fELF"
+                if binary:
+                    subprocess.run(["strip", "--strip-unneeded", str(path)], check=False, capture_output=True)
+
+
 def _archive(site: Path, pack: Path, part: int) -> None:
     whole = pack / "pack.tar.xz"
-    subprocess.run(f"tar -C '{pack}' -cf - site | xz -T2 -4 > '{whole}'", shell=True, check=True)
+    subprocess.run(
+        f"tar -C '{pack}' -cf - site | xz -T2 -9 --lzma2=dict=128MiB > '{whole}'", shell=True, check=True
+    )
     with whole.open("rb") as stream:
         for number in range(-(-whole.stat().st_size // part)):
             path = pack / f"part-{number:02d}"

@@ -12,7 +12,7 @@ from core.config import RunConfig
 from core.errors import StorageError
 from tasks.context import IterationContext
 from tasks.live import Live
-from tasks.rollout import _row, _writer
+from tasks.rollout import _Generator, _row, _writer
 from tasks.stream import Stream
 
 
@@ -58,7 +58,7 @@ async def test_a_write_that_fails_ends_a_body_that_waits_for_it(
     ctx = context(tmp_path)
 
     async def waits() -> None:
-        async with _writer(ctx) as queue:
+        async with _writer(ctx, _Generator(ctx, failures=0)) as queue:
             await queue.put(row("a"))
             await asyncio.Event().wait()
 
@@ -72,7 +72,7 @@ async def test_what_was_finished_before_another_error_is_written(tmp_path: Path)
     ctx = context(tmp_path)
 
     async def fails() -> None:
-        async with _writer(ctx) as queue:
+        async with _writer(ctx, _Generator(ctx, failures=0)) as queue:
             await queue.put(row("a"))
             raise EOFError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_process import reference_logprobs
+from engine_process import CLOSE, EXACT, reference_logprobs
 from safetensors.torch import load_file, save
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -75,7 +75,7 @@ async def test_an_aborted_request_answers_with_what_it_has(http: Any) -> None:
     assert 0 < len(answer["output_ids"]) < 400
     pairs = answer["meta_info"]["output_token_logprobs"]
     expected = reference_logprobs(await http.model(), PROMPT, answer["output_ids"])
-    assert [value for value, _, _ in pairs] == pytest.approx(expected, abs=1e-4)
+    assert [value for value, _, _ in pairs] == pytest.approx(expected, abs=CLOSE)
     assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
 
 
@@ -101,8 +101,8 @@ async def test_a_pause_that_retracts_goes_on_to_the_same_answer(http: Any) -> No
     answer = await running
     pairs = answer["meta_info"]["output_token_logprobs"]
     expected = reference_logprobs(await http.model(), PROMPT, answer["output_ids"])
-    assert [value for value, _, _ in pairs] == pytest.approx(expected, abs=1e-4)
-    assert answer["output_ids"] == alone["output_ids"]
+    assert [value for value, _, _ in pairs] == pytest.approx(expected, abs=CLOSE)
+    assert answer["output_ids"] == alone["output_ids"] or not EXACT
 
 
 async def test_a_pause_in_place_keeps_requests(http: Any) -> None:
@@ -148,7 +148,7 @@ async def test_weights_from_disk_are_served_under_their_version(
     assert (await http.get("/model_info"))["weight_version"] == "17"
     for model, answer in ((tiny_model, before), (other_model, after)):
         values = [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
-        assert values == pytest.approx(reference_logprobs(model, PROMPT, answer["output_ids"]), abs=1e-4)
+        assert values == pytest.approx(reference_logprobs(model, PROMPT, answer["output_ids"]), abs=CLOSE)
 
 
 async def test_an_update_in_a_pause_shows_in_the_versions_of_a_request(
@@ -166,7 +166,7 @@ async def test_an_update_in_a_pause_shows_in_the_versions_of_a_request(
     for model, span in ((tiny_model, first), (other_model, second)):
         expected = reference_logprobs(model, PROMPT, answer["output_ids"])
         part = slice(span["start"], span["end"])
-        assert values[part] == pytest.approx(expected[part], abs=1e-4)
+        assert values[part] == pytest.approx(expected[part], abs=CLOSE)
 
 
 async def test_an_update_without_a_pause_waits_for_what_runs(
@@ -230,7 +230,7 @@ async def test_weights_from_tensors_are_served_under_their_version(
     answer = await http.generate(PROMPT, **SHORT)
     values = [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
     assert answer["meta_info"]["weight_version"] == "22"
-    assert values == pytest.approx(reference_logprobs(other_model, PROMPT, answer["output_ids"]), abs=1e-4)
+    assert values == pytest.approx(reference_logprobs(other_model, PROMPT, answer["output_ids"]), abs=CLOSE)
 
 
 async def test_tensors_that_do_not_fit_or_are_pickled_are_refused(http: Any, restored: None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_process import reference_logits, reference_logprobs
+from engine_process import CLOSE, reference_logits, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]
 
@@ -57,14 +57,14 @@ async def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(
 ) -> None:
     answer = await http.generate(PROMPT, max_new_tokens=40, temperature=temperature, ignore_eos=True)
     expected = reference_logprobs(await http.model(), PROMPT, answer["output_ids"], temperature)
-    assert logprobs_of(answer) == pytest.approx(expected, abs=1e-4)
+    assert logprobs_of(answer) == pytest.approx(expected, abs=CLOSE)
 
 
 async def test_greedy_takes_the_likeliest_token(http: Any) -> None:
     answer = await http.generate(PROMPT, max_new_tokens=40, temperature=0, ignore_eos=True)
     logits = reference_logits(await http.model(), PROMPT, answer["output_ids"])
     chosen = logits.gather(1, torch.tensor(answer["output_ids"])[:, None])[:, 0]
-    assert torch.allclose(chosen, logits.max(-1).values, atol=1e-4)
+    assert torch.allclose(chosen, logits.max(-1).values, atol=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,17 @@ async def test_cut_sampling_stays_in_the_kept_set_and_reports_the_uncut_logprob(
     for answer in answers:
         output = answer["output_ids"]
         expected = reference_logprobs(await http.model(), PROMPT, output, temperature)
-        assert logprobs_of(answer) == pytest.approx(expected, abs=1e-4)
+        assert logprobs_of(answer) == pytest.approx(expected, abs=CLOSE)
         probabilities = (reference_logits(await http.model(), PROMPT, output) / temperature).softmax(-1)
         own = probabilities.gather(1, torch.tensor(output)[:, None])[:, 0]
-        above = torch.where(probabilities > own[:, None] + 1e-5, probabilities, torch.zeros(())).sum(-1)
-        rank = (probabilities > own[:, None] + 1e-5).sum(-1)
+        above = torch.where(probabilities > own[:, None] + CLOSE / 10, probabilities, torch.zeros(())).sum(-1)
+        rank = (probabilities > own[:, None] + CLOSE / 10).sum(-1)
         if "top_k" in cut:
             assert bool((rank < cut["top_k"]).all())
         elif "top_p" in cut:
-            assert bool((above <= cut["top_p"] + 1e-4).all())
+            assert bool((above <= cut["top_p"] + CLOSE).all())
         else:
-            assert bool((own >= cut["min_p"] * probabilities.max(-1).values - 1e-5).all())
+            assert bool((own >= cut["min_p"] * probabilities.max(-1).values - CLOSE / 10).all())
 
 
 async def test_prompt_logprobs_come_from_a_start(http: Any, own_engine: None) -> None:
@@ -101,7 +101,7 @@ async def test_prompt_logprobs_come_from_a_start(http: Any, own_engine: None) ->
     first, *rest = answer["meta_info"]["input_token_logprobs"]
     assert first[:2] == [None, PROMPT[0]]
     expected = reference_logprobs(await http.model(), PROMPT[:1], PROMPT[1:])
-    assert [value for value, _, _ in rest] == pytest.approx(expected, abs=1e-4)
+    assert [value for value, _, _ in rest] == pytest.approx(expected, abs=CLOSE)
     assert [token for _, token, _ in rest] == PROMPT[1:]
 
 
@@ -206,7 +206,7 @@ async def test_a_stream_grows_to_the_plain_answer_and_ends_with_done(http: Any) 
     assert objects[0]["meta_info"]["finish_reason"] is None
     assert objects[-1]["output_ids"] == plain["output_ids"]
     assert objects[-1]["text"] == plain["text"]
-    assert logprobs_of(objects[-1]) == pytest.approx(logprobs_of(plain), abs=1e-4)
+    assert logprobs_of(objects[-1]) == pytest.approx(logprobs_of(plain), abs=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,9 @@ async def test_a_stream_grows_to_the_plain_answer_and_ends_with_done(http: Any) 
 async def test_what_cannot_be_served_is_refused_with_a_message(
     http: Any, body: dict[str, Any], named: str
 ) -> None:
-    answer = await http.post("/generate", body, status=400)
-    assert named in json.dumps(answer)
-    assert answer["error"]["message"]
+    older = named == "unheard_of" and not http.own  # SGLang before 0.5.21 answers 500 and says nothing
+    answer = await http.post("/generate", body, status=(400, 500) if older else 400)
+    assert older or (named in json.dumps(answer) and answer["error"]["message"])
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ async def test_a_temperature_next_to_nothing_is_greedy(http: Any) -> None:
     greedy = await http.generate(PROMPT, max_new_tokens=12, temperature=0, ignore_eos=True)
     cold = await http.generate(PROMPT, max_new_tokens=12, temperature=1e-9, ignore_eos=True)
     assert cold["output_ids"] == greedy["output_ids"]
-    assert logprobs_of(cold) == pytest.approx(logprobs_of(greedy), abs=1e-4)
+    assert logprobs_of(cold) == pytest.approx(logprobs_of(greedy), abs=CLOSE)

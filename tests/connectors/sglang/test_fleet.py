@@ -86,6 +86,25 @@ async def test_another_driver_finds_the_version_that_engines_confirm(
     assert second.restarts == 0
 
 
+async def test_an_engine_that_gave_its_weights_back_holds_no_version_for_anybody(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    first = make_fleet()
+    dispatcher = await serving(first, tiny_model, 21)
+    before = await dispatcher.generate(PROMPT, SHORT, rid="before", session=None)
+    await first.rest()
+    assert first.resting
+    for fleet in (first, make_fleet()):  # the same driver, and one that comes after it died
+        await fleet.ensure(str(tiny_model))
+        assert fleet.unconfirmed(21) == [0, 1]
+        assert fleet.resting
+    dispatcher = await serving(fleet, tiny_model, 21)
+    assert await fleet.wake()
+    assert not fleet.resting
+    after = await dispatcher.generate(PROMPT, SHORT, rid="after", session=None)
+    assert after.output_ids == before.output_ids
+
+
 async def test_load_is_spread_and_sessions_stay(make_fleet: MakeFleet, tiny_model: Path) -> None:
     dispatcher = await serving(make_fleet(), tiny_model, 3)
     params = {**SHORT, "max_new_tokens": 60}

@@ -52,6 +52,13 @@ def fields(*overrides: str) -> list[str]:
         ["trainer.schedule.kind=linear", "trainer.schedule.warmup_steps=9"],
         ["trainer.schedule.warmup_steps=1000"],
         ["sync.kind=disk"],
+        ["engines.kind=external", "engines.addresses=['http://localhost:30000']"],
+        [
+            "engines.kind=external",
+            "engines.addresses=['http://a:1', 'http://b:1']",
+            "engines.count=2",
+            "sync.directory=/shared",
+        ],
     ],
     ids=" ".join,
 )
@@ -98,6 +105,25 @@ def test_these_agree(overrides: list[str]) -> None:
         (["engines.kind=embedded", "engines.sglang.mem_fraction_static=0.8"], "engines.sglang"),
         (["engines.kind=embedded", "engines.gpus=2"], "engines.gpus"),
         (["sync.kind=ipc"], "sync.kind"),
+        (["engines.addresses=['http://localhost:1']"], "engines.addresses"),
+        (["engines.kind=external"], "engines.addresses"),
+        (
+            ["engines.kind=external", "engines.addresses=['localhost:1']", "sync.directory=/d"],
+            "engines.addresses",
+        ),
+        (
+            ["engines.kind=external", "engines.addresses=['http://localhost:1']", "engines.count=2"],
+            "engines.count",
+        ),
+        (["engines.kind=external", "engines.addresses=['http://a:1']"], "sync.directory"),
+        (
+            [
+                "engines.kind=external",
+                "engines.addresses=['http://localhost:1']",
+                "engines.sglang.chunked_prefill_size=1024",
+            ],
+            "engines.sglang",
+        ),
         (["data.sources.0.path=s.csv"], "data.sources.sums.path"),
         (["storage.root=memory://x"], "storage.root"),
         (["tracking.uri=sqlite://x.db"], "tracking.uri"),

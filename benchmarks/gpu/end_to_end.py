@@ -1,0 +1,193 @@
+"""Where an iteration's time goes on one shared GPU, and how busy the GPU is.
+
+    python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512,2048] [--samples 128] [--iterations 4]
+
+Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of all
+iterations but the first. Generation: at least one request is out, less the wait for engines. Training: what the ranks
+report. Memory: engines rest, the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is
+left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
+GPU-busy: mean of NVML's utilisation over the same iterations. JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
+from connectors.storage.parts import read_parts
+from connectors.storage.run_folder import RunFolder
+
+SAMPLE_S = 0.1
+GROUP = 8
+
+
+def main() -> None:
+    """Run each length, read what it stored, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--lengths", default="512,2048", help="tokens of a response")
+    parser.add_argument("--samples", type=int, default=128, help="samples of an iteration")
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--overrides", default="", help="key=value of the configuration, by comma")
+    given = parser.parse_args()
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "device": device_name(), "versions": versions()}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = model_folder(given.shape, (given.models or Path(scratch)) / given.shape)
+        for length in map(int, given.lengths.split(",")):
+            report[str(length)] = _measured(given, model, Path(scratch), length)
+            if given.out:
+                given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int) -> dict[str, Any]:
+    name = f"e2e-{length}"
+    values = configuration(
+        model,
+        folder,
+        run={"name": name, "iterations": given.iterations + 100},  # ended before
+        rollout={
+            "prompts": given.samples // GROUP,
+            "samples_per_prompt": GROUP,
+            "max_concurrency": given.samples,
+            "sampling": {"max_new_tokens": length},
+        },
+        trainer={"max_pack_tokens": max(16384, 8 * length)},
+        engines={"sglang": {**SGLANG, "mem_fraction_static": 0.4, "cuda_graph_max_bs_decode": 256}},
+    )
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    millrace = [sys.executable, "-m", "flows.cli"]
+    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
+    overrides = [item for item in given.overrides.split(",") if item]
+    run = RunFolder(str(folder / "runs"), name)
+    with Busy() as busy:
+        try:
+            command = [*millrace, "train", f"{name}.yaml", *overrides]
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
+            while run.manifest(given.iterations - 1) is None:
+                if process.poll() is not None:
+                    raise SystemExit(f"the run ended with {process.returncode}")
+                time.sleep(SAMPLE_S)
+            process.send_signal(signal.SIGINT)  # its last iteration would save a checkpoint
+            process.wait(timeout=120)
+        finally:
+            subprocess.run(
+                [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
+            )
+    splits = [split(run, index) for index in range(1, given.iterations)]
+    mean = {part: sum(one[part] for one in splits) / len(splits) for part in splits[0]}
+    wall = mean["iteration_s"]
+    parts = ("generation_s", "training_s", "memory_s", "sync_s", "orchestration_s")
+    first, last = run.manifest(0), run.manifest(given.iterations - 1)
+    assert first is not None
+    assert last is not None
+    return {
+        "samples": given.samples,
+        "mean": {part: round(value, 4) for part, value in mean.items()},
+        "share": {part: round(mean[part] / wall, 4) for part in parts},
+        "gpu_busy": busy.mean(first.tasks["committed"], last.tasks["committed"]),
+        "iterations": [{part: round(value, 4) for part, value in one.items()} for one in splits],
+    }
+
+
+def split(run: RunFolder, index: int) -> dict[str, float]:
+    """Seconds of one iteration by part, from what it stored."""
+    manifest, before = run.manifest(index), run.manifest(index - 1)
+    assert manifest is not None
+    assert before is not None
+    folder = run.iteration(index)
+    wall = manifest.tasks["committed"] - before.tasks["committed"]
+    rollouts = read_parts(folder, "rollouts", "rollouts", columns=["timings", "response_length"])
+    timings = [dict(row) for row in rollouts.column("timings").to_pylist()]
+    tokens = sum(rollouts.column("response_length").to_pylist())
+    begun, ended = (
+        min(row["started"] for row in timings),
+        max(row["started"] + row["generate_s"] for row in timings),
+    )
+    metrics, step = manifest.tasks["metrics"], folder.read_json("step.json")
+    engines = folder.read_json("results/rollout.json")
+    engines_s = _found(engines, "engines_s")
+    training = sum(
+        value for one in step["steps"] for name, value in one["seconds"].items() if name != "fetch"
+    )
+    fetch = sum(one["seconds"]["fetch"] for one in step["steps"])
+    generation = ended - begun - engines_s
+    memory = engines_s + step["rest_s"] + fetch
+    sync = metrics["time/sync_weights_s"]
+    return {
+        "iteration_s": wall,
+        "generation_s": generation,
+        "training_s": training,
+        "memory_s": memory,
+        "rest_s": step["rest_s"],
+        "fetch_s": fetch,
+        "engines_s": engines_s,
+        "sync_s": sync,
+        "orchestration_s": wall - generation - training - memory - sync,
+        "rollout_tokens_s": tokens / generation,
+        "train_tokens_s": sum(one["tokens"] for one in step["steps"]) / training,
+        "logprob_gap_mean": metrics["train/logprob_gap_mean"],
+    }
+
+
+def _found(value: Any, name: str) -> float:
+    """A figure of a task's record, which Prefect wraps."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if isinstance(value, dict):
+        if name in value:
+            return float(value[name])
+        for inner in value.values():
+            try:
+                return _found(inner, name)
+            except (KeyError, ValueError):
+                continue
+    raise KeyError(name)
+
+
+class Busy:
+    """Samples the GPU's utilisation in a thread."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, int]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Busy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        while not self._ended.wait(SAMPLE_S):
+            self._samples.append((time.time(), pynvml.nvmlDeviceGetUtilizationRates(device).gpu))
+
+    def mean(self, start: float, end: float) -> float | None:
+        """Mean share of the time between two clock readings in which a kernel ran."""
+        chosen = [share for at, share in self._samples if start <= at <= end]
+        return round(sum(chosen) / len(chosen) / 100, 4) if chosen else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Tokens a second of our rollout task over those of raw SGLang, at equal concurrency, on one server.
+
+    python -m benchmarks.gpu.rollout [--shape 0.6b] [--samples 256] [--tokens 512] [--concurrency 256] [--rounds 3]
+
+Raw: plain aiohttp posts the requests of the same prompts with the same fields and parses each answer. Ours: the task
+`rollout` itself, through dispatcher and fleet, with rows written as Parquet parts. Rounds alternate after one warm-up
+round of each. JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
+from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.fleet import Fleet
+from connectors.sglang.process import EngineServer
+from core.config import RunConfig
+from tasks.context import IterationContext
+from tasks.live import Live
+from tasks.rollout import rollout
+from tasks.sample_prompts import sample_prompts
+from tasks.stream import Stream
+
+GROUP = 8
+
+
+def main() -> None:
+    """Start the server, measure, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens generated for each sample")
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = model_folder(given.shape, (given.models or Path(scratch)) / given.shape)
+        report = asyncio.run(_measured(given, model, Path(scratch)))
+    text = json.dumps(report, indent=1)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+
+
+async def _measured(given: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
+    config = RunConfig.model_validate(
+        configuration(
+            model,
+            folder,
+            run={"name": "rollout", "iterations": 100},
+            rollout={
+                "prompts": given.samples // GROUP,
+                "samples_per_prompt": GROUP,
+                "max_concurrency": given.concurrency,
+                "sampling": {"max_new_tokens": given.tokens},
+            },
+            engines={"sglang": {**SGLANG, "mem_fraction_static": 0.6, "cuda_graph_max_bs_decode": 256}},
+            placement={"colocate": False},
+        )
+    )
+    handle = _Handle(config)
+    fleet = Fleet(config, handle.made)
+    try:
+        await fleet.ensure(str(model))
+        await fleet.publish(str(model), 0)
+        ours: list[float] = []
+        raw: list[float] = []
+        for index in range(given.rounds + 1):
+            ctx = await _drawn(config, fleet, index)
+            tokens, seconds = await _raw(ctx, fleet, given)
+            raw.append(tokens / seconds)
+            tokens, seconds = await _ours(ctx)
+            ours.append(tokens / seconds)
+            print(f"round {index}: raw {raw[-1]:.0f}, ours {ours[-1]:.0f} tokens/s", file=sys.stderr)
+        await fleet.close()
+    finally:
+        handle.close()
+    ratios = [a / b for a, b in zip(ours[1:], raw[1:], strict=True)]
+    return {
+        "command": " ".join(sys.argv),
+        "device": device_name(),
+        "versions": versions(),
+        "samples": given.samples,
+        "tokens": given.tokens,
+        "concurrency": given.concurrency,
+        "raw_tokens_s": [round(x) for x in raw[1:]],
+        "ours_tokens_s": [round(x) for x in ours[1:]],
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratios": [round(x, 4) for x in ratios],
+        "target": 0.97,
+    }
+
+
+async def _drawn(config: RunConfig, fleet: Fleet, number: int) -> IterationContext:
+    """The first iteration of a run of its own, with its prompts drawn."""
+    run = config.run.model_copy(update={"name": f"{config.run.name}-{number}"})
+    live = _RolloutOnly(config.model_copy(update={"run": run}), fleet)
+    ctx = IterationContext(live.config, 0, live, Stream(released=config.rollout.prompts))
+    await sample_prompts.fn(ctx)
+    return ctx
+
+
+async def _raw(ctx: IterationContext, fleet: Fleet, given: argparse.Namespace) -> tuple[int, float]:
+    """Tokens and seconds of plain requests for an iteration's samples."""
+    prompts = ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal").to_pylist()
+    slots = asyncio.Semaphore(given.concurrency)
+    (client,) = fleet._clients.values()
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": given.tokens, "no_stop_trim": True}
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+
+    async def one(session: aiohttp.ClientSession, prompt: dict[str, Any], index: int) -> int:
+        body = {
+            "input_ids": prompt["prompt_tokens"],
+            "sampling_params": {**sampling, "sampling_seed": 1000 * prompt["ordinal"] + index},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_text_in_logprobs": False,
+        }
+        async with slots, session.post(f"{client.url}/generate", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return len(orjson.loads(await answer.read())["meta_info"]["output_token_logprobs"])
+
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        started = time.perf_counter()
+        chosen = prompts[: ctx.config.rollout.prompts]
+        counts = await asyncio.gather(*(one(session, p, i) for p in chosen for i in range(GROUP)))
+        return sum(counts), time.perf_counter() - started
+
+
+async def _ours(ctx: IterationContext) -> tuple[int, float]:
+    """Tokens and seconds of the rollout task, until its last part is in storage."""
+    assert ctx.stream is not None
+
+    async def settle() -> float:
+        """Stands where reward and filter do: settles once every sample has landed."""
+        assert ctx.stream is not None
+        revision, rows, read = ctx.stream.revision, 0, 0
+        while rows < ctx.config.samples_per_iteration:
+            revision = await ctx.stream.wait(revision)
+            landed = ctx.stream.parts("rollouts")
+            for path in landed[read:]:
+                rows += ctx.folder.read_table(path, "rollouts", columns=["sample_id"]).num_rows
+            read = len(landed)
+        done = time.perf_counter()
+        await ctx.stream.settle()
+        return done
+
+    started = time.perf_counter()
+    settled = asyncio.create_task(settle())
+    record = await rollout.fn(ctx)
+    return int(record["tokens_generated"]), await settled - started
+
+
+class _RolloutOnly(Live):
+    """A run's live parts of which only the engines live."""
+
+    def __init__(self, config: RunConfig, fleet: Fleet) -> None:
+        super().__init__(config)
+        self._only = fleet
+
+    async def engines(self, version: int) -> Dispatcher:
+        async def recover(_: int) -> None:
+            raise RuntimeError("an engine was lost in a benchmark")
+
+        return self._only.dispatcher(0, recover)
+
+
+class _Handle:
+    """An EngineServer in a thread of this process, with the face of an actor's handle."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.server = EngineServer(config.model_dump(mode="json"), 0, 1)
+        self._thread = ThreadPoolExecutor(1)
+
+    async def made(self, index: int) -> _Handle:
+        return self
+
+    async def call(self, method: str, *args: Any) -> Any:
+        function = getattr(self.server, method)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def state(self) -> dict[str, Any]:
+        return self.server.state()
+
+    def close(self) -> None:
+        self._thread.submit(self.server.kill).result()
+        self._thread.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Models of real sizes with random weights, prompts for them and configurations: what the GPU benchmarks run on.
+
+    python -m benchmarks.gpu.shapes 0.6b FOLDER
+
+Weights are bf16 normals of 0.02, so that no checkpoint is needed; the tokenizer is one of a token a character. Every
+sample runs to its full length, since the end token is one of 151,936.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, int]] = {
+    "0.6b": {"hidden": 1024, "ffn": 3072, "layers": 28, "heads": 16},
+    "1.7b": {"hidden": 2048, "ffn": 6144, "layers": 28, "heads": 16},
+    "4b": {"hidden": 2560, "ffn": 9728, "layers": 36, "heads": 32},
+}
+VOCAB = 151936
+SGLANG = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_prefill_cuda_graph": True,
+}
+
+
+def main() -> None:
+    """Write one model folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    write_model(given.shape, given.folder)
+
+
+def model_folder(shape: str, folder: Path) -> Path:
+    """The folder of a shape's model, written by a process of its own unless it is there: no GPU memory is left held."""
+    if not (folder / "config.json").exists():
+        command = [sys.executable, "-m", "benchmarks.gpu.shapes", shape, str(folder)]
+        subprocess.run(command, check=True)
+    return folder
+
+
+def write_model(shape: str, folder: Path) -> None:
+    """Config, random weights and tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from connectors.huggingface.tiny import build_tokenizer
+
+    sizes = SHAPES[shape]
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["ffn"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    partial = folder.with_name(f"{folder.name}.partial")
+    model.save_pretrained(partial)
+    build_tokenizer().save_pretrained(partial)
+    partial.rename(folder)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a model's weights, as they go to the engines."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def configuration(model: Path, folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A colocated GRPO run on one GPU with SGLang; `changes` by section. Prompts are written beside it."""
+    prompts = folder / "prompts.jsonl"
+    if not prompts.exists():
+        rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(32) for b in range(32)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": "bench", "iterations": 1},
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "data": {"max_prompt_tokens": 64, "sources": [{"name": "sums", "path": str(prompts)}]},
+        "storage": {"root": str(folder / "runs")},
+        "rollout": {"prompts": 32, "samples_per_prompt": 8, "max_concurrency": 256},
+        "reward": {"function": "benchmarks.gpu.shapes:coin"},
+        "algorithm": {"preset": "grpo"},
+        "trainer": {
+            "device": "cuda",
+            "deterministic": False,
+            "max_pack_tokens": 16384,
+            "optimizer": {"lr": 1e-6},
+        },
+        "engines": {"kind": "sglang", "sglang": {**SGLANG, "mem_fraction_static": 0.3}},
+        "placement": {"colocate": True},
+        "checkpoint": {"every": 10_000, "export_last": False},
+    }
+    for section, fields in changes.items():
+        values[section] = {**values.get(section, {}), **fields}
+    return values
+
+
+def coin(sample: Any, **_: Any) -> float:
+    """A reward that varies within a group and says nothing."""
+    return float(zlib.crc32(sample.response.encode()) % 2)
+
+
+def device_name() -> str:
+    """The GPU, its memory and the driver."""
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """What decides the figures."""
+    from importlib import metadata
+
+    import torch
+
+    found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for name in ("megatron-core", "ray", "prefect", "transformers"):
+        found[name] = metadata.version(name)
+    site = os.environ.get("MILLRACE_SGLANG_PYTHONPATH")
+    paths = [site] if site else sys.path
+    found["sglang"] = next((d.version for d in metadata.distributions(name="sglang", path=paths)), "unknown")
+    return found
+
+
+if __name__ == "__main__":
+    main()

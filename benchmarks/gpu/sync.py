@@ -1,0 +1,124 @@
+"""Seconds that weights take from the trainer to SGLang on the same GPU, by phase, against a device copy.
+
+    python -m benchmarks.gpu.sync [--shapes 0.6b,4b] [--repeats 5] [--bucket-mib 512] [--out FILE]
+
+Random weights; the engine starts with weights of its own. A pass is what an iteration does after its train step: the
+engines rest, then the held weights are published through the buckets of CUDA IPC (wake, pause, load = gather + transfer,
+resume, confirm). `serve` is what follows when the next rollout asks for engines: the trainer parks, the KV cache comes
+back. JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.shapes import configuration, device_name, model_folder, versions, weight_bytes
+
+TARGETS = {"0.6b": 0.15, "4b": 0.6}
+KV_SHARE = {"0.6b": 0.2, "1.7b": 0.2, "4b": 0.25}
+
+
+def main() -> None:
+    """Measure each shape in turn."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", default="0.6b,4b")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    from flows.server import ensure_server
+
+    os.environ["PREFECT_API_URL"] = ensure_server()
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "device": device_name(), "versions": versions()}
+    with tempfile.TemporaryDirectory() as scratch:
+        for shape in given.shapes.split(","):
+            models = given.models or Path(scratch)
+            model = model_folder(shape, models / shape)
+            report[shape] = asyncio.run(_measured(shape, model, Path(scratch), given))
+            print(json.dumps({shape: report[shape]}), file=sys.stderr)
+            if given.out:
+                given.out.write_text(json.dumps(report, indent=1))
+    report["device_copy_gb_s"] = device_copy()
+    text = json.dumps(report, indent=1)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+
+
+async def _measured(shape: str, model: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.gpu.shapes import SGLANG
+    from core.config import RunConfig
+    from tasks.live import Live
+
+    sglang = {**SGLANG, "mem_fraction_static": KV_SHARE[shape], "cuda_graph_max_bs_decode": 16}
+    config = RunConfig.model_validate(
+        configuration(
+            model,
+            folder,
+            run={"name": f"sync-{shape}"},
+            engines={"sglang": {**sglang, "load_format": "dummy"}},
+            sync={"kind": "ipc", "bucket_mib": given.bucket_mib},
+        )
+    )
+    live = Live(config)
+    await live.open()
+    try:
+        started = time.perf_counter()
+        await live.engines(0)
+        first = time.perf_counter() - started
+        passes = [await _one_pass(live) for _ in range(given.repeats)]
+    finally:
+        await live.close(end_actors=True)
+    middle = {name: round(statistics.median(p[name] for p in passes), 5) for name in passes[0]}
+    size = weight_bytes(model)
+    return {
+        "bytes": size,
+        "bucket_mib": given.bucket_mib,
+        "start_and_first_sync_s": round(first, 2),
+        "median_s": middle,
+        "transfer_gb_s": round(size / middle["transfer"] / 1e9, 1),
+        "whole_gb_s": round(size / middle["sync"] / 1e9, 1),
+        "target_s": TARGETS.get(shape),
+        "passes": [{name: round(value, 5) for name, value in p.items()} for p in passes],
+    }
+
+
+async def _one_pass(live: Any) -> dict[str, float]:
+    marks = [time.perf_counter()]
+    await live.rest_engines()
+    marks.append(time.perf_counter())
+    phases = await live.publish(0)
+    marks.append(time.perf_counter())
+    await live.engines(0)
+    marks.append(time.perf_counter())
+    rest, sync, serve = (b - a for a, b in zip(marks[:-1], marks[1:], strict=True))
+    return {"rest": rest, "sync": sync, "serve": serve, **phases}
+
+
+def device_copy(mib: int = 512, times: int = 20) -> float:
+    """GB/s of a copy within the GPU's memory, its bytes counted once."""
+    import torch
+
+    source = torch.empty(mib * 2**20, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(times):
+        target.copy_(source)
+    torch.cuda.synchronize()
+    return round(times * source.numel() / (time.perf_counter() - started) / 1e9, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What is told when GPU memory runs out, and that trying again is not tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prefect.states import Failed
+from trainer_ranks import configuration
+
+from connectors.megatron.memory import out_of_memory
+from core.config import RunConfig
+from core.errors import TrainerError, TrainerMemoryError
+from tasks.train_step import train_step
+
+TOLD = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is "
+    "free. Including non-PyTorch memory, this process has 70 GiB memory in use. See documentation"
+)
+
+
+def message(**trainer: Any) -> str:
+    return out_of_memory("train", 0, RunConfig.model_validate(configuration("model", **trainer)), TOLD)
+
+
+def test_the_message_names_the_fields_with_their_values_and_what_was_asked_for() -> None:
+    told = message(max_pack_tokens=65536)
+    assert "trainer.max_pack_tokens (now 65536: lower it)" in told
+    assert "trainer.recompute (now none: selective or full)" in told
+    assert "trainer.logprob_chunk_tokens (now 16" in told
+    assert "Tried to allocate 2.00 GiB" in told
+    assert "of which 1.06 GiB is free" in told
+    assert "Including" not in told
+
+
+@pytest.mark.parametrize(("held", "named"), [("selective", "now selective: full"), ("full", None)])
+def test_only_what_can_still_be_changed_is_named(held: str, named: str | None) -> None:
+    told = message(recompute=held)
+    assert (named in told) if named else ("trainer.recompute" not in told)
+
+
+def test_a_step_that_ran_out_of_memory_is_not_tried_again_and_any_other_is() -> None:
+    assert train_step.retry_condition_fn is not None
+    for error, again in ((TrainerMemoryError("full"), False), (TrainerError("other"), True)):
+        assert train_step.retry_condition_fn(train_step, None, Failed(data=error)) is again  # type: ignore[arg-type]

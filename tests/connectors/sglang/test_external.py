@@ -1,0 +1,88 @@
+"""Engines that somebody else runs: used by their address, waited for when they are gone, never taken at their word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from engine_process import embedded_engine, reference_logprobs
+from local_handle import fleet_config
+
+from connectors.sglang.external import ExternalEngine
+from connectors.sglang.fleet import Fleet
+from core.errors import EngineError
+
+PROMPT = [10, 20, 30]
+SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+
+
+def fleet_at(model: Path, url: str, patience_s: float = 60) -> Fleet:
+    engines = {"kind": "external", "addresses": [url], "count": 1, "start_timeout_s": patience_s}
+    config = fleet_config(model, engines=engines)
+
+    async def handle(index: int) -> ExternalEngine:
+        return ExternalEngine(config, index)
+
+    return Fleet(config, handle)
+
+
+@pytest_asyncio.fixture
+async def closing() -> AsyncIterator[contextlib.AsyncExitStack]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield stack
+
+
+async def test_an_external_engine_serves_only_what_this_run_gave_it(
+    tiny_model: Path, other_model: Path, tmp_path: Path, closing: contextlib.AsyncExitStack
+) -> None:
+    with embedded_engine(other_model, "--weight-version", "3", log=tmp_path / "log") as (url, process):
+        fleet = fleet_at(tiny_model, url)
+        closing.push_async_callback(fleet.close)
+        await fleet.ensure(str(tiny_model))
+        assert fleet.unconfirmed(3) == [0]  # its 3 is not this run's
+        await fleet.publish(str(tiny_model), 3)
+        assert fleet.unconfirmed(3) == []
+
+        async def recover(_: int) -> None:
+            raise AssertionError("nothing was lost")
+
+        found = await fleet.dispatcher(3, recover).generate(PROMPT, SHORT, rid="r", session=None)
+        expected = reference_logprobs(tiny_model, PROMPT, found.output_ids)
+        assert found.logprobs == pytest.approx(expected, abs=1e-4)
+        await fleet.ensure(str(tiny_model))
+        assert fleet.unconfirmed(3) == []
+        assert process.poll() is None
+
+
+async def test_an_external_engine_that_is_gone_is_waited_for_and_given_the_weights_again(
+    tiny_model: Path, tmp_path: Path, closing: contextlib.AsyncExitStack
+) -> None:
+    with embedded_engine(tiny_model, log=tmp_path / "first") as (url, _):
+        fleet = fleet_at(tiny_model, url)
+        closing.push_async_callback(fleet.close)
+        await fleet.ensure(str(tiny_model))
+        await fleet.publish(str(tiny_model), 1)
+    (client,) = fleet._clients.values()
+    with pytest.raises(EngineError) as lost:
+        await client.flush()
+    fleet.doubt(client, lost.value)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(fleet.ensure(str(tiny_model)))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    port = url.rpartition(":")[2]
+    with embedded_engine(tiny_model, "--port", port, log=tmp_path / "second"):
+        await waiting
+        assert fleet.unconfirmed(1) == [0]
+        await fleet.publish(str(tiny_model), 1)
+        assert fleet.unconfirmed(1) == []
+
+
+async def test_one_that_does_not_come_is_named(tiny_model: Path) -> None:
+    fleet = fleet_at(tiny_model, "http://127.0.0.1:9", patience_s=0.1)
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9 \(engines.addresses\) does not answer"):
+        await fleet.ensure(str(tiny_model))
+    await fleet.close()

@@ -1,0 +1,47 @@
+"""The contract that the embedded engine keeps, against SGLang itself on the GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_process import peaked_model
+
+from benchmarks.gpu.shapes import SGLANG, configuration
+from connectors.sglang.process import EngineServer
+from core.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 0.25  # of log-probabilities: bf16 weights and activations against a plain forward in fp32
+
+
+@pytest.mark.timeout(900)
+def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
+    model = peaked_model(tmp_path / "model", seed=0, head_dim=64)
+    sglang = {**SGLANG, "mem_fraction_static": 0.2, "cuda_graph_max_bs_decode": 16}
+    values = configuration(
+        model, tmp_path, run={"name": "contract"}, engines={"kind": "sglang", "sglang": sglang}
+    )
+    server = EngineServer(RunConfig.model_validate(values).model_dump(mode="json"), 0, 1)
+    try:
+        url = server.start(str(model))["url"]
+        given = {"MILLRACE_ENGINE_URL": url, "MILLRACE_ENGINE_TOLERANCE": str(TOLERANCE)}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-rf",
+            "tests/connectors/engine_contract",
+        ]
+        ended = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **given}, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout[-8000:]
+        assert " failed" not in ended.stdout
+    finally:
+        server.stop()
