@@ -14,6 +14,7 @@ from gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
 
 ITERATIONS, KILLED_IN = 3, 1
 PATIENCE_S = 420
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True)
