@@ -26,6 +26,7 @@ from core.errors import MillraceError
 log = logging.getLogger(__name__)
 
 KEEP_S = 1.0
+USUAL_PORT = 4200
 LOGGERS = ("core", "connectors", "tasks", "flows")
 CLIENT_SETTINGS = {
     # the project's own log lines are shown and kept with the flow run; of Prefect's only warnings
@@ -83,7 +84,7 @@ def ui_url(api_url: str) -> str:
 
 def stop_server() -> bool:
     """Stop the local server that millrace started; False if none runs."""
-    if not _running():
+    if not _record().exists() or not _alive(_recorded()):
         return False
     process = psutil.Process(_recorded()["pid"])
     for child in [*process.children(recursive=True), process]:
@@ -155,9 +156,18 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
-    """Prefect's usual port if nobody has it, else any."""
-    for wanted in (4200, 0):
+def _listens(pid: int, port: int) -> bool:
+    """Whether this very process, not another one, has the port."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
+
+def _free_port(*wanted_first: int) -> int:
+    """The first of these ports that nobody has; 0 stands for any. By default Prefect's usual one, else any."""
+    for wanted in wanted_first or (USUAL_PORT, 0):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", wanted))
@@ -193,7 +203,9 @@ def _start(timeout_s: float, port: int | None = None) -> str:
         )
     url = f"http://127.0.0.1:{port}/api"
     deadline = time.monotonic() + timeout_s
-    while not _healthy(url):
+    while not (_listens(process.pid, port) and _healthy(url)):
+        if process.poll() is not None and port == USUAL_PORT and _healthy(url):
+            return _start(timeout_s, port=_free_port(0))  # somebody else's server came first
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
