@@ -3,7 +3,8 @@
     python benchmarks/iteration_overhead.py [--iterations 8] [--root s3://bucket/x]
 
 Runs `millrace train` on a random tiny model with iterations of a few seconds, on two cores where the system can pin a
-process, and prints the mean split of all iterations but the first as a table and as JSON. Generation is the time in which at least one request
+process, and prints the mean split as a table and as JSON, without the first two iterations, which import and tidy up, and the last, which
+saves. Generation is the time in which at least one request
 was out; training is what the ranks report; everything else (prompts, scoring that outlasts generation, filter, records, Prefect, MLflow,
 manifest, the gap between iterations) is the overhead.
 """
@@ -31,7 +32,7 @@ from connectors.storage.run_folder import RunFolder
 def main() -> None:
     """Run, read, print."""
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    arguments.add_argument("--iterations", type=int, default=8)
+    arguments.add_argument("--iterations", type=int, default=12)
     arguments.add_argument("--root", default=None, help="storage root; a temporary folder when not given")
     options = arguments.parse_args()
     if hasattr(os, "sched_setaffinity"):
@@ -46,7 +47,7 @@ def main() -> None:
             subprocess.run([*millrace, "train", "run.yaml"], cwd=folder, env=environment, check=True)
         finally:
             subprocess.run([*millrace, "server", "stop"], cwd=folder, env=environment, check=True)
-        split = [iteration_split(RunFolder(root, "overhead"), k) for k in range(1, options.iterations)]
+        split = [iteration_split(RunFolder(root, "overhead"), k) for k in range(2, options.iterations - 1)]
     mean = {part: sum(row[part] for row in split) / len(split) for part in split[0]}
     worst = max(row["overhead"] for row in split)
     table = Table("part", "seconds", "share", title=f"an iteration, mean of {len(split)}")

@@ -28,6 +28,7 @@ from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
 from tasks.evaluate import evaluate, evaluate_before
 from tasks.filter import filter_groups
+from tasks.garbage import collect_garbage
 from tasks.live import Live
 from tasks.publish import publish
 from tasks.records import Record, run_recorded
@@ -63,6 +64,8 @@ async def train(config: RunConfig) -> Record:
             await _evaluate_before(live)
         for index in range(first, config.run.iterations):
             await iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(index)
+            if index == first:  # all is imported by now
+                collect_garbage()
         await finish_run_record(live)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 

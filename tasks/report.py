@@ -10,6 +10,7 @@ import base64
 import io
 import logging
 import re
+from collections.abc import Awaitable
 from typing import Any
 
 from prefect.artifacts import (
@@ -84,9 +85,9 @@ async def close_tracking(live: Live) -> None:
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
     live, config, done = ctx.live, ctx.config, ctx.index + 1
-    await asyncio.to_thread(live.tracker.log_metrics, metrics, done)
     log.info("iteration %d of %d: %s", done, config.run.iterations, _line(metrics))
-    calls = [
+    calls: list[Awaitable[Any]] = [
+        asyncio.to_thread(live.tracker.log_metrics, metrics, done),
         acreate_markdown_artifact(
             _summary(ctx, metrics), key=_key(config, "iteration"), description=f"Iteration {ctx.index}"
         ),
@@ -99,14 +100,14 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
                 rows, key=_key(config, "samples"), description=f"Samples of iteration {ctx.index}"
             )
         )
+    await asyncio.gather(*calls)
     if done == config.run.iterations or due(done, config.checkpoint.every):
         picture = await asyncio.to_thread(_curve, live)
         image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-        calls.append(
-            acreate_image_artifact(image, key=_key(config, "reward"), description="Mean reward by iteration")
+        await acreate_image_artifact(
+            image, key=_key(config, "reward"), description="Mean reward by iteration"
         )
         await asyncio.to_thread(live.tracker.log_artifact, picture, "reward.png")
-    await asyncio.gather(*calls)
 
 
 def _line(metrics: dict[str, float]) -> str:

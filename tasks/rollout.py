@@ -7,7 +7,6 @@ from its id, so a sample generated again is the same sample. Parts are written a
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -24,11 +23,14 @@ from core import schema
 from core.errors import BudgetError, EngineError
 from core.ids import sample_id, sample_seed
 from tasks.context import IterationContext
+from tasks.garbage import collect_garbage
 from tasks.holds import stop_point
 from tasks.records import Record
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
-TIDY_AFTER_S = 2.0  # by then every request is out and the loop has nothing to do
+TIDY_AFTER_S = (
+    2.0  # by then every request is out and the loop has nothing to do; later, answers set off collections
+)
 
 
 @task(name="rollout", retries=2, retry_delay_seconds=1)
@@ -41,7 +43,7 @@ async def rollout(ctx: IterationContext) -> Record:
     finished = set(parts.column("sample_id").to_pylist())
     generator = _Generator(ctx, failures=parts.column("status").to_pylist().count("failed"))
     released = 0
-    tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, _tidy)
+    tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with _writer(ctx, generator) as queue, asyncio.TaskGroup() as group:
         while True:
             revision = ctx.stream.revision
@@ -56,17 +58,6 @@ async def rollout(ctx: IterationContext) -> Record:
     tidying.cancel()
     seconds = time.perf_counter() - started
     return {"samples_found": len(finished), "seconds": seconds, **generator.counts}
-
-
-def _tidy() -> None:
-    """Collect Python's garbage while engines generate, and leave what lives out of later collections.
-
-    Answers are millions of small objects: they set off full collections, and each would hold up the loop for a quarter
-    of a second just when samples finish.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def _read_prompts(ctx: IterationContext) -> list[dict[str, Any]]:
