@@ -180,18 +180,7 @@ def _free_port(*wanted_first: int) -> int:
 def _start(timeout_s: float, port: int | None = None) -> str:
     port = port or _free_port()
     log = home() / "prefect-server.log"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-P", "-m", "flows.prefect_app", str(port)]
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
