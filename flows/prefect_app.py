@@ -60,7 +60,11 @@ class TryAgain:
             if not refused:
                 await send(message)
 
-        await self.app(scope, replayed, passed_on)
+        try:
+            await self.app(scope, replayed, passed_on)
+        except Exception:  # noqa: BLE001 - Starlette raises what it has answered with 503, for the server's log
+            if not refused:
+                raise
         return not refused
 
 
@@ -78,8 +82,10 @@ def main() -> None:
     port = int(sys.argv[1])
     os.environ |= {"PREFECT_SERVER_API_HOST": "127.0.0.1", "PREFECT_SERVER_API_PORT": str(port)}
     import uvicorn
+    from prefect.logging.configuration import setup_logging
     from prefect.server.api.server import create_app
 
+    setup_logging()
     uvicorn.run(TryAgain(create_app(final=True)), host="127.0.0.1", port=port, log_level="error")
 
 

@@ -16,9 +16,11 @@ from typing import Any
 from prefect import Task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.filesystems import WritableFileSystem
 from prefect.serializers import JSONSerializer
 from pydantic import Field
+from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from connectors.storage.store import Store
 from core.errors import CorruptFileError, MissingFileError, StorageError
@@ -63,8 +65,18 @@ class RunFolderRecords(CachePolicy):
         return f"{ctx.config.run.name}/{folder}/{_path(task_ctx.task.name)}"
 
 
+@retry(
+    retry=retry_if_exception_type(PrefectHTTPStatusError),
+    stop=stop_after_attempt(5),
+    wait=wait_fixed(1),
+    before_sleep=before_sleep_log(log, logging.WARNING),
+    reraise=True,
+)
 async def record_storage(root: str) -> RecordStorage:
-    """Prefect's handle on the storage root, a saved block."""
+    """Prefect's handle on the storage root, a saved block.
+
+    A server that has just been started for the first time registers blocks of its own meanwhile, and may refuse.
+    """
     block = RecordStorage(root=Store(root).url)
     await block.save(f"millrace-{hashlib.sha256(block.root.encode()).hexdigest()[:12]}", overwrite=True)
     return block
