@@ -57,38 +57,14 @@ CASES = {
 
 def make_rows(case: Case, step: int, vocab: int) -> list[dict[str, Any]]:
     """Samples of one step in the schema of a batch."""
+    from benchmarks.batch_rows import batch_row
+
     draw = random.Random(step)
     rows = []
     for i in range(case.samples):
         prompt, response = draw.randint(*case.prompt), draw.randint(*case.response)
-        rows.append(
-            {
-                "sample_id": f"{step}-{i}",
-                "group_id": f"{step}-{i // 8}",
-                "prompt_id": "p",
-                "iteration": step - 1,
-                "source": "default",
-                "index": i % 8,
-                "prompt": '"x"',
-                "tokens": [draw.randrange(6, vocab) for _ in range(prompt + response)],
-                "response_length": response,
-                "response": "",
-                "loss_mask": [1] * response,
-                "rollout_logprobs": [-4.5] * response,
-                "policy_versions": [],
-                "engine_id": "",
-                "seed": 0,
-                "turns": 1,
-                "status": "completed",
-                "timings": [],
-                "reward": 1.0,
-                "reward_parts": [],
-                "scoring": "scored",
-                "verdict": "kept",
-                "advantage": draw.uniform(-1, 1),
-                "train_step": step,
-            }
-        )
+        tokens = [draw.randrange(6, vocab) for _ in range(prompt + response)]
+        rows.append(batch_row(step, i, tokens, response, draw.uniform(-1, 1), -4.5))
     return rows
 
 

@@ -82,36 +82,14 @@ def lengths_of(tokens: int, length: int) -> list[int]:
 
 def make_rows(step: int, lengths: list[int]) -> list[dict[str, Any]]:
     """Samples of one step in the schema of a batch."""
+    from benchmarks.batch_rows import batch_row
+
     draw = random.Random(step)
-    return [
-        {
-            "sample_id": f"{step}-{i}",
-            "group_id": f"{step}-{i // 8}",
-            "prompt_id": "p",
-            "iteration": step - 1,
-            "source": "default",
-            "index": i,
-            "prompt": '"x"',
-            "tokens": draw.choices(range(VOCAB), k=length),
-            "response_length": length - PROMPT,
-            "response": "",
-            "loss_mask": [1] * (length - PROMPT),
-            "rollout_logprobs": [-11.9] * (length - PROMPT),
-            "policy_versions": [],
-            "engine_id": "",
-            "seed": 0,
-            "turns": 1,
-            "status": "completed",
-            "timings": [],
-            "reward": 1.0,
-            "reward_parts": [],
-            "scoring": "scored",
-            "verdict": "kept",
-            "advantage": draw.uniform(-1, 1),
-            "train_step": step,
-        }
-        for i, length in enumerate(lengths)
-    ]
+    rows = []
+    for i, length in enumerate(lengths):
+        tokens = draw.choices(range(VOCAB), k=length)
+        rows.append(batch_row(step, i, tokens, length - PROMPT, draw.uniform(-1, 1), -11.9))
+    return rows
 
 
 def operations(hf: Any, lengths: list[int]) -> float:
