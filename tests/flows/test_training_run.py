@@ -10,16 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from flow_runs import MALFORMED, Workplace, final_weights, trained
 
-TASKS = {
-    "sample_prompts",
-    "rollout",
-    "reward",
-    "filter",
-    "train_step",
-    "sync_weights",
-    "checkpoint",
-    "publish",
-}
+from tests.soak.points import TASKS
 
 
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
@@ -30,7 +21,7 @@ def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) ->
         here = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert here - named == {"manifest.json", "results/publish.json"}
         assert named <= here
-        assert {Path(name).stem for name in here if name.startswith("results/")} >= TASKS
+        assert {Path(name).stem for name in here if name.startswith("results/")} >= set(TASKS)
         assert manifest["tasks"]["trained_version"] == 2 * (index + 1)
 
 
