@@ -3,10 +3,10 @@
     python benchmarks/iteration_overhead.py [--iterations 8] [--root s3://bucket/x]
 
 Runs `millrace train` on a random tiny model with iterations of a few seconds, on two cores where the system can pin a
-process, and prints the mean split as a table and as JSON, without the first two iterations, which import and tidy up, and the last, which
-saves. Generation is the time in which at least one request
-was out; training is what the ranks report; everything else (prompts, scoring that outlasts generation, filter, records, Prefect, MLflow,
-manifest, the gap between iterations) is the overhead.
+process, and prints the mean split as a table and as JSON, without the first two iterations, which import and tidy up,
+and the last, which saves. Generation is the time in which at least one request was out; training is what the ranks
+report; everything else (prompts, scoring that outlasts generation, filter, records, Prefect, MLflow, manifest, the gap
+between iterations) is the overhead.
 """
 
 from __future__ import annotations

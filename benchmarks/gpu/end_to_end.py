@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
+from benchmarks.iteration_overhead import iteration_split
 from connectors.storage.parts import read_parts
 from connectors.storage.run_folder import RunFolder
 
@@ -105,42 +106,29 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
 
 
 def split(run: RunFolder, index: int) -> dict[str, float]:
-    """Seconds of one iteration by part, from what it stored."""
-    manifest, before = run.manifest(index), run.manifest(index - 1)
+    """Seconds of one iteration by part, from what it stored; what moves between engines and trainer is a part of its own."""
+    whole = iteration_split(run, index)
+    manifest = run.manifest(index)
     assert manifest is not None
-    assert before is not None
     folder = run.iteration(index)
-    wall = manifest.tasks["committed"] - before.tasks["committed"]
-    rollouts = read_parts(folder, "rollouts", "rollouts", columns=["timings", "response_length"])
-    timings = [dict(row) for row in rollouts.column("timings").to_pylist()]
-    tokens = sum(rollouts.column("response_length").to_pylist())
-    begun, ended = (
-        min(row["started"] for row in timings),
-        max(row["started"] + row["generate_s"] for row in timings),
-    )
-    metrics, step = manifest.tasks["metrics"], folder.read_json("step.json")
-    engines = folder.read_json("results/rollout.json")
-    engines_s = _found(engines, "engines_s")
-    training = sum(
-        value for one in step["steps"] for name, value in one["seconds"].items() if name != "fetch"
-    )
+    lengths = read_parts(folder, "rollouts", "rollouts", columns=["response_length"])["response_length"]
+    step = folder.read_json("step.json")
     fetch = sum(one["seconds"]["fetch"] for one in step["steps"])
-    generation = ended - begun - engines_s
-    memory = engines_s + step["rest_s"] + fetch
-    sync = metrics["time/sync_weights_s"]
+    engines_s = _found(folder.read_json("results/rollout.json"), "engines_s")
+    generation, training = whole["generation"] - engines_s, whole["training"] - fetch
     return {
-        "iteration_s": wall,
+        "iteration_s": whole["iteration"],
         "generation_s": generation,
         "training_s": training,
-        "memory_s": memory,
+        "memory_s": engines_s + step["rest_s"] + fetch,
         "rest_s": step["rest_s"],
         "fetch_s": fetch,
         "engines_s": engines_s,
-        "sync_s": sync,
-        "orchestration_s": wall - generation - training - memory - sync,
-        "rollout_tokens_s": tokens / generation,
+        "sync_s": whole["sync"],
+        "orchestration_s": whole["overhead"] - step["rest_s"],
+        "rollout_tokens_s": sum(lengths.to_pylist()) / generation,
         "train_tokens_s": sum(one["tokens"] for one in step["steps"]) / training,
-        "logprob_gap_mean": metrics["train/logprob_gap_mean"],
+        "logprob_gap_mean": manifest.tasks["metrics"]["train/logprob_gap_mean"],
     }
 
 
