@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,21 @@ def configuration(model: Path, folder: Path, **changes: dict[str, Any]) -> dict[
     if not prompts.exists():
         rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(32) for b in range(32)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values: dict[str, dict[str, Any]] = {
+    own: dict[str, dict[str, Any]] = {
         "run": {"name": "bench", "iterations": 1},
-        "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": 64, "sources": [{"name": "sums", "path": str(prompts)}]},
-        "storage": {"root": str(folder / "runs")},
         "rollout": {"prompts": 32, "samples_per_prompt": 8, "max_concurrency": 256},
         "reward": {"function": "benchmarks.gpu.shapes:coin"},
+        "checkpoint": {"every": 10_000, "export_last": False},
+    }
+    return laid_over(laid_over(colocated(model, folder), own), changes)
+
+
+def colocated(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """What every GRPO run on one GPU with SGLang has in common."""
+    return {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "storage": {"root": str(folder / "runs")},
         "algorithm": {"preset": "grpo"},
         "trainer": {
             "device": "cuda",
@@ -108,11 +117,15 @@ def configuration(model: Path, folder: Path, **changes: dict[str, Any]) -> dict[
         },
         "engines": {"kind": "sglang", "sglang": {**SGLANG, "mem_fraction_static": 0.3}},
         "placement": {"colocate": True},
-        "checkpoint": {"every": 10_000, "export_last": False},
     }
-    for section, fields in changes.items():
-        values[section] = {**values.get(section, {}), **fields}
-    return values
+
+
+def laid_over(
+    values: dict[str, dict[str, Any]], changes: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The values with the changed fields of each section in place of theirs."""
+    changed = {section: {**values.get(section, {}), **fields} for section, fields in changes.items()}
+    return {**values, **changed}
 
 
 def coin(sample: Any, **_: Any) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.gpu import shapes
 from connectors.huggingface.tiny import build_tiny_model
 
 SERVER = "sglang.launch_server"
@@ -22,23 +23,14 @@ MODEL = {
     "head_dim": 64,
     "vocab_size": 4096,
 }
-SGLANG = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_prefill_cuda_graph": True,
-    "cuda_graph_max_bs_decode": 64,
-    "mem_fraction_static": 0.3,
-}
+SGLANG = {**shapes.SGLANG, "cuda_graph_max_bs_decode": 64, "mem_fraction_static": 0.3}
 
 
 def configuration(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
     """Iterations of some seconds, whose samples end at very different lengths; `changes` by section."""
-    values: dict[str, dict[str, Any]] = {
+    own: dict[str, dict[str, Any]] = {
         "run": {"name": "a", "iterations": 4},
-        "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": 32, "sources": [{"name": "sums", "path": str(folder / "train.jsonl")}]},
-        "storage": {"root": str(folder / "runs")},
         "rollout": {
             "prompts": PROMPTS,
             "samples_per_prompt": GROUP,
@@ -47,21 +39,12 @@ def configuration(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
             "sampling": {"max_new_tokens": LONGEST, "stop_token_ids": list(range(100, 112))},
         },
         "reward": {"function": "core.rewards.text:contains", "workers": 2},
-        "algorithm": {"preset": "grpo"},
-        "trainer": {
-            "device": "cuda",
-            "deterministic": False,
-            "max_pack_tokens": 16384,
-            "optimizer": {"lr": 1e-5},
-        },
-        "engines": {"kind": "sglang", "sglang": SGLANG},
-        "placement": {"colocate": True},
+        "trainer": {"optimizer": {"lr": 1e-5}},
+        "engines": {"sglang": SGLANG},
         "sync": {"kind": "ipc", "verify": True},
         "checkpoint": {"every": 2, "export_last": False},
     }
-    for section, fields in changes.items():
-        values[section] = {**values.get(section, {}), **fields}
-    return values
+    return shapes.laid_over(shapes.laid_over(shapes.colocated(folder / "model", folder), own), changes)
 
 
 def furnish(folder: Path, **changes: dict[str, Any]) -> None:
