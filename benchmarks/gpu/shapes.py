@@ -51,10 +51,18 @@ def model_folder(shape: str, folder: Path) -> Path:
 
 def write_model(shape: str, folder: Path) -> None:
     """Config, random weights and tokenizer."""
+    from connectors.huggingface.tiny import build_tokenizer
+
+    partial = folder.with_name(f"{folder.name}.partial")
+    random_model(shape, pad_token_id=0, eos_token_id=1, bos_token_id=None).save_pretrained(partial)
+    build_tokenizer().save_pretrained(partial)
+    partial.rename(folder)
+
+
+def random_model(shape: str, **special: Any) -> Any:
+    """A Hugging Face model of a shape with random weights, on the GPU where there is one; `special`: its config's tokens."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from connectors.huggingface.tiny import build_tokenizer
 
     sizes = SHAPES[shape]
     config = Qwen3Config(
@@ -67,19 +75,16 @@ def write_model(shape: str, folder: Path) -> None:
         head_dim=128,
         max_position_embeddings=40960,
         tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
         dtype="bfloat16",
+        attn_implementation="sdpa",
+        **special,
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
-    partial = folder.with_name(f"{folder.name}.partial")
-    model.save_pretrained(partial)
-    build_tokenizer().save_pretrained(partial)
-    partial.rename(folder)
+    torch.set_default_dtype(torch.float32)
+    return model
 
 
 def weight_bytes(folder: Path) -> int:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import configuration, device_name, model_folder, versions, weight_bytes
+from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions, weight_bytes
 
 TARGETS = {"0.6b": 0.15, "4b": 0.6}
 KV_SHARE = {"0.6b": 0.2, "1.7b": 0.2, "4b": 0.25}
@@ -56,7 +56,6 @@ def main() -> None:
 
 
 async def _measured(shape: str, model: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.gpu.shapes import SGLANG
     from core.config import RunConfig
     from tasks.live import Live
 

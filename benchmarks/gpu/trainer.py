@@ -29,43 +29,13 @@ from typing import Any
 PEAK = 989e12
 PROMPT = 64
 WARM_UP = 2
-VOCAB = 151936
-SHAPES = {
-    "0.6B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "1.7B": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "4B": {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-}
 
 
 def make_model(name: str, folder: Path) -> Any:
     """A Hugging Face model on the GPU with random weights, also saved to the folder."""
-    import torch
-    import transformers
+    from benchmarks.gpu.shapes import random_model
 
-    shape = {**SHAPES[name], "num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCAB}
-    config = transformers.Qwen3Config(
-        **shape, tie_word_embeddings=True, max_position_embeddings=40960, dtype="bfloat16"
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.float32)
+    model = random_model(name.lower())
     model.save_pretrained(folder)
     return model.train()
 
@@ -83,6 +53,7 @@ def lengths_of(tokens: int, length: int) -> list[int]:
 def make_rows(step: int, lengths: list[int]) -> list[dict[str, Any]]:
     """Samples of one step in the schema of a batch."""
     from benchmarks.batch_rows import batch_row
+    from benchmarks.gpu.shapes import VOCAB
 
     draw = random.Random(step)
     rows = []
@@ -280,8 +251,10 @@ def profile(step: Callable[[], Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure both sides and print a table; JSON where asked for."""
+    from benchmarks.gpu.shapes import SHAPES
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=list(SHAPES), default="0.6B")
+    parser.add_argument("--model", choices=[name.upper() for name in SHAPES], default="0.6B")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 0], help="0: mixed")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, one pack")
     parser.add_argument("--steps", type=int, default=6)
