@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ trainer_ranks: Any = importlib.import_module("trainer_ranks")
 
 from connectors.megatron import attention, dense_attention, logprobs  # noqa: E402
 
+distance: Callable[[Tensor, Tensor], float] = kernel_checks.distance
 LENGTHS = [[128], [1, 700, 33, 64, 256, 2], [512, 512, 512]]
 
 
@@ -38,50 +40,46 @@ def test_kernels_compute_their_definitions_and_gradients() -> None:
     kernel_checks.main("cuda")
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return kernel_checks.distance(found, expected)
+def assert_attends_to_each_sequence_alone(
+    fast: Callable[..., Tensor], lengths: list[int], kv_heads: int, head_dim: int
+) -> None:
+    """fast(q, k, v, bounds) and its gradients are those of a call of its own for each sequence, in fp32."""
+    torch.manual_seed(0)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shapes = [(bounds[-1], heads, head_dim) for heads in (4, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    grad = torch.randn_like(q)
+    out = fast(q, k, v, bounds)
+    out.backward(grad)
+    slow = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    expected = torch.cat([attention.whole(*(x[a:b] for x in slow), None) for a, b in pairwise(bounds)])
+    expected.backward(grad.float())
+    assert distance(out, expected) < 1e-2
+    for given, plain in zip((q, k, v), slow, strict=True):
+        assert given.grad is not None
+        assert plain.grad is not None
+        assert distance(given.grad, plain.grad) < 2e-2
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int], kv_heads: int) -> None:
-    torch.manual_seed(0)
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    shapes = [(bounds[-1], heads, 64) for heads in (4, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    grad = torch.randn_like(q)
-    out = attention.varlen(q, k, v, cu, cu, max(lengths), max(lengths), None)
-    out.backward(grad)
-    slow = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    expected = torch.cat([attention.whole(*(x[a:b] for x in slow), None) for a, b in pairwise(bounds)])
-    expected.backward(grad.float())
-    assert distance(out, expected) < 1e-2
-    for fast, plain in zip((q, k, v), slow, strict=True):
-        assert fast.grad is not None
-        assert plain.grad is not None
-        assert distance(fast.grad, plain.grad) < 2e-2
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+        cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        return attention.varlen(q, k, v, cu, cu, max(lengths), max(lengths), None)
+
+    assert_attends_to_each_sequence_alone(varlen, lengths, kv_heads, head_dim=64)
 
 
 @pytest.mark.parametrize("lengths", [[1024, 1024], [1500, 7, 1030, 3000, 1400, 3, 1024], [1100]])
 def test_long_sequences_are_attended_to_as_alone_whatever_lies_beside_them(lengths: list[int]) -> None:
-    torch.manual_seed(0)
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    shapes = [(bounds[-1], heads, 128) for heads in (4, 2, 2)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    grad = torch.randn_like(q)
-    if not dense_attention.usable(q):
-        pytest.skip("this GPU is left to variable-length attention")
-    out = dense_attention.attend(q, k, v, bounds, None, varlen=attention.short, dense=dense_attention.cudnn)
-    out.backward(grad)
-    slow = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    expected = torch.cat([attention.whole(*(x[a:b] for x in slow), None) for a, b in pairwise(bounds)])
-    expected.backward(grad.float())
-    assert distance(out, expected) < 1e-2
-    for fast, plain in zip((q, k, v), slow, strict=True):
-        assert fast.grad is not None
-        assert plain.grad is not None
-        assert distance(fast.grad, plain.grad) < 2e-2
+    def dense(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+        if not dense_attention.usable(q):
+            pytest.skip("this GPU is left to variable-length attention")
+        ways = {"varlen": attention.short, "dense": dense_attention.cudnn}
+        return dense_attention.attend(q, k, v, bounds, None, **ways)
+
+    assert_attends_to_each_sequence_alone(dense, lengths, kv_heads=2, head_dim=128)
 
 
 def test_queries_of_a_part_attend_to_all_keys_before_their_end() -> None:
