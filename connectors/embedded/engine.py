@@ -1,15 +1,13 @@
 """Continuous batching over the slot cache: one thread owns the model, requests come and go.
 
-Owns admission, decoding, stopping, pausing and weight versions; knows nothing of HTTP. Running requests occupy the
-first slots; a finished one's slot is filled by the last, so that a decode step sees one contiguous batch.
+Owns the queue, sampling, stopping, pausing and weight versions; knows nothing of HTTP, nor of what is in a slot.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,62 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from connectors.embedded.model import (
-    PREFILL_SPAN,
-    ROWS,
-    SPAN,
-    Cache,
-    Decoder,
-    ModelError,
-    Shape,
-    Weights,
-    read_tensors,
-)
+from connectors.embedded.model import Decoder, ModelError, Shape, Weights, read_tensors
 from connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
+from connectors.embedded.slots import Request, Slots
 from connectors.embedded.text import Text
-
-PREFIXES = 128  # prompts whose keys and values are kept
-
-
-@dataclass(eq=False)
-class Request:
-    """One generation, from arrival to its last token."""
-
-    rid: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    notify: Callable[[Request], None]
-    top_logprobs: int = 0
-    prompt_logprobs_from: int = -1
-    arrived: float = field(default_factory=time.time)
-    output: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[float, int]]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[float | None, int]] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)  # {version, start, end} over output tokens
-    cached_tokens: int = 0
-    slot: int = -1
-    finish: dict[str, Any] | None = None
-    stopped_text: str | None = None  # text up to a stop string, when one ended the request
-
-    @property
-    def length(self) -> int:
-        """Tokens whose keys and values the request needs."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def longest(self) -> int:
-        """Tokens it may grow to."""
-        return len(self.prompt) + self.params.max_new_tokens
-
-
-@dataclass
-class _Prefix:
-    """Keys, values and last hidden state of a prompt."""
-
-    layers: list[tuple[Tensor, Tensor]]
-    hidden: Tensor
 
 
 @dataclass(eq=False)
@@ -104,22 +50,17 @@ class Engine:
         self.decoder = Decoder(Weights(self.shape, read_tensors(self.folder)))
         self.text = Text(self.folder)
         self.weight_version = weight_version
-        self.max_running = max_running
         self.max_total_tokens = max_total_tokens
         self.paused = False
         self.released: set[str] = set()
         self.counters = {"requests": 0, "finished": 0, "aborted": 0, "tokens": 0, "steps": 0}
         self._finished_log = open(finished_log, "a", buffering=1) if finished_log else None  # noqa: SIM115
         self._seeds = torch.Generator().manual_seed(seed if seed is not None else secrets.randbits(62))
-        self._cache = Cache(self.shape, 0, 0, self._dtype)
-        self._running: list[Request] = []
+        self._slots = Slots(self.decoder, max_running=max_running, max_total_tokens=max_total_tokens)
         self._admitting: list[Request] = []
         self._waiting: deque[Request] = deque()
-        self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
         self._jobs: deque[_Job] = deque()
-        self._idle_jobs: deque[_Job] = (
-            deque()
-        )  # wait until nothing is in a slot; nothing is admitted meanwhile
+        self._idle_jobs: deque[_Job] = deque()  # wait for empty slots; nothing is admitted meanwhile
         self._wake = threading.Condition()
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -205,7 +146,7 @@ class Engine:
 
     def load(self) -> dict[str, int]:
         """Requests and tokens held right now."""
-        running = list(self._running)
+        running = list(self._slots.running)
         return {
             "running": len(running),
             "waiting": len(self._waiting),
@@ -224,10 +165,8 @@ class Engine:
 
     def _retract(self) -> None:
         """Put running requests back in front of the queue; they are prefilled again with what they generated."""
-        for request in reversed(self._running):
-            request.slot = -1
-            self._waiting.appendleft(request)
-        self._running.clear()
+        self._waiting.extendleft(reversed(self._slots.running))
+        self._slots.clear()
 
     def resume(self) -> None:
         """Go on stepping."""
@@ -235,16 +174,16 @@ class Engine:
 
     def flush(self) -> bool:
         """Forget cached prompts; False while anything runs or waits."""
-        if self._running or self._waiting:
+        if self._slots.running or self._waiting:
             return False
-        self._prefixes.clear()
+        self._slots.forget_prompts()
         return True
 
     def replace_weights(self, weights: Weights, version: str) -> None:
         """Serve other weights from the next step on."""
         self.decoder.weights = weights
         self.weight_version = version
-        self._prefixes.clear()
+        self._slots.forget_prompts()
 
     def update_from_disk(self, folder: str, version: str | None) -> None:
         """Load a checkpoint folder. Raises ModelError and goes on with the old weights if it cannot be served."""
@@ -293,10 +232,10 @@ class Engine:
             raise
 
     def _idle_jobs_due(self) -> bool:
-        return bool(self._idle_jobs) and (self.paused or not self._running)
+        return bool(self._idle_jobs) and (self.paused or not self._slots.running)
 
     def _can_step(self) -> bool:
-        return not self.paused and bool(self._running or self._waiting)
+        return not self.paused and bool(self._slots.running or self._waiting)
 
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who waits that nothing comes any more."""
@@ -307,118 +246,30 @@ class Engine:
             job.error = RequestError(f"the engine failed: {error}; restart it")
             job.done.set()
         reason = {"type": "abort", "message": f"the engine failed: {error}", "status_code": 500}
-        for request in [*self._admitting, *self._running, *self._waiting]:
+        for request in [*self._admitting, *self._slots.running, *self._waiting]:
             if request.finish is None:
                 request.slot = -1
                 self._finish(request, dict(reason))
 
     def _step(self) -> None:
         self._admit()
-        if not self._running:
+        if not self._slots.running:
             return
-        count = len(self._running)
-        padded = _padded(count)
-        tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
-        tokens[:count] = torch.tensor([r.output[-1] for r in self._running])
-        positions[:count] = torch.tensor([r.length - 1 for r in self._running])
-        hidden = self.decoder.decode(tokens, positions, self._cache)
+        logits = self._slots.step()
         self.counters["steps"] += 1
-        self._take_tokens(list(self._running), self.decoder.logits(hidden)[:count])
+        self._take_tokens(list(self._slots.running), logits)
 
     def _admit(self) -> None:
         """Move waiting requests into slots, prefill them, and give each its next token."""
         admitted: list[Request] = []
-        while self._waiting and not self._idle_jobs and self._fits([*admitted, self._waiting[0]]):
+        while self._waiting and not self._idle_jobs and self._slots.fits([*admitted, self._waiting[0]]):
             admitted.append(self._waiting.popleft())
         if not admitted:
             return
         self._admitting = admitted
-        self._prepare_cache(admitted)
-        last = self._prefill(admitted)
+        logits = self._slots.admit(admitted)
         self._admitting = []
-        self._take_tokens(admitted, self.decoder.logits(last))
-
-    def _fits(self, admitted: list[Request]) -> bool:
-        """Whether these can run beside what runs. One request alone always can; its slots are padded to ROWS."""
-        count = len(self._running) + len(admitted)
-        tokens = _padded(count) * self._capacity_for(admitted)
-        return count == 1 or (count <= self.max_running and tokens <= self.max_total_tokens)
-
-    def _capacity_for(self, requests: list[Request]) -> int:
-        longest = max([r.longest for r in requests] + [r.longest for r in self._running])
-        capacity = SPAN
-        while capacity < longest:
-            capacity *= 2
-        return capacity
-
-    def _prepare_cache(self, admitted: list[Request]) -> None:
-        """Make the cache wide and long enough for all that will run, within max_total_tokens."""
-        old, busy = self._cache, len(self._running)
-        slots, capacity = _padded(busy + len(admitted)), self._capacity_for(admitted)
-        have = old.keys[0].shape[0] if old.keys else 0
-        if busy and old.capacity > capacity and slots * old.capacity <= self.max_total_tokens:
-            capacity = old.capacity
-        if capacity == old.capacity and slots <= have:
-            return
-        room = self.max_total_tokens // capacity // ROWS * ROWS
-        self._cache = Cache(self.shape, max(slots, min(have, room)), capacity, self._dtype)
-        self._cache.take(old, busy)
-
-    def _prefill(self, admitted: list[Request]) -> Tensor:
-        """Fill slots for requests; returns the hidden state [n, H] that predicts each one's next token."""
-        contexts = [tuple(r.prompt + r.output) for r in admitted]
-        missing: dict[int, list[tuple[int, ...]]] = {}
-        for context in dict.fromkeys(contexts):
-            if context in self._prefixes:
-                self._prefixes.move_to_end(context)
-            else:
-                missing.setdefault(-(-len(context) // PREFILL_SPAN) * PREFILL_SPAN, []).append(context)
-        fresh: dict[tuple[int, ...], _Prefix] = {}
-        for span, group in sorted(missing.items()):
-            per_call = max(1, 8192 // span)
-            for at in range(0, len(group), per_call):
-                fresh |= self._compute_prefixes(group[at : at + per_call], span)
-        hidden = []
-        for request, context in zip(admitted, contexts, strict=True):
-            prefix = fresh.get(context) or self._prefixes[context]
-            request.cached_tokens = 0 if context in fresh else len(context) - 1
-            request.slot = len(self._running)
-            for number, (keys, values) in enumerate(prefix.layers):
-                self._cache.keys[number][request.slot, :, : len(context)] = keys
-                self._cache.values[number][request.slot, :, : len(context)] = values
-            if request.prompt_logprobs_from >= 0 and not request.prompt_logprobs:
-                self._score_prompt(request)
-            hidden.append(prefix.hidden)
-            self._running.append(request)
-        self._prefixes |= fresh
-        while len(self._prefixes) > PREFIXES:
-            self._prefixes.popitem(last=False)
-        return torch.stack(hidden)
-
-    def _compute_prefixes(self, contexts: list[tuple[int, ...]], span: int) -> dict[tuple[int, ...], _Prefix]:
-        tokens = torch.zeros(len(contexts), span, dtype=torch.long)
-        for row, context in enumerate(contexts):
-            tokens[row, : len(context)] = torch.tensor(context)
-        hidden, layers = self.decoder.prefill(tokens)
-        found = {}
-        for row, context in enumerate(contexts):
-            n = len(context)
-            kept = [(keys[row, :, :n].clone(), values[row, :, :n].clone()) for keys, values in layers]
-            found[context] = _Prefix(kept, hidden[row, n - 1].clone())
-        return found
-
-    def _score_prompt(self, request: Request) -> None:
-        """Log-probabilities of the prompt's own tokens, from `prompt_logprobs_from` on."""
-        span = -(-len(request.prompt) // PREFILL_SPAN) * PREFILL_SPAN
-        tokens = torch.zeros(1, span, dtype=torch.long)
-        tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
-        hidden, _ = self.decoder.prefill(tokens)
-        logits = self.decoder.logits(hidden[0]) / (request.params.temperature or 1.0)
-        logprobs = logits.log_softmax(-1)
-        start = request.prompt_logprobs_from
-        for at in range(start, len(request.prompt)):
-            token = request.prompt[at]
-            request.prompt_logprobs.append((None if at == 0 else float(logprobs[at - 1, token]), token))
+        self._take_tokens(admitted, logits)
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
         """Sample each request's next token and see whether it ends."""
@@ -479,17 +330,11 @@ class Engine:
         self.counters["aborted" if aborted else "finished"] += 1
         if self._finished_log and not aborted:
             self._finished_log.write(f"{request.rid}\n")
-        if request.slot >= 0:
-            last = self._running.pop()
-            if last is not request:
-                self._cache.move(last.slot, request.slot, last.length)
-                last.slot = request.slot
-                self._running[request.slot] = last
-            request.slot = -1
+        self._slots.free(request)
         request.notify(request)
 
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
-        ending = [r for r in [*self._running, *self._waiting] if chosen(r)]
+        ending = [r for r in [*self._slots.running, *self._waiting] if chosen(r)]
         for request in ending:
             if request.slot < 0:
                 self._waiting.remove(request)
@@ -501,8 +346,3 @@ class Engine:
             }
             self._finish(request, message)
         return len(ending)
-
-
-def _padded(count: int) -> int:
-    """Slots for a number of requests."""
-    return -(-count // ROWS) * ROWS

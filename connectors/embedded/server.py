@@ -19,9 +19,10 @@ from aiohttp import web
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from connectors.embedded.engine import Engine, Request
+from connectors.embedded.engine import Engine
 from connectors.embedded.model import ModelError, Weights
 from connectors.embedded.sampling import RequestError, SamplingParams
+from connectors.embedded.slots import Request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.embedded.engine import Engine, Request
+from connectors.embedded.engine import Engine
 from connectors.embedded.model import ModelError
 from connectors.embedded.sampling import RequestError, SamplingParams
+from connectors.embedded.slots import Request
 
 TIMEOUT_S = 60
 PROMPT = [10, 20, 30]
@@ -74,16 +75,16 @@ def test_requests_wait_while_the_cache_is_full_and_it_never_grows_past_its_limit
     jobs = []
     for number, length in enumerate(lengths):
         jobs.append(Job(engine, [10 + number], f"r{number}", max_new_tokens=length))
-        seen.append(engine.call(lambda: _slots(engine) * engine._cache.capacity))
+        seen.append(engine.call(lambda: _slots(engine) * engine._slots.cache.capacity))
     for job, length in zip(jobs, lengths, strict=True):
         assert len(job.result().output) == length
-        seen.append(engine.call(lambda: _slots(engine) * engine._cache.capacity))
+        seen.append(engine.call(lambda: _slots(engine) * engine._slots.cache.capacity))
     assert max(seen) <= 16384
     assert max(job.most_running for job in jobs) > 8
 
 
 def _slots(engine: Engine) -> int:
-    return engine._cache.keys[0].shape[0] if engine._cache.keys else 0
+    return engine._slots.cache.keys[0].shape[0] if engine._slots.cache.keys else 0
 
 
 def test_what_can_never_fit_is_refused(make_engine: Callable[..., Engine]) -> None:
