@@ -29,36 +29,7 @@ from core.errors import DataError
 from core.ids import derived_seed
 
 Verdict = Literal["kept", "dropped", "returned"]
-State = Literal[
-    "drawn", "in flight", "finished", "scored", "kept", "dropped", "returned", "trained"
-]  # of a group within its iteration
 Key = tuple[str, int, int]  # source, row, epoch
-
-
-def group_state(
-    samples: int,
-    started: int,
-    finished: int,
-    scored: int,
-    verdict: Verdict | None,
-    steps: Sequence[int],
-    trained: int,
-) -> State:
-    """State of a group within its iteration.
-
-    Of its `samples`, how many have been sent to an engine, have finished and have been scored (failed counts as done);
-    its verdict, the steps that take its samples, and the trained frontier: the newest weight version.
-    """
-    if verdict == "kept":
-        assert steps, "a kept group has a step"
-        return "trained" if max(steps) <= trained else "kept"
-    if verdict is not None:
-        return verdict
-    if scored == samples:
-        return "scored"
-    if finished == samples:
-        return "finished"
-    return "in flight" if started else "drawn"
 
 
 class GroupOutcome(BaseModel):
@@ -210,18 +181,6 @@ class Ledger:
         self._returned: dict[Key, _Returned] = {}
         self._ages: dict[Key, int] = {}  # of groups in flight or returned
         self._drawn = 0
-
-    @classmethod
-    def fold(
-        cls,
-        seed: int,
-        sources: Mapping[str, tuple[float, int]],
-        history: Sequence[IterationHistory],
-        *,
-        shuffle: bool = True,
-    ) -> Ledger:
-        """The ledger after these iterations."""
-        return cls(seed, sources, shuffle=shuffle).extend(history)
 
     def extend(self, history: Sequence[IterationHistory]) -> Ledger:
         """Take in what of the history is not taken in yet; returns this ledger."""

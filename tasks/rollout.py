@@ -7,7 +7,6 @@ from its id, so a sample generated again is the same sample. Parts are written a
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -218,8 +217,3 @@ async def _write(ctx: IterationContext, rows: list[dict[str, Any]]) -> None:
     await stop_point(ctx.index, "rollout", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rollouts", entry.path)
-
-
-def metadata_of(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's metadata as a mapping."""
-    return json.loads(row["metadata"]) if row["metadata"] else {}

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from core.config import RunConfig
 
-GIB = 2**30
-
 
 def out_of_memory(what: str, rank: int, config: RunConfig, reason: str) -> str:
     """The message of a TrainerMemoryError: the fields that take memory, each with its value and the way to go."""

@@ -164,10 +164,6 @@ class RunFolder:
         """Checkpoints with a completeness marker, by iterations seen, oldest first."""
         return [done for done in self._numbers("checkpoints") if self._is_complete(done)]
 
-    def incomplete_checkpoints(self) -> list[int]:
-        """Checkpoints without a completeness marker: saves in progress, or interrupted ones."""
-        return [done for done in self._numbers("checkpoints") if not self._is_complete(done)]
-
     def remove_checkpoint(self, done: int) -> None:
         """Remove a checkpoint, its marker first: interrupted half-way, it no longer counts."""
         self.store.remove(f"{self.checkpoint_path(done)}/{COMPLETE}")

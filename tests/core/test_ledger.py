@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import DataError
-from core.ledger import Draw, GroupOutcome, IterationHistory, Key, Ledger, Verdict, epoch_order, group_state
+from core.ledger import Draw, GroupOutcome, IterationHistory, Key, Ledger, Verdict, epoch_order
 
 Sources = dict[str, tuple[float, int]]
 ORDER = [11, 3, 10, 5, 8, 4, 7, 6, 1, 2, 9, 0]
@@ -65,7 +65,7 @@ def test_over_any_history_no_group_is_lost_and_none_is_drawn_twice_unless_return
         history.append(committed)
         # a process that starts anew sees only what JSON holds
         stored = [IterationHistory.model_validate_json(part.model_dump_json()) for part in history]
-        fresh = Ledger.fold(seed, sources, stored, shuffle=shuffle)
+        fresh = Ledger(seed, sources, shuffle=shuffle).extend(stored)
         ledger.extend(history)
         assert (
             fresh.draw(iteration + 1, 7, 3)
@@ -176,7 +176,7 @@ def test_weights_changed_under_a_run_take_effect_at_once() -> None:
     for iteration in range(20):
         history.append(judged(iteration, before.draw(iteration, 10), lambda _: "kept"))
         before.extend(history)
-    after = Ledger.fold(0, {"a": (1.0, 1000), "b": (1.0, 1000), "c": (2.0, 1000)}, history)
+    after = Ledger(0, {"a": (1.0, 1000), "b": (1.0, 1000), "c": (2.0, 1000)}).extend(history)
     counts = Counter(draw.source for draw in after.draw(20, 40))
     assert abs(counts["a"] - 10) <= 4
     assert abs(counts["b"] - 10) <= 4
@@ -197,7 +197,7 @@ def test_sources_that_could_not_have_given_the_history_are_refused(
     ledger = Ledger(0, {"a": (1.0, 10)})
     history = [judged(0, ledger.draw(0, 8), lambda _: "kept")]
     with pytest.raises(DataError, match=said):
-        Ledger.fold(seed, sources, history)
+        Ledger(seed, sources).extend(history)
 
 
 def test_a_group_trained_or_dropped_cannot_come_again() -> None:
@@ -205,7 +205,7 @@ def test_a_group_trained_or_dropped_cannot_come_again() -> None:
     first = judged(0, ledger.draw(0, 4), lambda ordinal: "kept" if ordinal else "dropped")
     again = IterationHistory.of(1, first.groups())
     with pytest.raises(DataError, match="iteration 1 drew row"):
-        Ledger.fold(0, {"a": (1.0, 10)}, [first, again])
+        Ledger(0, {"a": (1.0, 10)}).extend([first, again])
 
 
 def test_iterations_are_taken_in_order_and_drawn_when_due() -> None:
@@ -233,35 +233,6 @@ def test_a_history_holds_every_group_with_reason_and_steps() -> None:
     history = IterationHistory.of(6, reversed(groups))
     assert IterationHistory.model_validate_json(history.model_dump_json()).groups() == groups
     assert Ledger(0, {"a": (1.0, 1)}).dropped == Counter()
-
-
-@pytest.mark.parametrize(
-    ("started", "finished", "scored", "verdict", "steps", "trained", "state"),
-    [
-        (0, 0, 0, None, [], 0, "drawn"),
-        (1, 0, 0, None, [], 0, "in flight"),
-        (4, 3, 3, None, [], 0, "in flight"),
-        (4, 4, 0, None, [], 0, "finished"),
-        (4, 4, 3, None, [], 0, "finished"),
-        (4, 4, 4, None, [], 0, "scored"),
-        (4, 4, 4, "dropped", [], 9, "dropped"),
-        (0, 0, 0, "returned", [], 9, "returned"),
-        (4, 4, 4, "kept", [3], 2, "kept"),
-        (4, 4, 4, "kept", [3], 3, "trained"),
-        (4, 4, 4, "kept", [3, 4], 3, "kept"),
-        (4, 4, 4, "kept", [3, 4], 4, "trained"),
-    ],
-)
-def test_the_state_of_a_group_follows_from_its_samples_its_verdict_and_the_frontier(
-    started: int,
-    finished: int,
-    scored: int,
-    verdict: Verdict | None,
-    steps: list[int],
-    trained: int,
-    state: str,
-) -> None:
-    assert group_state(4, started, finished, scored, verdict, steps, trained) == state
 
 
 def test_a_ledger_may_begin_at_a_later_iteration_with_other_sources() -> None:
