@@ -126,9 +126,8 @@ class Plain:
         tokens = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in rows])
         places = torch.arange(width)[None]
         ends = lengths[:, None] - 1
-        before = (places >= ends - responses[:, None]) & (
-            places < ends
-        )  # positions whose next token is trained on
+        # positions whose next token is trained on
+        before = (places >= ends - responses[:, None]) & (places < ends)
         hidden = self.model.model(
             input_ids=tokens, attention_mask=places < lengths[:, None]
         ).last_hidden_state

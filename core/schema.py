@@ -23,9 +23,8 @@ PROMPTS = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("row", pa.int64(), nullable=False),
         pa.field("epoch", pa.int32(), nullable=False),
-        pa.field(
-            "ordinal", pa.int32(), nullable=False
-        ),  # order of drawing within the iteration; past rollout.prompts: reserve
+        # order of drawing within the iteration; past rollout.prompts: reserve
+        pa.field("ordinal", pa.int32(), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),  # JSON: string or messages
         pa.field("prompt_tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("label", pa.string()),  # JSON
@@ -45,9 +44,8 @@ ROLLOUTS = pa.schema(
         pa.field("metadata", pa.string()),
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),  # prompt + response ids
         pa.field("response_length", pa.int32(), nullable=False),
-        pa.field(
-            "response", pa.string(), nullable=False
-        ),  # decoded for reading and scoring; never tokenised again
+        # decoded for reading and scoring; never tokenised again
+        pa.field("response", pa.string(), nullable=False),
         pa.field("loss_mask", pa.list_(pa.int8()), nullable=False),  # per response token
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # per response token
         pa.field(
@@ -69,9 +67,8 @@ REWARDS = pa.schema(
         *_ids,
         pa.field("reward", pa.float64()),  # null unless scored
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64()), nullable=False),
-        pa.field(
-            "scoring", pa.string(), nullable=False
-        ),  # scored, failed, timed_out, skipped (generation failed)
+        # scored, failed, timed_out, skipped (generation failed)
+        pa.field("scoring", pa.string(), nullable=False),
         pa.field("reason", pa.string()),
         pa.field("scoring_s", pa.float64(), nullable=False),
     ]
@@ -83,9 +80,8 @@ VERDICTS = pa.schema(
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("verdict", pa.string(), nullable=False),  # kept, dropped, returned
         pa.field("reason", pa.string()),
-        pa.field(
-            "train_step", pa.int64()
-        ),  # weight version that the sample's step produces; null unless kept
+        # weight version that the sample's step produces; null unless kept
+        pa.field("train_step", pa.int64()),
     ]
 )
 

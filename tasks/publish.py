@@ -83,10 +83,8 @@ def _train_metrics(steps: list[dict[str, Any]]) -> dict[str, float]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
-    for name in (
-        "logprob_gap_mean",
-        "logprob_gap_max",
-    ):  # later steps of an iteration have moved away from the engine
+    # later steps of an iteration have moved away from the engine
+    for name in ("logprob_gap_mean", "logprob_gap_max"):
         metrics[f"train/{name}"] = steps[0][name]
     metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]

@@ -105,9 +105,7 @@ class PackedSelfAttention(SelfAttention):
                 fused.rotated(key.squeeze(1), table),
                 value.squeeze(1),
             )
-        mixed, _ = self.linear_qkv(
-            hidden_states
-        )  # [T, 1, ...]: squeezed, since an index's gradient is a copy
+        mixed, _ = self.linear_qkv(hidden_states)  # [T, 1, ...]: squeezed, an index's gradient is a copy
         return fused.query_key_value(
             mixed.squeeze(1),
             getattr(self.q_layernorm, "weight", None),

@@ -107,9 +107,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
-FUSED_CHUNKS = (
-    4  # the plain form holds 16 bytes a logit, the fused one 2: four chunks at once, in half the memory
-)
+# the plain form holds 16 bytes a logit, the fused one 2: four chunks at once, in half the memory
+FUSED_CHUNKS = 4
 
 
 class _FusedTokenLogprobs(torch.autograd.Function):

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from connectors.huggingface.tiny import build_tiny_model
 
 START_TIMEOUT_S = 120
-CLOSE = float(
-    os.environ.get("MILLRACE_ENGINE_TOLERANCE", "1e-4")
-)  # of log-probabilities to the fp32 reference
+# of log-probabilities to the fp32 reference
+CLOSE = float(os.environ.get("MILLRACE_ENGINE_TOLERANCE", "1e-4"))
 EXACT = CLOSE < 1e-3  # an engine in bf16 need not repeat its own tokens in another batch
 
 
