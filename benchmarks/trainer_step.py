@@ -94,6 +94,7 @@ class Megatron:
         self.rank.setup(self.rank.address())
 
     def step(self, number: int) -> dict[str, Any]:
+        """Train on the batch of a step; its seconds, loss and gradient norm."""
         started = time.perf_counter()
         found = self.rank.train(number, str(self.folder / str(number) / "batch.parquet"))
         seconds = time.perf_counter() - started
@@ -116,6 +117,7 @@ class Plain:
         )
 
     def step(self, number: int) -> dict[str, Any]:
+        """Train on the batch of a step; its seconds, loss and gradient norm."""
         import torch
 
         rows = json.loads((self.folder / str(number) / "rows.json").read_text())

@@ -60,6 +60,7 @@ class RunFolderRecords(CachePolicy):
         flow_parameters: dict[str, Any],
         **kwargs: Any,
     ) -> str | None:
+        """Where the record lies under the storage root."""
         ctx: IterationContext = inputs["ctx"]
         folder = ctx.run_folder.iteration_path(ctx.index)
         return f"{ctx.config.run.name}/{folder}/{_path(task_ctx.task.name)}"

@@ -94,6 +94,7 @@ class Millrace:
         self.rank.setup(self.rank.address())
 
     def prepare(self, rows: list[dict[str, Any]]) -> str:
+        """Write a step's batch; returns its path."""
         import pyarrow as pa
 
         from connectors.storage.store import Store
@@ -106,11 +107,13 @@ class Millrace:
         return f"{folder}/batch.parquet"
 
     def step(self, prepared: str) -> dict[str, Any]:
+        """Train on it; loss, gradient norm and the seconds of each phase."""
         self.version += 1
         found = self.rank.train(self.version, prepared)
         return {"loss": found["loss"], "grad_norm": found["grad_norm"], "phases": found["seconds"]}
 
     def close(self) -> None:
+        """End the rank."""
         self.rank.shutdown()
 
 
@@ -124,12 +127,14 @@ class HuggingFace:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
 
     def prepare(self, rows: list[dict[str, Any]]) -> tuple[Any, Any]:
+        """A step's tokens and advantages on the GPU."""
         import torch
 
         tokens = torch.tensor([row["tokens"] for row in rows], device="cuda")
         return tokens, torch.tensor([row["advantage"] for row in rows], device="cuda")
 
     def step(self, prepared: tuple[Any, Any]) -> dict[str, Any]:
+        """Train on them; loss and gradient norm."""
         import torch
         from torch.nn import functional as F
 
@@ -149,7 +154,7 @@ class HuggingFace:
         return {"loss": loss.item(), "grad_norm": norm.item()}
 
     def close(self) -> None:
-        pass
+        """Nothing is held but memory."""
 
 
 def timed(side: Any, number: int, lengths: list[int]) -> dict[str, Any]:

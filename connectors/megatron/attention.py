@@ -121,6 +121,7 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], sca
 def short(
     query: Tensor, key: Tensor, value: Tensor, part: dense_attention.Part, scale: float | None
 ) -> Tensor:
+    """A part's sequences by variable-length attention."""
     cu = dense_attention.cumulative(part.bounds, query.device)
     longest = max(end - start for start, end in pairwise(part.bounds))
     return varlen(query, key, value, cu, cu, longest, longest, scale)
@@ -136,6 +137,7 @@ def varlen(
     longest_k: int,
     scale: float | None,
 ) -> Tensor:
+    """Causal attention of sequences end to end, at any lengths; queries are the last of their keys. GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
     extra: dict[str, Any] = {"enable_gqa": True} if _takes_gqa() else {}
