@@ -220,7 +220,7 @@ class Decoder:
         """Next hidden states [M, H] of slots 0..M-1 given each slot's last token [M] and its position [M]."""
         count = len(tokens)
         assert count % ROWS == 0
-        span = min(cache.capacity, -(-(int(positions.max()) + 1) // SPAN) * SPAN)
+        span = min(cache.capacity, rounded_up(int(positions.max()) + 1, SPAN))
         cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
         mask = (torch.arange(span) <= positions[:, None])[:, None, None]
         slots = torch.arange(count)
@@ -265,8 +265,8 @@ class Decoder:
         for number, expert in enumerate(layer["experts"]):
             rows, places = (chosen == number).nonzero(as_tuple=True)
             if len(rows):
-                padded = -(-len(rows) // ROWS) * ROWS
-                inputs = torch.cat([x[rows], x.new_zeros(padded - len(rows), x.shape[-1])])
+                padding = rounded_up(len(rows), ROWS) - len(rows)
+                inputs = torch.cat([x[rows], x.new_zeros(padding, x.shape[-1])])
                 parts[rows, places] = _feed_forward(inputs, *expert)[: len(rows)]
         out = torch.zeros_like(x)
         for place in range(chosen.shape[1]):
@@ -274,10 +274,15 @@ class Decoder:
         return out
 
 
+def rounded_up(count: int, step: int) -> int:
+    """The least multiple of `step` that holds `count`."""
+    return -(-count // step) * step
+
+
 def padded_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with at least ROWS rows in the product."""
     rows = x.shape[0]
-    padded = -(-rows // ROWS) * ROWS
+    padded = rounded_up(rows, ROWS)
     if padded != rows:
         x = torch.cat([x, x.new_zeros(padded - rows, x.shape[1])])
     return F.linear(x, weight)[:rows]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder
+from connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
 from connectors.embedded.sampling import SamplingParams
 
 PREFIXES = 128  # prompts whose keys and values are kept
@@ -82,7 +82,7 @@ class Slots:
     def step(self) -> Tensor:
         """Decode all that run; returns the logits [n, V] of each one's next token."""
         count = len(self.running)
-        padded = _padded(count)
+        padded = rounded_up(count, ROWS)
         tokens, positions = torch.zeros(padded, dtype=torch.long), torch.zeros(padded, dtype=torch.long)
         tokens[:count] = torch.tensor([r.output[-1] for r in self.running])
         positions[:count] = torch.tensor([r.length - 1 for r in self.running])
@@ -113,7 +113,7 @@ class Slots:
     def fits(self, admitted: list[Request]) -> bool:
         """Whether these can run beside what runs. One request alone always can; its slots are padded to ROWS."""
         count = len(self.running) + len(admitted)
-        tokens = _padded(count) * self._capacity_for(admitted)
+        tokens = rounded_up(count, ROWS) * self._capacity_for(admitted)
         return count == 1 or (count <= self._max_running and tokens <= self._max_total_tokens)
 
     def _capacity_for(self, requests: list[Request]) -> int:
@@ -126,7 +126,7 @@ class Slots:
     def _prepare_cache(self, admitted: list[Request]) -> None:
         """Make the cache wide and long enough for all that will run, within max_total_tokens."""
         old, busy = self.cache, len(self.running)
-        slots, capacity = _padded(busy + len(admitted)), self._capacity_for(admitted)
+        slots, capacity = rounded_up(busy + len(admitted), ROWS), self._capacity_for(admitted)
         have = old.keys[0].shape[0] if old.keys else 0
         if busy and old.capacity > capacity and slots * old.capacity <= self._max_total_tokens:
             capacity = old.capacity
@@ -145,7 +145,7 @@ class Slots:
             if context in self._prefixes:
                 self._prefixes.move_to_end(context)
             else:
-                missing.setdefault(-(-len(context) // PREFILL_SPAN) * PREFILL_SPAN, []).append(context)
+                missing.setdefault(rounded_up(len(context), PREFILL_SPAN), []).append(context)
         fresh: dict[tuple[int, ...], _Prefix] = {}
         for span, group in sorted(missing.items()):
             per_call = max(1, 8192 // span)
@@ -182,7 +182,7 @@ class Slots:
 
     def _score_prompt(self, request: Request) -> None:
         """Log-probabilities of the prompt's own tokens, from `prompt_logprobs_from` on."""
-        span = -(-len(request.prompt) // PREFILL_SPAN) * PREFILL_SPAN
+        span = rounded_up(len(request.prompt), PREFILL_SPAN)
         tokens = torch.zeros(1, span, dtype=torch.long)
         tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
         hidden, _ = self._decoder.prefill(tokens)
@@ -192,8 +192,3 @@ class Slots:
         for at in range(start, len(request.prompt)):
             token = request.prompt[at]
             request.prompt_logprobs.append((None if at == 0 else float(logprobs[at - 1, token]), token))
-
-
-def _padded(count: int) -> int:
-    """Slots for a number of requests."""
-    return -(-count // ROWS) * ROWS
