@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 ROWS = 8
@@ -91,9 +91,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                     tensors[name] = file.get_tensor(name)
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
+        except SafetensorError as error:
             raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
     return tensors
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
@@ -458,9 +459,7 @@ def _decode_tensors(text: str) -> dict[str, Tensor]:
         )
     try:
         tensors: dict[str, Tensor] = load_safetensors(data)
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except SafetensorError as error:
         raise RequestError(f"serialized_named_tensors: not safetensors: {error}") from error
     return tensors
 
