@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from connectors.ray import actors, cluster
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.external import ExternalEngine
 from connectors.sglang.fleet import Fleet
-from connectors.sglang.handover import from_buckets
+from connectors.sglang.handover import from_broadcast, from_buckets
 from connectors.sglang.process import EngineServer
 from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
@@ -220,13 +220,19 @@ class Live:
         return seconds
 
     async def _hand_over(self, fleet: Fleet, version: int, engines: list[int]) -> dict[str, float]:
-        if not self.config.hands_over_memory or not engines:
+        kind, gpus = self.config.sync_kind, self.config.engines.gpus
+        if kind == "disk" or not engines:
             directory, exported = await self._exported(version)
             phases = await fleet.publish(directory, version, engines) if engines else {}
             return {"export": exported, **phases}
         seconds: dict[str, float] = {}
         trainer = await self.trainer(version)
-        load = from_buckets(lambda: self._buckets(trainer, version), self.config.engines.gpus, seconds)
+        stream = partial(self._buckets, trainer, version, kind == "ipc")
+        load = (
+            from_buckets(stream, gpus, seconds)
+            if kind == "ipc"
+            else from_broadcast(stream, trainer.actors[0].call, gpus, seconds)
+        )
         phases = await fleet.publish(load, version, engines)
         if self.config.sync.verify:
             await self._verify(fleet, version, engines)
@@ -245,12 +251,14 @@ class Live:
                 shutil.rmtree(old)
         return str(directory), time.perf_counter() - started
 
-    async def _buckets(self, trainer: actors.ActorGroup, version: int) -> AsyncIterator[list[Any]]:
-        """All ranks' copies of one bucket of the weights after the other."""
+    async def _buckets(
+        self, trainer: actors.ActorGroup, version: int, share: bool
+    ) -> AsyncIterator[list[Any]]:
+        """All ranks' copies of one bucket of the weights after the other; `share`: for other processes on their GPUs."""
         size, number, last = self.config.sync.bucket_mib * 2**20, 0, False
         try:
             while not last:
-                copies = await trainer.call("bucket", version, number, size)
+                copies = await trainer.call("bucket", version, number, size, share)
                 yield copies
                 number, last = number + 1, copies[0].last
         finally:

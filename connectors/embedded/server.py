@@ -6,9 +6,6 @@ Owns parsing and answering; decides nothing about tokens. Bodies are JSON and sa
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hashlib
 import json
 import time
 import uuid
@@ -16,14 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
-from torch import Tensor
 
+from connectors.embedded.body import read_json
 from connectors.embedded.engine import Engine
-from connectors.embedded.model import ModelError, Weights
+from connectors.embedded.model import ModelError
 from connectors.embedded.sampling import RequestError, SamplingParams
 from connectors.embedded.slots import Request
+from connectors.embedded.weight_routes import WeightRoutes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30
@@ -35,7 +31,6 @@ class Server:
     def __init__(self, engine: Engine, info: Mapping[str, Any]) -> None:
         self.engine = engine
         self.info = dict(info)
-        self.snapshot: dict[str, Tensor] = {}
 
     def app(self) -> web.Application:
         """The application with all routes."""
@@ -54,21 +49,16 @@ class Server:
         post("/pause_generation", self.pause_generation)
         post("/continue_generation", self.continue_generation)
         post("/flush_cache", self.flush_cache)
-        post("/update_weights_from_disk", self.update_weights_from_disk)
-        post("/begin_weight_update", self.begin_weight_update)
-        post("/end_weight_update", self.end_weight_update)
-        post("/update_weights_from_tensor", self.update_weights_from_tensor)
-        post("/update_weight_version", self.update_weight_version)
         post("/release_memory_occupation", self.release_memory)
         post("/resume_memory_occupation", self.resume_memory)
-        post("/weights_checker", self.weights_checker)
+        WeightRoutes(self.engine).add_to(app)
         return app
 
     # generation
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """One prompt or a batch; plain or streamed."""
-        body = await _json(http)
+        body = await read_json(http)
         prompts, single = self._prompts(body)
         params = body.get("sampling_params")
         each = params if isinstance(params, list) else [params] * len(prompts)
@@ -218,7 +208,7 @@ class Server:
 
     async def abort_request(self, http: web.Request) -> web.Response:
         """End requests by rid prefix, or all of them."""
-        body = await _json(http)
+        body = await read_json(http)
         everything, rid = bool(body.get("abort_all")), body.get("rid") or ""
         if not everything and not rid:
             raise RequestError("rid, abort_all: one of them is needed")
@@ -227,7 +217,7 @@ class Server:
 
     async def pause_generation(self, http: web.Request) -> web.Response:
         """Stop stepping, in one of SGLang's three modes."""
-        mode = (await _json(http)).get("mode", "abort")
+        mode = (await read_json(http)).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             raise RequestError(f"mode: {mode!r} is not abort, retract or in_place")
         await self._call(lambda: self.engine.pause(mode))
@@ -244,70 +234,9 @@ class Server:
             raise RequestError("flush_cache: requests are running or waiting")
         return web.json_response({"success": True})
 
-    async def update_weights_from_disk(self, http: web.Request) -> web.Response:
-        """Load a checkpoint folder; waits for running requests unless paused."""
-        body = await _json(http)
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str):
-            raise RequestError("model_path: a folder is wanted")
-        await self._call(
-            lambda: self.engine.update_from_disk(path, None if version is None else str(version)),
-            when_idle=True,
-        )
-        return web.json_response(
-            {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
-        )
-
-    async def begin_weight_update(self, http: web.Request) -> web.Response:
-        """Accepted for protocol's sake: updates here are atomic."""
-        return web.json_response({"success": True})
-
-    async def end_weight_update(self, http: web.Request) -> web.Response:
-        """Accepted for protocol's sake: updates here are atomic."""
-        return web.json_response({"success": True})
-
-    async def update_weights_from_tensor(self, http: web.Request) -> web.Response:
-        """Replace named tensors, sent as base64 of safetensors bytes. Pickled tensors are refused."""
-        body = await _json(http)
-        tensors: dict[str, Tensor] = {}
-        for text in _parts(body.get("serialized_named_tensors")):
-            tensors |= _decode_tensors(text)
-        if not tensors:
-            raise RequestError("serialized_named_tensors: no tensors in it")
-        version = body.get("weight_version")
-
-        def replace() -> None:
-            engine = self.engine
-            unknown = sorted(set(tensors) - set(engine.decoder.weights.tensors))
-            if unknown:
-                raise ModelError(f"{unknown[0]} is no tensor of the model served")
-            engine.check_tensors(tensors)
-            dtype = engine.decoder.weights.embedding.dtype
-            merged = {**engine.decoder.weights.tensors, **{name: t.to(dtype) for name, t in tensors.items()}}
-            engine.replace_weights(
-                Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
-            )
-
-        await self._call(replace, when_idle=True)
-        return web.json_response(
-            {"success": True, "message": "updated", "weight_version": self.engine.weight_version}
-        )
-
-    async def update_weight_version(self, http: web.Request) -> web.Response:
-        """Rename the weights that are served."""
-        version = (await _json(http)).get("new_version")
-        if version is None:
-            raise RequestError("new_version: missing")
-
-        def rename() -> None:
-            self.engine.weight_version = str(version)
-
-        await self._call(rename)
-        return web.json_response({"success": True, "new_version": str(version)})
-
     async def release_memory(self, http: web.Request) -> web.Response:
         """Note memory as released; on a CPU nothing is given back but the prompt cache. Must be idle."""
-        tags = set((await _json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
+        tags = set((await read_json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
         _check_tags(tags)
         if not await self._call(self.engine.flush):
             raise RequestError("release_memory_occupation: requests are running or waiting")
@@ -317,38 +246,12 @@ class Server:
 
     async def resume_memory(self, http: web.Request) -> web.Response:
         """Take memory back; serving goes on when nothing is released any more."""
-        tags = set((await _json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
+        tags = set((await read_json(http)).get("tags") or ("weights", "kv_cache", "cuda_graph"))
         _check_tags(tags)
         self.engine.released -= tags
         if not self.engine.released:
             await self._call(self.engine.resume)
         return web.json_response({"success": True})
-
-    async def weights_checker(self, http: web.Request) -> web.Response:
-        """checksum: sha256 by tensor; snapshot and compare: whether weights changed since; reset_tensors: zero them."""
-        action = (await _json(http)).get("action")
-        if action not in ("checksum", "snapshot", "compare", "reset_tensors"):
-            raise RequestError(f"action: {action!r} is not checksum, snapshot, compare or reset_tensors")
-        return web.json_response(await self._call(lambda: self._check_weights(action)))
-
-    def _check_weights(self, action: str) -> dict[str, Any]:
-        held = self.engine.decoder.weights.tensors
-        if action == "checksum":
-            return {"success": True, "checksums": {name: _checksum(tensor) for name, tensor in held.items()}}
-        if action == "snapshot":
-            self.snapshot = {name: tensor.clone() for name, tensor in held.items()}
-        elif action == "reset_tensors":
-            zeroed = {name: tensor.new_zeros(tensor.shape) for name, tensor in held.items()}
-            self.engine.replace_weights(Weights(self.engine.shape, zeroed), self.engine.weight_version)
-        else:
-            differing = [
-                name for name, tensor in held.items() if not tensor.equal(self.snapshot.get(name, tensor[:0]))
-            ]
-            return {
-                "success": not differing,
-                "message": "equal" if not differing else f"{differing[0]} differs",
-            }
-        return {"success": True, "message": action}
 
     # information
 
@@ -411,19 +314,6 @@ async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
         return web.json_response({**message, "success": False, "error": message}, status=400)
 
 
-async def _json(http: web.Request) -> dict[str, Any]:
-    raw = await http.read()
-    if not raw:
-        return {}
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(f"the body is {type(body).__name__}, an object is wanted")
-    return body
-
-
 def _notifier(
     loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[int], at: int
 ) -> Callable[[Request], None]:
@@ -441,36 +331,7 @@ async def _until_done(requests: list[Request], queue: asyncio.Queue[int]) -> Asy
             yield at
 
 
-def _parts(given: Any) -> list[str]:
-    parts = [given] if isinstance(given, str) else given
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise RequestError("serialized_named_tensors: a list of base64 texts is wanted")
-    return parts
-
-
-def _decode_tensors(text: str) -> dict[str, Tensor]:
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"serialized_named_tensors: not base64: {error}") from error
-    if data[:1] == b"\x80":
-        raise RequestError(
-            "serialized_named_tensors: pickled tensors are never loaded; send safetensors bytes in base64"
-        )
-    try:
-        tensors: dict[str, Tensor] = load_safetensors(data)
-    except SafetensorError as error:
-        raise RequestError(f"serialized_named_tensors: not safetensors: {error}") from error
-    return tensors
-
-
 def _check_tags(tags: set[str]) -> None:
     unknown = tags - {"weights", "kv_cache", "cuda_graph"}
     if unknown:
         raise RequestError(f"tags: {sorted(unknown)[0]!r} is not weights, kv_cache or cuda_graph")
-
-
-def _checksum(tensor: Tensor) -> str:
-    import torch
-
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -19,7 +19,8 @@ from core.errors import TrainerError, TrainerMemoryError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from connectors.megatron.buckets import Bucket
+    from connectors.megatron.buckets import Bucket, BucketStream
+    from connectors.megatron.engine_group import EngineGroup
     from connectors.megatron.packs import Row
     from core.config import RunConfig
 
@@ -36,7 +37,9 @@ class TrainerRank:
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self.fetch_s = 0.0  # what taking GPU memory back took, at the last call that needed it
         self._rows: tuple[str, list[Row]] | None = None
-        self._stream: Iterator[Bucket] | None = None
+        self._stream: BucketStream | None = None
+        self._buckets: Iterator[Bucket] = iter(())
+        self._engines: EngineGroup | None = None
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, for the ranks to meet at."""
@@ -205,10 +208,10 @@ class TrainerRank:
         with self._working("export", everything=False):
             return export_hf(self.policy, self.hf, self.config.model.path, directory)
 
-    def bucket(self, version: int, number: int, size: int) -> Bucket:
-        """Bucket `number` of the held weights, in this GPU's memory until the next; 0 begins a new pass.
+    def bucket(self, version: int, number: int, size: int, share: bool) -> Bucket:
+        """Bucket `number` of the held weights, in this rank's memory until the next; 0 begins a new pass.
 
-        Raises TrainerError if another version is held.
+        `share`: for other processes on this GPU. Raises TrainerError if another version is held.
         """
         from connectors.megatron.buckets import BucketStream
 
@@ -217,13 +220,45 @@ class TrainerRank:
         with self._working("bucket", everything=False):
             if number == 0:
                 dtype = self.policy.config.params_dtype
-                self._stream = iter(BucketStream(self.policy, self.hf, dtype, size))
-            assert self._stream is not None
-            return next(self._stream)
+                self._stream = BucketStream(self.policy, self.hf, dtype, size, share=share)
+                self._buckets = iter(self._stream)
+            return next(self._buckets)
 
     def end_buckets(self) -> None:
         """Give the bucket's memory back."""
-        self._stream = None
+        self._stream, self._buckets = None, iter(())
+
+    def engine_group(self) -> tuple[str, list[str]] | None:
+        """Name and members of the group through which this rank sends buckets to engines."""
+        return (self._engines.name, self._engines.members) if self._engines else None
+
+    def open_engine_group(self, name: str, members: list[str], loopback: bool) -> tuple[str, int, str]:
+        """Have a group that engines can join instead of any before: its address, its port and its backend."""
+        from connectors.megatron.engine_group import EngineGroup
+
+        self.close_engine_group()
+        gpu = self.device.type == "cuda"
+        self._engines = EngineGroup(name, members, loopback=loopback, gpu=gpu)
+        return self._engines.host, self._engines.port, "nccl" if gpu else "gloo"
+
+    def enter_engine_group(self, size: int) -> None:
+        """Join the group while `size` - 1 engines' ranks do."""
+        assert self._engines is not None
+        self._engines.enter(size)
+
+    def send_bucket(self, timeout_s: float) -> None:
+        """Broadcast the bucket to the group. Raises TrainerError if that does not come to an end."""
+        assert self._engines is not None
+        assert self._stream is not None
+        assert self._stream.flat is not None
+        with self._working("send_bucket", everything=False):
+            self._engines.send(self._stream.flat, timeout_s)
+
+    def close_engine_group(self) -> None:
+        """Leave the group."""
+        if self._engines is not None:
+            self._engines.close()
+        self._engines = None
 
     def park(self) -> int:
         """Leave GPU memory to engines until the rank next needs it; returns bytes freed."""
@@ -234,6 +269,7 @@ class TrainerRank:
         """Leave the other ranks."""
         from connectors.megatron import world
 
+        self.close_engine_group()
         world.leave()
 
     def _read(self, url: str) -> list[Row]:

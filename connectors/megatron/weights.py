@@ -79,14 +79,18 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any]) -> None:
             parameter.copy_(mapped.local(tensors, shape, rank, size, rows))
 
 
-def hf_tensors(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def hf_names(model: PolicyModel, hf: dict[str, Any], experts: bool | None = None) -> Iterator[str]:
+    """Names of the Hugging Face tensors of this rank's stage, in order. `experts`: theirs alone, or the others' alone."""
+    for _, mapped in _whole(model, hf, experts):
+        yield from mapped.names
+
+
+def hf_tensors(
+    model: PolicyModel, hf: dict[str, Any], experts: bool | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Whole Hugging Face tensors of this rank's stage, one at a time; all tensor parallel ranks must iterate together."""
     shape: Shape = model_shape(hf)
-    seen: set[str] = set()
-    for parameter, mapped in mapped_parameters(model, hf):
-        if mapped.names[0] in seen or (_shared_copy(model, parameter)):
-            continue
-        seen.update(mapped.names)
+    for parameter, mapped in _whole(model, hf, experts):
         _, size = _tensor_place(mapped)
         shards = [parameter.detach()]
         if size > 1 and mapped.rule.split is not None:
@@ -98,6 +102,19 @@ def hf_tensors(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[str, Te
             shards = [torch.empty_like(shards[0]) for _ in range(size)]
             dist.all_gather(shards, parameter.detach().contiguous(), group=group)
         yield from zip(mapped.names, mapped.whole(shards, shape), strict=True)
+
+
+def _whole(
+    model: PolicyModel, hf: dict[str, Any], experts: bool | None
+) -> Iterator[tuple[torch.nn.Parameter, Mapped]]:
+    """This rank's parameters, each Hugging Face tensor once."""
+    seen: set[str] = set()
+    for parameter, mapped in mapped_parameters(model, hf):
+        if mapped.names[0] in seen or _shared_copy(model, parameter):
+            continue
+        seen.update(mapped.names)
+        if experts is None or mapped.expert == experts:
+            yield parameter, mapped
 
 
 def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: str) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
     mine = {
         name: tensor.to("cpu", dtype).clone().contiguous()
         for name, tensor in hf_tensors(model, hf)
-        if _writes(name)
+        if writes(".mlp.experts." in name)
     }
     file = f"model-{dist.get_rank():05d}.safetensors"
     if mine:
@@ -147,9 +164,9 @@ def _finish_export(aside: Path, target: Path, source: str, everywhere: list[Any]
     aside.rename(target)
 
 
-def _writes(name: str) -> bool:
-    """Whether this rank writes a tensor: one replica of it does."""
-    if ".mlp.experts." in name:
+def writes(experts: bool) -> bool:
+    """Whether this rank writes its experts' tensors, or its others: one replica does."""
+    if experts:
         return bool(mpu.get_expert_data_parallel_rank() == 0 and mpu.get_expert_tensor_parallel_rank() == 0)
     return bool(
         mpu.get_tensor_model_parallel_rank() == 0

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from connectors.sglang.bucket import Entry
 from core.errors import EngineError, EngineLostError, EngineStalledError
 
 CONTROL_TIMEOUT_S = 600.0
@@ -185,8 +186,44 @@ class EngineClient:
         if not answer.get("success"):
             raise EngineError(f"{self.engine_id}: did not take a bucket of weights: {answer.get('message')}")
 
+    async def init_weights_update_group(
+        self, host: str, port: int, rank: int, size: int, name: str, backend: str
+    ) -> None:
+        """Have the engine's GPUs, `rank` being the first, join a group of `size` that meets at an address."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": size,
+            "group_name": name,
+            "backend": backend,
+        }
+        answer = await self._post("/init_weights_update_group", body)
+        if not answer.get("success"):
+            raise EngineError(
+                f"{self.engine_id}: did not join the group of a broadcast: {answer.get('message')}"
+            )
+
+    async def update_weights_from_distributed(
+        self, entries: Sequence[Entry], group: str, version: int | None
+    ) -> None:
+        """Load one bucket that rank 0 of a group broadcasts meanwhile; the last brings the version."""
+        body: dict[str, Any] = {
+            "names": [name for name, *_ in entries],
+            "shapes": [shape for _, shape, *_ in entries],
+            "dtypes": [dtype for _, _, dtype, *_ in entries],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": version is not None,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        answer = await self._post("/update_weights_from_distributed", body)
+        if not answer.get("success"):
+            raise EngineError(f"{self.engine_id}: did not take a bucket of weights: {answer.get('message')}")
+
     async def weight_update(self, what: Literal["begin", "end"]) -> None:
-        """Bracket an update from tensors, as servers since 0.5.21 want it; older ones do not know it."""
+        """Bracket an update from buckets, as servers since 0.5.21 want it; older ones do not know it."""
         try:
             await self._post(f"/{what}_weight_update", {})
         except EngineError as error:

@@ -176,7 +176,7 @@ def _layout(config: RunConfig, gpus: int) -> Layout:
         gpus_an_engine=on_gpus,
         gpus=count * on_gpus + (config.trainer.world_size if cuda and not config.placement.colocate else 0),
         placement=config.placement.ray_address or "a Ray head on this host",
-        sync="ipc" if config.hands_over_memory else "disk",
+        sync=config.sync_kind,
     )
 
 

@@ -246,13 +246,22 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
             f"the trainer shares GPUs with engines.count × engines.gpus = {e.count} × {e.gpus}",
             "make both the number of GPUs, or set placement.colocate=false",
         )
-    p = config.trainer.parallel
-    if config.sync.kind == "ipc" and (not config.placement.colocate or p.pipeline > 1 or p.expert > 1):
+    if config.sync.kind == "ipc" and not config.placement.colocate:
         yield Problem(
             "sync.kind",
             "ipc",
-            "GPU memory is handed over within a GPU, by ranks that hold every layer",
-            "set it to disk, or set placement.colocate=true with trainer.parallel.pipeline and expert 1",
+            "GPU memory is handed over within a GPU",
+            "set it to broadcast or disk, or set placement.colocate=true",
+        )
+    if config.sync.kind == "broadcast" and config.placement.colocate:
+        yield Problem("sync.kind", "broadcast", "NCCL joins no GPU to a group twice", "set it to ipc or disk")
+    on_cpu = e.kind == "embedded", config.trainer.device == "cpu"
+    if config.sync.kind == "broadcast" and e.kind != "external" and on_cpu[0] != on_cpu[1]:
+        yield Problem(
+            "sync.kind",
+            "broadcast",
+            f"trainer.device={config.trainer.device} and engines.kind={e.kind} may have no transport in common",
+            "set trainer.device=cuda and engines.kind=sglang, or trainer.device=cpu and engines.kind=embedded, or disk",
         )
 
 
@@ -299,7 +308,8 @@ def _external(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
         )
-    if config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
+    disk = config.sync_kind == "disk"
+    if disk and config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
         yield Problem(
             "sync.directory",
             None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from core.config.algorithm import Algorithm
 from core.config.base import Section
 from core.config.model import Data, Filter, Model, Reward, Rollout, Run, Storage
@@ -49,9 +51,11 @@ class RunConfig(Section):
         return self.trainer.world_size // (p.tensor * p.pipeline * p.context)
 
     @property
-    def hands_over_memory(self) -> bool:
-        """Whether weights reach the engines through GPU memory (sync.kind)."""
-        p = self.trainer.parallel
+    def sync_kind(self) -> Literal["disk", "ipc", "broadcast"]:
+        """How weights reach the engines: sync.kind, or what auto takes."""
         if self.sync.kind != "auto":
-            return self.sync.kind == "ipc"
-        return self.placement.colocate and p.pipeline == 1 and p.expert == 1
+            return self.sync.kind
+        if self.placement.colocate:
+            return "ipc"
+        own_gpus = self.engines.kind == "sglang" and self.trainer.device != "cpu"
+        return "broadcast" if own_gpus else "disk"

@@ -116,20 +116,22 @@ class Placement(Section):
 class Sync(Section):
     """How weights reach the engines."""
 
-    kind: Literal["auto", "disk", "ipc"] = Field(
+    kind: Literal["auto", "disk", "ipc", "broadcast"] = Field(
         "auto",
-        description="disk: a Hugging Face folder; ipc: GPU memory handed over a bucket at a time, for sglang engines on the trainer's GPUs. auto takes ipc where it can.",
+        description="disk: a Hugging Face folder; ipc: GPU memory handed over a bucket at a time, for sglang engines on the trainer's GPUs; broadcast: buckets sent from trainer rank 0 to engines elsewhere, by NCCL, or by gloo to embedded engines. auto takes ipc where GPUs are shared, broadcast for engines.kind=sglang elsewhere, else disk.",
     )
     directory: str | None = Field(
         None,
         description="Folder for disk sync, seen by trainer and engines; shared memory of this host when not given.",
     )
     bucket_mib: int = Field(
-        512, ge=1, description="Size of a bucket: the extra GPU memory that ipc takes. MiB."
+        512,
+        ge=1,
+        description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank. MiB.",
     )
     verify: bool = Field(
         False,
-        description="After each ipc sync also load the weights from disk and compare the engine's checksums of both.",
+        description="After each sync by ipc or broadcast also load the weights from disk and compare the engine's checksums of both.",
     )
     max_logprob_gap: float = Field(
         0.02,

@@ -1,0 +1,67 @@
+"""The stream of weights to engines: every rank of every layout gets the very tensors of an export, within one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_ranks import Group, Workers, configuration
+
+SIZE = 4096
+LAYOUTS: dict[str, tuple[str, int, dict[str, int | bool]]] = {
+    "one rank": ("qwen3", 1, {}),
+    "data": ("qwen3", 2, {}),
+    "tensor": ("qwen3", 2, {"tensor": 2}),
+    "pipeline": ("qwen3", 2, {"pipeline": 2}),
+    "context": ("qwen3", 2, {"context": 2}),
+    "experts on one rank": ("qwen3_moe", 1, {}),
+    "experts, tensor": ("qwen3_moe", 2, {"tensor": 2, "sequence": True}),
+    "experts apart": ("qwen3_moe", 2, {"expert": 2}),
+    "experts apart, tensor": ("qwen3_moe", 2, {"tensor": 2, "sequence": True, "expert": 2}),
+    "experts, pipeline": ("qwen3_moe", 2, {"pipeline": 2}),
+}
+
+
+def passed(rank: Any) -> list[tuple[dict[str, torch.Tensor], int, bool, int]]:
+    """One pass on one rank: of each bucket its tensors, its bytes, whether it was said to be the last, the buffer's bytes."""
+    found, number, last = [], 0, False
+    while not last:
+        bucket = rank.bucket(0, number, SIZE, False)
+        flat, entries, last = rank._stream.flat, bucket.entries, bucket.last
+        tensors = {
+            name: flat[start:end].view(getattr(torch, dtype)).view(shape).clone()
+            for name, shape, dtype, start, end in entries
+        }
+        found.append((tensors, bucket.bytes, last, rank._stream._buffer.numel()))
+        number += 1
+    rank.end_buckets()
+    return found
+
+
+@pytest.fixture(params=LAYOUTS)
+def ranks(request: Any, workers: Workers, model: Callable[..., Path]) -> Any:
+    kind, world, parallel = LAYOUTS[request.param]
+    with workers.group(configuration(model(kind), world, parallel=parallel)) as group:
+        yield group
+
+
+def test_every_rank_gets_every_tensor_of_an_export_once(ranks: Group, tmp_path: Path) -> None:
+    ranks.call("export", str(tmp_path / "export"), 0)
+    exported = {
+        name: t for file in (tmp_path / "export").glob("*.safetensors") for name, t in load_file(file).items()
+    }
+    largest = max(tensor.nbytes for tensor in exported.values())
+    for buckets in ranks.run(passed):
+        names = [name for tensors, *_ in buckets for name in tensors]
+        assert sorted(names) == sorted(exported)
+        assert all(tensor.equal(exported[name]) for tensors, *_ in buckets for name, tensor in tensors.items())
+        assert [last for _, _, last, _ in buckets] == [False] * (len(buckets) - 1) + [True]
+        for tensors, size, _, held in buckets:
+            assert size == sum(tensor.nbytes for tensor in tensors.values())
+            assert size <= SIZE or len(tensors) == 1
+            assert held <= max(SIZE, largest)
+        assert len(buckets) >= sum(tensor.nbytes for tensor in exported.values()) // max(SIZE, largest)

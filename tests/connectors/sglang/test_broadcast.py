@@ -1,0 +1,157 @@
+"""Weights broadcast to real engines by gloo: served, repeated in one group, and engines lost on the way replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_handle import LocalHandle
+from safetensors.torch import load_file
+
+from connectors.megatron.engine_group import EngineGroup
+from connectors.sglang import handover
+from connectors.sglang.bucket import Entry
+from connectors.sglang.fleet import Fleet
+from core.errors import EngineError
+
+MakeFleet = Callable[..., Fleet]
+BUCKETS = 3
+
+
+@dataclass
+class Copy:
+    entries: list[Entry]
+    last: bool
+    handle: bytes = b""
+
+
+class Sending:
+    """What trainer rank 0 does, from a folder: fills buckets and sends them, calls in a thread one after the other."""
+
+    def __init__(self, model: Path) -> None:
+        self.tensors = sorted(load_file(model / "model.safetensors").items())
+        self.group: EngineGroup | None = None
+        self.groups: list[str] = []
+        self.disturb: Callable[[int], None] = lambda number: None  # called when a bucket was filled
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    async def stream(self) -> AsyncIterator[Sequence[Copy]]:
+        for number in range(BUCKETS):
+            part, entries, at = self.tensors[number::BUCKETS], [], 0
+            for name, tensor in part:
+                entries.append((name, tuple(tensor.shape), "float32", at, at + tensor.nbytes))
+                at += tensor.nbytes
+            self._flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
+            self.disturb(number)
+            yield [Copy(entries, last=number == BUCKETS - 1)]
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await asyncio.to_thread(getattr(self, method), *args)
+
+    def engine_group(self) -> tuple[str, list[str]] | None:
+        return (self.group.name, self.group.members) if self.group else None
+
+    def open_engine_group(self, name: str, members: list[str], loopback: bool) -> tuple[str, int, str]:
+        self.close_engine_group()
+        self.group = EngineGroup(name, members, loopback=loopback, gpu=False)
+        self.groups.append(name)
+        return self.group.host, self.group.port, "gloo"
+
+    def enter_engine_group(self, size: int) -> None:
+        assert self.group is not None
+        self.group.enter(size)
+
+    def send_bucket(self, timeout_s: float) -> None:
+        assert self.group is not None
+        self.group.send(self._flat, timeout_s)
+
+    def close_engine_group(self) -> None:
+        if self.group:
+            self.group.close()
+        self.group = None
+
+
+@pytest.fixture
+def sending(other_model: Path) -> Iterator[Sending]:
+    made = Sending(other_model)
+    yield made
+    made.close_engine_group()
+
+
+async def publish(fleet: Fleet, sending: Sending, version: int) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    await fleet.publish(handover.from_broadcast(sending.stream, sending.call, 1, seconds), version)
+    return seconds
+
+
+async def holding(fleet: Fleet, model: Path, version: int) -> list[Any]:
+    """Checksums of engines that serve other weights, as the folder gives them."""
+    await fleet.ensure(str(model))
+    await fleet.publish(str(model), version)
+    return list((await fleet.checksums([0, 1])).values())
+
+
+async def test_engines_hold_what_was_broadcast_and_keep_their_group(
+    make_fleet: MakeFleet, sending: Sending, tiny_model: Path, other_model: Path
+) -> None:
+    fleet = make_fleet()
+    wanted = await holding(fleet, other_model, 30)
+    await fleet.publish(str(tiny_model), 31)
+    seconds = await publish(fleet, sending, 32)
+    assert set(seconds) == {"group", "gather", "transfer"}
+    assert fleet.unconfirmed(32) == []
+    assert list((await fleet.checksums([0, 1])).values()) == wanted
+    await fleet.publish(str(tiny_model), 33)
+    await publish(fleet, sending, 34)
+    assert list((await fleet.checksums([0, 1])).values()) == wanted
+    assert len(sending.groups) == 1
+    assert fleet.restarts == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_an_engine_lost_amid_a_broadcast_is_replaced_and_all_hold_the_weights(
+    make_fleet: MakeFleet,
+    sending: Sending,
+    handles: list[LocalHandle],
+    tiny_model: Path,
+    other_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(handover, "LATE_S", 2.0)
+    fleet = make_fleet(rollout={"progress_timeout_s": 5.0})
+    wanted = await holding(fleet, other_model, 40)
+    await fleet.publish(str(tiny_model), 41)
+
+    def once(bucket: int) -> None:
+        if bucket == 1 and len(sending.groups) == 1:
+            handles[0].signal(number)
+
+    sending.disturb = once
+    await publish(fleet, sending, 42)
+    assert fleet.unconfirmed(42) == []
+    assert list((await fleet.checksums([0, 1])).values()) == wanted
+    assert fleet.restarts >= 1
+    assert len(sending.groups) >= 2
+
+
+async def test_what_engines_refuse_is_told_and_they_go_on_generating(
+    make_fleet: MakeFleet, sending: Sending, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(handover, "LATE_S", 2.0)
+    fleet = make_fleet()
+    await fleet.ensure(str(tiny_model))
+    sending.tensors = [("no.such.weight", torch.zeros(8)), *sending.tensors]
+    with pytest.raises(EngineError, match="no.such.weight is no tensor of the model served"):
+        await publish(fleet, sending, 43)
+    assert fleet.unconfirmed(43) == [0, 1]
+    for client in fleet._clients.values():
+        assert not (await client.server_info())["paused"]
