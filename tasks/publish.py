@@ -9,14 +9,13 @@ import asyncio
 import time
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import task
 
 from connectors.storage.manifest import Manifest
 from connectors.storage.parts import read_parts
 from core.config import RunConfig
-from core.metrics import group_metrics, sample_metrics
+from core.metrics import group_metrics, sample_metrics, staleness_metrics
 from tasks import report
 from tasks.context import IterationContext
 from tasks.holds import stop_point
@@ -69,7 +68,7 @@ def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
     generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
     rollout_s = records["rollout"]["seconds"]
     metrics["rollout/tokens_per_second"] = generated / rollout_s if rollout_s else 0.0
-    metrics["staleness/mean"] = _staleness(rollouts, ctx.version_before)
+    metrics["staleness/mean"] = staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0)
     if "evaluate" in records:
         metrics.update(report.evaluation_metrics(records["evaluate"]))
     return {name: float(value) for name, value in metrics.items() if value is not None}
@@ -107,10 +106,3 @@ def _filter_metrics(config: RunConfig, record: Record) -> dict[str, float]:
         "filter/groups_generated": judged,
         "filter/surplus_factor": judged / config.rollout.prompts,
     }
-
-
-def _staleness(rollouts: pa.Table, version: int) -> float:
-    """Mean number of versions between a sample's first token and the trainer."""
-    spans = rollouts.column("policy_versions").to_pylist()
-    first = [version - span[0]["version"] for span in spans if span]
-    return sum(first) / len(first) if first else 0.0

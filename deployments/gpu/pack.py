@@ -113,7 +113,7 @@ def _build(pack: Path, names: list[str], lock: Path | None, have: set[str], part
         for path in list(site.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     _strip(site)
-    _archive(site, pack, part_mib * 2**20)
+    _archive(pack, part_mib * 2**20)
 
 
 def _closure(names: list[str], lock: Path, have: set[str]) -> list[str]:
@@ -171,7 +171,7 @@ def _strip(site: Path) -> None:
                     subprocess.run(["strip", "--strip-unneeded", str(path)], check=False, capture_output=True)
 
 
-def _archive(site: Path, pack: Path, part: int) -> None:
+def _archive(pack: Path, part: int) -> None:
     whole = pack / "pack.tar.xz"
     subprocess.run(
         f"tar -C '{pack}' -cf - site | xz -T2 -9 --lzma2=dict=128MiB > '{whole}'", shell=True, check=True

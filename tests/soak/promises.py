@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from flow_runs import final_weights
 
 from connectors.storage.run_folder import RunFolder
 
@@ -49,11 +50,6 @@ def trained(run: Path) -> list[tuple[str, int, int]]:
         table = pq.read_table(folder / "batch.parquet", columns=["prompt_id", "index", "train_step"])
         found += [(row["prompt_id"], row["index"], row["train_step"]) for row in table.to_pylist()]
     return found
-
-
-def final_weights(run: Path) -> bytes:
-    """The bytes of the last Hugging Face export."""
-    return (sorted((run / "exports").iterdir())[-1] / "model.safetensors").read_bytes()
 
 
 def parts(run: Path) -> dict[Path, bytes]:
