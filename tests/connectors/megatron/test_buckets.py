@@ -58,7 +58,9 @@ def test_every_rank_gets_every_tensor_of_an_export_once(ranks: Group, tmp_path: 
     for buckets in ranks.run(passed):
         names = [name for tensors, *_ in buckets for name in tensors]
         assert sorted(names) == sorted(exported)
-        assert all(tensor.equal(exported[name]) for tensors, *_ in buckets for name, tensor in tensors.items())
+        assert all(
+            tensor.equal(exported[name]) for tensors, *_ in buckets for name, tensor in tensors.items()
+        )
         assert [last for _, _, last, _ in buckets] == [False] * (len(buckets) - 1) + [True]
         for tensors, size, _, held in buckets:
             assert size == sum(tensor.nbytes for tensor in tensors.values())

@@ -21,11 +21,15 @@ BASE: dict[str, Any] = {
 }
 
 
-def fields(*overrides: str) -> list[str]:
+def config(*overrides: str) -> RunConfig:
     values = copy.deepcopy(BASE)
     for override in overrides:
         apply(values, override)
-    found = problems(RunConfig.model_validate(values))
+    return RunConfig.model_validate(values)
+
+
+def fields(*overrides: str) -> list[str]:
+    found = problems(config(*overrides))
     assert all(problem.reason and problem.remedy for problem in found)
     return [problem.field for problem in found]
 
@@ -52,6 +56,9 @@ def fields(*overrides: str) -> list[str]:
         ["trainer.schedule.kind=linear", "trainer.schedule.warmup_steps=9"],
         ["trainer.schedule.warmup_steps=1000"],
         ["sync.kind=disk"],
+        ["sync.kind=broadcast"],
+        ["sync.kind=broadcast", "engines.kind=embedded", "trainer.device=cpu"],
+        ["sync.kind=broadcast", "engines.kind=external", "engines.addresses=['http://a:1']"],
         ["engines.kind=external", "engines.addresses=['http://localhost:30000']"],
         [
             "engines.kind=external",
@@ -105,6 +112,9 @@ def test_these_agree(overrides: list[str]) -> None:
         (["engines.kind=embedded", "engines.sglang.mem_fraction_static=0.8"], "engines.sglang"),
         (["engines.kind=embedded", "engines.gpus=2"], "engines.gpus"),
         (["sync.kind=ipc"], "sync.kind"),
+        (["sync.kind=broadcast", "placement.colocate=true"], "sync.kind"),
+        (["sync.kind=broadcast", "engines.kind=embedded"], "sync.kind"),
+        (["sync.kind=broadcast", "engines.kind=sglang", "trainer.device=cpu"], "sync.kind"),
         (["engines.addresses=['http://localhost:1']"], "engines.addresses"),
         (["engines.kind=external"], "engines.addresses"),
         (
@@ -156,3 +166,20 @@ def test_all_come_at_once() -> None:
         "algorithm.dual_clip=1.1",
     )
     assert sorted(found) == ["algorithm.dual_clip", "engines.gpus", "sync.kind", "trainer.global_batch"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ([], "disk"),
+        (["placement.colocate=true"], "ipc"),
+        (["engines.kind=sglang"], "broadcast"),
+        (["engines.kind=sglang", "placement.colocate=true"], "ipc"),
+        (["engines.kind=sglang", "sync.kind=disk"], "disk"),
+        (["engines.kind=embedded"], "disk"),
+        (["engines.kind=external", "engines.addresses=['http://localhost:1']"], "disk"),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_fastest_way_to_the_engines(overrides: list[str], kind: str) -> None:
+    assert config(*overrides).sync_kind == kind
