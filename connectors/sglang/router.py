@@ -40,10 +40,10 @@ class Handle(Protocol):
 class RouterClient(EngineClient):
     """The router at a base URL."""
 
-    async def workers(self) -> dict[str, str]:
-        """Ids of the workers that get requests, by URL."""
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """What it says of its workers, by URL."""
         answer = await self._get("/workers", PROBE_TIMEOUT_S)
-        return {worker["url"]: worker["id"] for worker in answer["workers"]}
+        return {worker["url"]: worker for worker in answer["workers"]}
 
     async def add(self, url: str) -> None:
         """Ask that a worker get requests; it does some time later."""
@@ -82,7 +82,8 @@ class Router:
                 self._workers = None
                 state = await self._handle.call("start", list(engines))
                 if await self._answers(state["url"]):
-                    await self._settle(set(engines))
+                    async with self._settling:
+                        await self._settle(set(engines))
             except EngineLostError as error:
                 log.warning("%s", error)
             except ActorLostError as error:
@@ -110,15 +111,19 @@ class Router:
 
     async def _settle(self, wanted: set[str]) -> None:
         """Wait until the workers are those wanted."""
-        assert self._client is not None
+        client = self._client
+        assert client is not None
         asked: set[str] = set()
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                while (found := await self._client.workers()).keys() != wanted:
+                while True:
+                    found = await client.workers()
+                    if found.keys() == wanted and all(worker["is_healthy"] for worker in found.values()):
+                        return
                     for url in wanted - found.keys() - asked:
-                        await self._client.add(url)
+                        await client.add(url)
                     for url in found.keys() - wanted - asked:
-                        await self._client.remove(found[url])
+                        await client.remove(found[url]["id"])
                     asked |= wanted ^ found.keys()
                     await asyncio.sleep(SETTLE_WAIT_S)
         except TimeoutError:

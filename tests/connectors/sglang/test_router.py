@@ -9,14 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from local_handle import LocalHandle
-from test_fleet import LONG, PROMPT, SHORT, recovery, serving, until_generating
+from aiohttp import web
+from local_handle import LocalHandle, fleet_config
+from test_fleet import LONG, PROMPT, SHORT, serving, until_generating
 
-from connectors.sglang.client import Generation
+from connectors.sglang.client import SESSION, Generation
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.fleet import Fleet
-from core.errors import EngineError, EngineStalledError
+from connectors.sglang.process import RouterServer
+from connectors.sglang.router import PASSED, Router
+from core.errors import EngineError
+
+pytest.importorskip("sglang_router")
 
 MakeFleet = Callable[..., Fleet]
 ROUND_ROBIN = {"engines": {"router": {"policy": "round_robin"}}}
@@ -144,20 +150,20 @@ async def test_another_driver_finds_the_router_that_runs(
     assert second.restarts == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, None], ids=["router", "engine"])
+@pytest.mark.parametrize("which", ["router", "engine"])
 async def test_one_that_makes_no_progress_is_replaced_and_its_requests_made_again(
     make_fleet: MakeFleet,
     tiny_model: Path,
     handles: list[LocalHandle],
     routers: dict[str, LocalHandle],
-    number: int | None,
+    which: str,
 ) -> None:
     fleet = make_fleet(**ROUND_ROBIN, rollout={"progress_timeout_s": 2.0})
     dispatcher = await serving(fleet, tiny_model, 37)
     running = asyncio.create_task(generate(dispatcher, 4, LONG))
     await until_generating(dispatcher)
     (router,) = (handle for key, handle in routers.items() if "round_robin" in key)
-    (router if number else handles[1]).signal(signal.SIGSTOP)
+    (router if which == "router" else handles[1]).signal(signal.SIGSTOP)
     assert {(len(g.output_ids), g.weight_versions[0]) for g in await running} == {(1200, (0, 37))}
     assert fleet.restarts >= 1
     assert fleet.unconfirmed(37) == []
@@ -207,13 +213,51 @@ async def test_a_cancelled_request_ends_at_the_engine(make_fleet: MakeFleet, tin
         assert (await engine.server_info())["load"]["running"] == 0
 
 
-async def test_a_stalled_engine_of_two_is_the_one_that_is_replaced(
-    make_fleet: MakeFleet, tiny_model: Path
-) -> None:
-    fleet = make_fleet(**ROUND_ROBIN)
-    dispatcher = await serving(fleet, tiny_model, 42)
-    fleet.doubt(fleet._clients[1], EngineStalledError("no token"))
-    assert await made_by(dispatcher, 4, SEEDED) == [4]
-    await recovery(fleet, tiny_model)(42)
-    assert fleet.restarts == 1
-    assert await made_by(dispatcher, 4, SEEDED) == [2, 2]
+async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> None:
+    """Fails when another version of the router drops more, or less."""
+    seen: list[tuple[dict[str, Any], str | None]] = []
+    answer = b'{"text": "a", "meta_info": {"weight_versions": [], "more": [-0.12345678901234567, 1e-8]}}'
+
+    async def worker(http: web.Request) -> web.Response:
+        if http.path != "/generate":
+            return web.json_response({"model_path": "m"})
+        seen.append((await http.json(), http.headers.get(SESSION)))
+        return web.Response(body=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", worker)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    handle = LocalHandle(fleet_config(tiny_model, engines={"router": {"policy": "manual"}}), 0, RouterServer)
+
+    async def find() -> LocalHandle:
+        return handle
+
+    router = Router(find, print)
+    try:
+        await router.ensure([f"http://127.0.0.1:{runner.addresses[0][1]}"])
+        url = handle.server.state()["url"]
+        top = {"input_ids": [1, 2**31 - 1], "rid": "r", "return_logprob": True, "logprob_start_len": -1}
+        texts, lists = (
+            dict.fromkeys(("json_schema", "regex", "ebnf"), "x"),
+            {"stop": ["a"], "stop_token_ids": [7]},
+        )
+        flags = dict.fromkeys(("ignore_eos", "no_stop_trim", "skip_special_tokens"), True)
+        numbers = dict.fromkeys(PASSED - texts.keys() - lists.keys() - flags.keys(), 1)
+        params = {**texts, **lists, **flags, **numbers, "temperature": 0.123456, "sampling_seed": 2**63 - 1}
+        dropped = {"logit_bias": {"1": 1.0}, "stop_regex": ["a"], "custom_params": {}, "structural_tag": "a"}
+        async with aiohttp.ClientSession(headers={SESSION: "s"}) as http:
+            body = {**top, "return_text_in_logprobs": False, "sampling_params": {**params, **dropped}}
+            async with http.post(f"{url}/generate", json=body) as got:
+                assert await got.read() == answer
+            body["sampling_params"] = {"temperature": 0.123456789}
+            await http.post(f"{url}/generate", json=body)
+    finally:
+        await router.close()
+        handle.close()
+        await runner.cleanup()
+    (first, session), (second, _) = seen
+    assert (first["sampling_params"], session) == (params, "s")
+    assert {name: first[name] for name in top} == top
+    assert second["sampling_params"]["temperature"] == 0.12345679  # hence the rule about six digits
