@@ -17,7 +17,7 @@ from pathlib import Path
 
 import fsspec
 
-from connectors.sglang.launch import PYTHON_PATH
+from connectors.sglang.launch import PYTHON_PATH, ROUTER_MISSING
 from connectors.storage.store import Store
 from core.config import RunConfig, rules
 from core.config.problems import Problem
@@ -160,6 +160,8 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
             "SGLang is not installed",
             "install it, or set engines.kind to auto or embedded",
         )
+    if here and config.engines.router and not importlib.util.find_spec("sglang_router"):
+        yield Problem("engines.router", config.engines.router.policy, *ROUTER_MISSING)
     for address in config.engines.addresses:
         yield from _engine_answers(address)
     if here:

@@ -14,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from core.config import RunConfig
-from core.config.passthrough import MEGATRON_ELSEWHERE, MEGATRON_REFUSED, SGLANG_OWNED
+from core.config.passthrough import (
+    MEGATRON_ELSEWHERE,
+    MEGATRON_REFUSED,
+    ROUTER_OWNED,
+    ROUTER_REFUSED,
+    SGLANG_OWNED,
+)
 from core.config.problems import Problem
 from core.errors import ConfigError
 from core.hooks import load
 
 MEGATRON = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
 SGLANG = ("srt/server_args.py",)
+ROUTER = ("router_args.py",)
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
@@ -77,7 +84,7 @@ def _hook(
 
 
 def check_passthrough(config: RunConfig) -> Iterator[Problem]:
-    """Options that the installed megatron-core and SGLang do not have."""
+    """Options that the installed megatron-core, SGLang and sglang-router do not have."""
     megatron = set(config.trainer.megatron) - set(MEGATRON_REFUSED) - set(MEGATRON_ELSEWHERE)
     yield from _unknown(
         "trainer.megatron",
@@ -91,6 +98,13 @@ def check_passthrough(config: RunConfig) -> Iterator[Problem]:
         {name: config.engines.sglang[name] for name in sorted(sglang)},
         ("sglang", SGLANG, ("ServerArgs",)),
         "SGLang's ServerArgs",
+    )
+    options = config.engines.router.options if config.engines.router else {}
+    yield from _unknown(
+        "engines.router.options",
+        {name: options[name] for name in sorted(set(options) - set(ROUTER_OWNED) - set(ROUTER_REFUSED))},
+        ("sglang_router", ROUTER, ("RouterArgs",)),
+        "sglang-router's RouterArgs",
     )
 
 

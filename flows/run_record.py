@@ -47,7 +47,17 @@ FIXED_IN_A_BRANCH = (
     "rollout.samples_per_prompt",
     "trainer.global_batch",
 )
-VERSIONED = ("millrace", "torch", "megatron-core", "prefect", "ray", "mlflow", "transformers", "sglang")
+VERSIONED = (
+    "millrace",
+    "torch",
+    "megatron-core",
+    "prefect",
+    "ray",
+    "mlflow",
+    "transformers",
+    "sglang",
+    "sglang-router",
+)
 
 
 async def open_run_record(live: Live, attempt: int) -> None:

@@ -26,7 +26,7 @@ from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.external import ExternalEngine
 from connectors.sglang.fleet import Fleet
 from connectors.sglang.handover import from_broadcast, from_buckets
-from connectors.sglang.process import EngineServer
+from connectors.sglang.process import EngineServer, RouterServer
 from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
@@ -278,7 +278,7 @@ class Live:
 
     async def _ensure_fleet(self) -> Fleet:
         if self._fleet is None:
-            self._fleet = Fleet(self.config, self._engine)
+            self._fleet = Fleet(self.config, self._engine, self._router)
         await self._fleet.ensure(self.config.model.path)
         return self._fleet
 
@@ -291,6 +291,11 @@ class Live:
         return actors.find("engine", index) or actors.make(
             "engine", index, self.config.engines.count, EngineServer, settings
         )
+
+    async def _router(self) -> actors.Actor:
+        """The actor of the router: the one that is there, or a new one."""
+        await self._join()
+        return actors.find("router", 0) or actors.make("router", 0, 1, RouterServer, self._settings)
 
     # life
 

@@ -6,7 +6,7 @@ Owns requests, answers and their errors; decides nothing about where a request g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,9 @@ from core.errors import EngineError, EngineLostError, EngineStalledError
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
+SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
+Look = Callable[[Any, float], Awaitable[Any]]
+"""Given what it answered before and a timeout: something else, or EngineLostError."""
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
@@ -51,10 +54,13 @@ class EngineClient:
         sampling_params: Mapping[str, Any],
         *,
         rid: str,
+        session: str | None = None,
         progress_timeout_s: float,
+        look: Look | None = None,
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
 
+        session: what a router may keep together. look: asked each progress_timeout_s instead of this engine's progress.
         Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
         """
         body = {
@@ -67,31 +73,25 @@ class EngineClient:
         }
         self.in_flight += 1
         try:
-            answer = await self._watched(body, progress_timeout_s)
+            posting = self._post(
+                "/generate", body, timeout_s=None, headers={SESSION: session} if session else None
+            )
+            answer = await _watched(posting, look or self._look, progress_timeout_s)
         finally:
             self.in_flight -= 1
         return self._generation(answer)
 
-    async def _watched(self, body: dict[str, Any], progress_timeout_s: float) -> Any:
-        """The answer, however long it takes, as long as the engine generates tokens at all.
+    async def _look(self, before: Any, timeout_s: float) -> Any:
+        """How far the engine is. A paused engine that stays paused is given up too, but is not held to be stalled."""
+        now, paused = await self.progress(timeout_s)
+        if now == before:
+            raise self.no_progress(timeout_s, paused)
+        return now
 
-        A paused engine that stays paused is given up too, but is not held to be stalled.
-        """
-        running = asyncio.ensure_future(self._post("/generate", body, timeout_s=None))
-        before: Any = None
-        try:
-            while True:
-                done, _ = await asyncio.wait({running}, timeout=progress_timeout_s)
-                if done:
-                    return running.result()
-                now, paused = await self.progress(progress_timeout_s)
-                if now == before:
-                    message = f"{self.engine_id}: no token for {progress_timeout_s:g} s (rollout.progress_timeout_s)"
-                    raise EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
-                before = now
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    def no_progress(self, timeout_s: float, paused: bool) -> EngineLostError:
+        """What is told of an engine that generates nothing."""
+        message = f"{self.engine_id}: no token for {timeout_s:g} s (rollout.progress_timeout_s)"
+        return EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
 
     def _generation(self, answer: Mapping[str, Any]) -> Generation:
         meta = answer["meta_info"]
@@ -119,10 +119,10 @@ class EngineClient:
 
     # control
 
-    async def health(self, timeout_s: float = 5.0) -> bool:
-        """Whether the server answers."""
+    async def health(self, timeout_s: float = 5.0, generating: bool = False) -> bool:
+        """Whether the server answers; with `generating`, whether it still makes tokens."""
         try:
-            await self._get("/health", timeout_s)
+            await self._get("/health_generate" if generating else "/health", timeout_s)
         except EngineError:
             return False
         return True
@@ -260,17 +260,29 @@ class EngineClient:
         return await self._send("GET", path, None, timeout_s)
 
     async def _post(
-        self, path: str, body: dict[str, Any], timeout_s: float | None = CONTROL_TIMEOUT_S
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout_s: float | None = CONTROL_TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
-        return await self._send("POST", path, body, timeout_s)
+        return await self._send("POST", path, body, timeout_s, headers)
 
-    async def _send(self, verb: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+    async def _send(
+        self,
+        verb: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         if self._closed:
             raise EngineLostError(f"{self.engine_id}: not used any more")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self._http.request(verb, self.url + path, json=body, timeout=timeout) as answer:
-                if answer.status == 200:
+            asking = self._http.request(verb, self.url + path, json=body, timeout=timeout, headers=headers)
+            async with asking as answer:
+                if answer.status in (200, 202):
                     return (
                         orjson.loads(await answer.read())
                         if answer.content_type == "application/json"
@@ -284,6 +296,21 @@ class EngineClient:
         if answer.status >= 500:
             raise EngineLostError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
         raise EngineError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+
+
+async def _watched(posting: Coroutine[Any, Any, Any], look: Look, progress_timeout_s: float) -> Any:
+    """The answer, however long it takes, as long as `look` finds that tokens are generated at all."""
+    running = asyncio.ensure_future(posting)
+    before: Any = None
+    try:
+        while True:
+            done, _ = await asyncio.wait({running}, timeout=progress_timeout_s)
+            if done:
+                return running.result()
+            before = await look(before, progress_timeout_s)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def _version(text: Any) -> int:

@@ -48,12 +48,8 @@ class Dispatcher:
         for attempt in range(self.attempts):
             engine = await self._engine(session)
             try:
-                result = await engine.generate(
-                    input_ids,
-                    params,
-                    rid=rid if not attempt else f"{rid}~{attempt}",
-                    progress_timeout_s=self.progress_timeout_s,
-                )
+                try_id = rid if not attempt else f"{rid}~{attempt}"
+                result = await self._ask(engine, input_ids, params, try_id, session)
             except EngineLostError as error:
                 last = error
                 self._doubt(engine, error)
@@ -72,6 +68,18 @@ class Dispatcher:
                 self._sessions.pop(session, None)
             await self._recover(self.version)
         raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
+
+    async def _ask(
+        self,
+        engine: EngineClient,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        rid: str,
+        session: str | None,
+    ) -> Generation:
+        return await engine.generate(
+            input_ids, params, rid=rid, session=session, progress_timeout_s=self.progress_timeout_s
+        )
 
     async def _engine(self, session: str | None) -> EngineClient:
         """One that serves; if another request's loss has left none, once they are rebuilt."""

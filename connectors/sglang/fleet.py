@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from connectors.sglang.client import EngineClient
 from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.router import Handle, RoutedDispatcher, Router
 from core.config import RunConfig
 from core.engine_health import EngineHealth, Event, State
 from core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
@@ -28,18 +29,15 @@ Load = Callable[[Mapping[int, EngineClient], int], Awaitable[list[Any]]]
 """Loads a version into engines, by index; an answer or an error of each, in order."""
 
 
-class Handle(Protocol):
-    """A remote EngineServer."""
-
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def state(self) -> dict[str, Any]: ...
-
-
 class Fleet:
     """The engines of one run."""
 
-    def __init__(self, config: RunConfig, handle: Callable[[int], Awaitable[Handle]]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        handle: Callable[[int], Awaitable[Handle]],
+        router: Callable[[], Awaitable[Handle]] | None = None,
+    ) -> None:
         self.config = config
         self.restarts = 0
         self._handle = handle
@@ -48,13 +46,17 @@ class Fleet:
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
         self._released: dict[int, list[str]] = {}  # GPU memory that engines have given back
         self._model = config.model.path
+        self._router = Router(router, self._count_restart) if router and config.engines.router else None
 
     # life
 
     async def ensure(self, model: str) -> None:
-        """Have every engine's process running and answering. Raises EngineError when the restart budget is spent."""
+        """Have every engine's process running and answering, and the router's. Raises EngineError when the restart budget
+        is spent."""
         self._model = model
         await asyncio.gather(*(self._ensure_one(index) for index in self._health))
+        if self._router:
+            await self._router.ensure([client.url for client in self._clients.values()])
 
     async def _ensure_one(self, index: int) -> None:
         while True:
@@ -69,7 +71,7 @@ class Fleet:
                 if not state["alive"]:
                     await self._drop(index)
                     if state["starts"]:
-                        self._count_restart(index)
+                        self._count_restart(f"engine {index}")
                     self._tell(index, Event.STARTED)
                     state = await handle.call("start", self._model)
                     if not await self._answers(index, state["url"]):
@@ -80,7 +82,7 @@ class Fleet:
                 log.warning("engine %d: %s", index, error)
                 self._handles.pop(index, None)
                 await self._drop(index)
-                self._count_restart(index)
+                self._count_restart(f"engine {index}")
 
     async def _answers(self, index: int, url: str) -> bool:
         """Whether the engine at this URL answers; one that is new here, or was in doubt, says what it serves."""
@@ -110,14 +112,14 @@ class Fleet:
             self._tell(index, Event.CONFIRMED, version)  # an external engine's number may be another run's
         return True
 
-    def _count_restart(self, index: int) -> None:
+    def _count_restart(self, what: str) -> None:
         self.restarts += 1
         if self.restarts > self.config.engines.restarts:
             raise EngineError(
-                f"engine {index} died and engines.restarts = {self.config.engines.restarts} is spent; see its log, raise "
+                f"{what} died and engines.restarts = {self.config.engines.restarts} is spent; see its log, raise "
                 "the budget, and start the run again: what finished is kept"
             )
-        log.warning("engine %d died: restart %d of %d", index, self.restarts, self.config.engines.restarts)
+        log.warning("%s died: restart %d of %d", what, self.restarts, self.config.engines.restarts)
 
     async def _drop(self, index: int, died: bool = True) -> None:
         """Use this engine's connections no more; what is in flight on them is lost."""
@@ -266,20 +268,22 @@ class Fleet:
         def serving() -> list[EngineClient]:
             return [client for index, client in self._clients.items() if self._health[index].serves(version)]
 
-        return Dispatcher(
-            serving,
-            recover,
-            self.doubt,
-            version=version,
-            attempts=rollout.attempts,
-            progress_timeout_s=rollout.progress_timeout_s,
-        )
+        settings: dict[str, Any] = {
+            "version": version,
+            "attempts": rollout.attempts,
+            "progress_timeout_s": rollout.progress_timeout_s,
+        }
+        if self._router:
+            return RoutedDispatcher(self._router, serving, recover, self.doubt, **settings)
+        return Dispatcher(serving, recover, self.doubt, **settings)
 
     async def close(self) -> None:
         """Close connections; processes are left to their actors."""
         clients, self._clients = list(self._clients.values()), {}
         self._health = {index: EngineHealth() for index in self._health}
         await asyncio.gather(*(client.close() for client in clients))
+        if self._router:
+            await self._router.close()
 
 
 def from_folder(directory: str) -> Load:

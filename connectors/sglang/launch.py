@@ -1,4 +1,4 @@
-"""Command lines of the servers: the embedded engine, and SGLang with any of its own options.
+"""Command lines of the servers: the embedded engine, SGLang and sglang-router with any of their own options.
 
 Owns how configuration becomes arguments and environment. SGLang's options are checked against the installed version's
 ServerArgs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ from core.config.passthrough import SGLANG_OWNED
 from core.errors import ConfigError
 
 PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
+ROUTER_MISSING = (
+    "sglang-router is not installed",
+    "pip install 'millrace[router]', or leave it out: the own dispatcher needs nothing",
+)
+FOREVER_S = 10 * 365 * 24 * 3600  # deadlines look at progress, not at the clock
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
 
@@ -74,6 +79,24 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, gpus: i
     return command + passthrough(e.sglang)
 
 
+def router_command(config: RunConfig, port: int, metrics_port: int, engines: Sequence[str]) -> list[str]:
+    """Start sglang-router in front of engines at these URLs.
+
+    It makes no request again (nobody could tell such a sample), and judges no engine: that is the fleet's.
+    """
+    router = config.engines.router
+    assert router is not None
+    if importlib.util.find_spec("sglang_router") is None:
+        raise ConfigError(f"engines.router: {'; '.join(ROUTER_MISSING)}")
+    host = config.engines.host
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    command += ["--policy", router.policy, "--disable-retries", "--disable-circuit-breaker"]
+    command += ["--disable-health-check", "--request-timeout-secs", str(FOREVER_S)]
+    command += ["--worker-startup-timeout-secs", "10", "--worker-urls", *engines]
+    return command + _arguments({"log_level": "warn", **router.options})
+
+
 def _first_gpu(config: RunConfig, index: int, gpus: int) -> int:
     """The first of an engine's GPUs on its host: the trainer's own when colocated, else those after the trainer's.
 
@@ -117,12 +140,17 @@ def _cuda_runtime() -> list[str]:
 def passthrough(options: dict[str, Any]) -> list[str]:
     """engines.sglang as arguments, by upstream's own names."""
     known = _server_args()
-    arguments: list[str] = []
-    for name, value in options.items():
+    for name in options:
         if name in SGLANG_OWNED:
             raise ConfigError(f"engines.sglang.{name}: set by millrace; remove it")
         if known is not None and name not in known:
             raise ConfigError(f"engines.sglang.{name}: the installed SGLang has no such ServerArgs field")
+    return _arguments(options)
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    arguments: list[str] = []
+    for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             arguments.append(flag)

@@ -1,4 +1,4 @@
-"""One engine's server process: the class that becomes a Ray actor and dies with its server.
+"""The server process of one engine, or of the router: classes that become Ray actors, whose servers die with them.
 
 Owns starting, watching and ending the process and its log; knows nothing of weights or requests.
 """
@@ -14,25 +14,30 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from connectors.sglang.launch import embedded_command, engine_kind, sglang_command, sglang_environment
+from connectors.sglang.launch import (
+    embedded_command,
+    engine_kind,
+    router_command,
+    sglang_command,
+    sglang_environment,
+)
 from core.config import RunConfig
 from core.errors import EngineError
 
 PR_SET_PDEATHSIG = 1
 
 
-class EngineServer:
-    """Holds one engine's server process."""
+class _Server:
+    """Holds one server process."""
 
-    def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
+    def __init__(self, config: dict[str, Any], name: str) -> None:
         self.config = RunConfig.model_validate(config)
-        self.index = index
-        self.log = Path(tempfile.gettempdir()) / f"millrace-{self.config.run.name}-engine-{index}.log"
+        self.log = Path(tempfile.gettempdir()) / f"millrace-{self.config.run.name}-{name}.log"
         self.starts = 0
-        self._released: list[str] = []  # what of the server's GPU memory is given back
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
 
@@ -41,38 +46,25 @@ class EngineServer:
         process = self._process
         alive = process is not None and process.poll() is None
         return {
-            "index": self.index,
             "alive": alive,
             "url": self._url if alive else None,
             "pid": process.pid if process and alive else None,
             "starts": self.starts,
             "log": str(self.log),
-            "released": list(self._released),
         }
 
-    def note_released(self, tags: list[str]) -> None:
-        """Remember what memory the server has given back: a driver that comes later must take it again."""
-        self._released = list(tags)
-
-    def start(self, model: str) -> dict[str, Any]:
-        """Start the server on a model folder unless it lives; returns `state` once it answers.
+    def _run(
+        self,
+        what: str,
+        command: Sequence[str],
+        port: Callable[[], int | None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the server and wait until it answers at its port, which may be known only later.
 
         Raises EngineError with the end of its log if it dies or stays silent for engines.start_timeout_s.
         """
-        if self.state()["alive"]:
-            return self.state()
         self.starts += 1
-        self._released = []
-        port_file = Path(tempfile.mkdtemp(prefix="millrace-engine-")) / "port"
-        kind = engine_kind(self.config, _gpus())
-        host = self.config.engines.host
-        if kind == "embedded":
-            command, port = embedded_command(self.config, model, port_file), 0
-            environment = None
-        else:
-            port = _free_port(host)
-            command = sglang_command(self.config, model, port, self.index, _gpus())
-            environment = sglang_environment(os.environ)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
                 command,
@@ -82,23 +74,21 @@ class EngineServer:
                 env=environment,
                 preexec_fn=_die_with_parent,
             )
+        host = self.config.engines.host
+        reach = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         deadline = time.monotonic() + self.config.engines.start_timeout_s
         while True:
-            if not port and port_file.exists():
-                port = int(port_file.read_text())
-            reach = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-            if port and _answers(f"http://{reach}:{port}/health"):
-                self._url = f"http://{reach}:{port}"
-                return self.state()
+            known = port()
+            if known and _answers(f"http://{reach}:{known}/health"):
+                self._url = f"http://{reach}:{known}"
+                return
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
                 self.stop()
-                what = (
+                how = (
                     f"ended with {code}" if code is not None else "did not answer in engines.start_timeout_s"
                 )
-                raise EngineError(
-                    f"engine {self.index} ({kind}) {what}; the end of {self.log}:\n{self._tail()}"
-                )
+                raise EngineError(f"{what} {how}; the end of {self.log}:\n{self._tail()}")
             time.sleep(0.05)
 
     def stop(self) -> None:
@@ -126,6 +116,54 @@ class EngineServer:
 
     def _tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+class EngineServer(_Server):
+    """Holds one engine's server process."""
+
+    def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
+        super().__init__(config, f"engine-{index}")
+        self.index = index
+        self._released: list[str] = []  # what of the server's GPU memory is given back
+
+    def state(self) -> dict[str, Any]:
+        """Whether the process lives, where it answers, and what it has given back."""
+        return {**super().state(), "index": self.index, "released": list(self._released)}
+
+    def note_released(self, tags: list[str]) -> None:
+        """Remember what memory the server has given back: a driver that comes later must take it again."""
+        self._released = list(tags)
+
+    def start(self, model: str) -> dict[str, Any]:
+        """Start the server on a model folder unless it lives; returns `state` once it answers."""
+        if self.state()["alive"]:
+            return self.state()
+        self._released = []
+        kind = engine_kind(self.config, _gpus())
+        what = f"engine {self.index} ({kind})"
+        if kind == "embedded":
+            port_file = Path(tempfile.mkdtemp(prefix="millrace-engine-")) / "port"
+            command = embedded_command(self.config, model, port_file)
+            self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
+        else:
+            port = _free_port(self.config.engines.host)
+            command = sglang_command(self.config, model, port, self.index, _gpus())
+            self._run(what, command, lambda: port, sglang_environment(os.environ))
+        return self.state()
+
+
+class RouterServer(_Server):
+    """Holds the run's sglang-router process."""
+
+    def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
+        super().__init__(config, "router")
+
+    def start(self, engines: Sequence[str]) -> dict[str, Any]:
+        """Start the router in front of engines at these URLs unless it lives; returns `state` once it answers."""
+        if not self.state()["alive"]:
+            port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")
+            self._run("sglang-router", router_command(self.config, port, metrics, engines), lambda: port)
+        return self.state()
 
 
 def _die_with_parent() -> None:

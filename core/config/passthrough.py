@@ -41,3 +41,36 @@ SGLANG_OWNED = (
     "skip_tokenizer_init",
     "dtype",
 )
+
+ROUTER_OWNED = (
+    "host",
+    "port",
+    "worker_urls",
+    "policy",
+    "request_timeout_secs",
+    "worker_startup_timeout_secs",
+    "prometheus_host",
+    "prometheus_port",
+    "disable_retries",
+    "disable_circuit_breaker",
+    "disable_health_check",
+)
+
+_OTHER_ENGINES = "it is for engines that are not this run's"
+_LOCKED = "a configuration is stored with the run, and a secret must not be"
+_LIMIT = "it refuses requests, and rollout.max_concurrency bounds them already"
+
+ROUTER_REFUSED = {
+    "mini_lb": "it is another program, for debugging",
+    "pd_disaggregation": "engines that only prefill or only decode are not driven",
+    "dp_aware": "it sends to parts of an engine, and an engine is used as a whole",
+    "backend": _OTHER_ENGINES,
+    "enable_igw": _OTHER_ENGINES,
+    "service_discovery": _OTHER_ENGINES,
+    "api_key": _LOCKED,
+    "control_plane_api_keys": _LOCKED,
+    "jwt_issuer": "its workers could not be changed without a token",
+    "server_cert_path": "it is reached over plain HTTP",
+    "max_concurrent_requests": _LIMIT,
+    "rate_limit_tokens_per_second": _LIMIT,
+}

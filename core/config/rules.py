@@ -11,8 +11,14 @@ from math import lcm
 from urllib.parse import urlsplit
 
 from core.config import algorithm_rules
-from core.config.model import Source
-from core.config.passthrough import MEGATRON_ELSEWHERE, MEGATRON_REFUSED, SGLANG_OWNED
+from core.config.model import Sampling, Source
+from core.config.passthrough import (
+    MEGATRON_ELSEWHERE,
+    MEGATRON_REFUSED,
+    ROUTER_OWNED,
+    ROUTER_REFUSED,
+    SGLANG_OWNED,
+)
 from core.config.problems import Problem
 from core.config.run import RunConfig
 from core.config.training import EvalSet
@@ -30,7 +36,7 @@ def problems(config: RunConfig) -> list[Problem]:
         steps_per_iteration=max(1, config.steps_per_iteration),
     )
     found += [*_supervised(config), *_names(config), *_intervals(config), *_engines(config), *_places(config)]
-    found += [*_external(config), *_passthrough(config)]
+    found += [*_external(config), *_router(config), *_passthrough(config)]
     return found
 
 
@@ -88,10 +94,8 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
         )
     if not _embedded_possible(config):
         return
-    budgets = [("rollout.sampling", config.rollout.sampling)]
-    budgets += [(f"evaluation.sets.{e.name}.sampling", e.sampling) for e in config.evaluation.sets]
     held = config.engines.max_total_tokens
-    for field, sampling in budgets:
+    for field, sampling in _samplings(config):
         needed = config.data.max_prompt_tokens + sampling.max_new_tokens
         if needed > held:
             yield Problem(
@@ -103,27 +107,33 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
             return
 
 
+def _samplings(config: RunConfig) -> list[tuple[str, Sampling]]:
+    sets = config.evaluation.sets
+    return [
+        ("rollout.sampling", config.rollout.sampling),
+        *((f"evaluation.sets.{e.name}.sampling", e.sampling) for e in sets),
+    ]
+
+
 def _sampling(config: RunConfig) -> Iterator[Problem]:
-    places = [("rollout", config.rollout.sampling)]
-    places += [(f"evaluation.sets.{e.name}", e.sampling) for e in config.evaluation.sets]
-    for place, sampling in places:
+    for place, sampling in _samplings(config):
         if "" in sampling.stop:
             yield Problem(
-                f"{place}.sampling.stop",
+                f"{place}.stop",
                 sampling.stop,
                 "an empty string ends every response at once",
                 "remove it from the list",
             )
         if any(token < 0 for token in sampling.stop_token_ids):
             yield Problem(
-                f"{place}.sampling.stop_token_ids",
+                f"{place}.stop_token_ids",
                 sampling.stop_token_ids,
                 "no token has a negative id",
                 "remove it",
             )
         if sampling.top_k == 0:
             yield Problem(
-                f"{place}.sampling.top_k",
+                f"{place}.top_k",
                 0,
                 "no token would be left to sample",
                 "set it to -1 for the whole vocabulary",
@@ -318,6 +328,31 @@ def _external(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _router(config: RunConfig) -> Iterator[Problem]:
+    """What sglang-router 0.3.2 does not do: see connectors.sglang.router."""
+    router = config.engines.router
+    if router is None:
+        return
+    if router.policy == "power_of_two" and config.engines.count < 2:
+        yield Problem(
+            "engines.router.policy",
+            router.policy,
+            f"it chooses between two engines, and engines.count = {config.engines.count}",
+            "take another policy, or more engines",
+        )
+    for place, sampling in _samplings(config):
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(sampling, name)
+            rounded = float(f"{value:.6g}")
+            if rounded != value:
+                yield Problem(
+                    f"{place}.{name}",
+                    value,
+                    "sglang-router keeps six digits of it, so engines would sample by another value than the trainer",
+                    f"set it to {rounded:g}, or leave engines.router out",
+                )
+
+
 def _places(config: RunConfig) -> Iterator[Problem]:
     root = config.storage.root
     if root.startswith("memory://"):
@@ -388,3 +423,9 @@ def _passthrough(config: RunConfig) -> Iterator[Problem]:
     for name, value in config.engines.sglang.items():
         if name in SGLANG_OWNED:
             yield Problem(f"engines.sglang.{name}", value, "millrace sets it itself", "remove it")
+    for name, value in (config.engines.router.options if config.engines.router else {}).items():
+        field = f"engines.router.options.{name}"
+        if name in ROUTER_OWNED:
+            yield Problem(field, value, "millrace sets it itself", "remove it")
+        elif name in ROUTER_REFUSED:
+            yield Problem(field, value, f"not allowed: {ROUTER_REFUSED[name]}", "remove it")

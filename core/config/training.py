@@ -75,6 +75,16 @@ class Trainer(Section):
     )
 
 
+class Router(Section):
+    """An sglang-router process through which requests reach the engines, in place of the own dispatcher."""
+
+    policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = Field(
+        "cache_aware",
+        description="Which engine gets a request. cache_aware: the one that has seen its beginning, until loads differ much; manual: that of the group's other samples.",
+    )
+    options: dict[str, Any] = Field({}, description="Fields of its RouterArgs by their own names.")
+
+
 class Engines(Section):
     """The servers that generate."""
 
@@ -99,6 +109,9 @@ class Engines(Section):
     max_running: int = Field(64, ge=1, description="Requests an embedded engine runs at once.")
     max_total_tokens: int = Field(65536, ge=1, description="Tokens of KV cache an embedded engine holds.")
     sglang: dict[str, Any] = Field({}, description="Fields of SGLang's ServerArgs by their own names.")
+    router: Router | None = Field(
+        None, description="Requests go through an sglang-router; when not given, to the least loaded engine."
+    )
 
 
 class Placement(Section):

@@ -68,6 +68,21 @@ def test_bad_yaml_gets_its_place(place: Path, text: str, part: str) -> None:
     assert "Traceback" not in result.output
 
 
+def test_a_router_that_is_not_installed_or_has_no_such_option_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = "engines.router.options.cache_threshold=0.5"
+    monkeypatch.setitem(sys.modules, "sglang_router", None)
+    result = run("run.yaml", router)
+    assert result.exit_code == 2
+    assert "pip install 'millrace[router]'" in " ".join(result.output.split())
+    monkeypatch.delitem(sys.modules, "sglang_router")
+    pytest.importorskip("sglang_router")
+    assert run("run.yaml", router).exit_code == 0
+    result = run("run.yaml", router.replace("thresh", "tresh"))
+    assert "did you mean cache_threshold?" in " ".join(result.output.split())
+
+
 def test_a_missing_file_is_named() -> None:
     result = run("nowhere.yaml")
     assert result.exit_code == 2

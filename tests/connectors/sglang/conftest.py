@@ -13,6 +13,7 @@ from local_handle import COUNT, LocalHandle, fleet_config
 
 from connectors.sglang.client import EngineClient
 from connectors.sglang.fleet import Fleet
+from connectors.sglang.process import RouterServer
 
 
 @pytest.fixture(scope="session")
@@ -25,16 +26,35 @@ def handles(tiny_model: Path) -> Iterator[list[LocalHandle]]:
         handle.close()
 
 
+@pytest.fixture(scope="session")
+def routers() -> Iterator[dict[str, LocalHandle]]:
+    """Router processes by their configuration."""
+    made: dict[str, LocalHandle] = {}
+    yield made
+    for handle in made.values():
+        handle.close()
+
+
 @pytest_asyncio.fixture
-async def make_fleet(handles: list[LocalHandle], tiny_model: Path) -> AsyncIterator[Callable[..., Fleet]]:
-    """make_fleet(section={...}): a fleet over the two engines."""
+async def make_fleet(
+    handles: list[LocalHandle], routers: dict[str, LocalHandle], tiny_model: Path
+) -> AsyncIterator[Callable[..., Fleet]]:
+    """make_fleet(section={...}): a fleet over the two engines, behind a router where engines.router is given."""
     made: list[Fleet] = []
 
     async def handle(index: int) -> LocalHandle:
         return handles[index]
 
     def make(**changes: dict[str, Any]) -> Fleet:
-        made.append(Fleet(fleet_config(tiny_model, **changes), handle))
+        config = fleet_config(tiny_model, **changes)
+        key = str(config.engines.router)
+
+        async def router() -> LocalHandle:
+            if key not in routers:
+                routers[key] = LocalHandle(config, 0, RouterServer)
+            return routers[key]
+
+        made.append(Fleet(config, handle, router))
         return made[-1]
 
     yield make

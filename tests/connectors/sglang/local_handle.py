@@ -1,4 +1,4 @@
-"""An EngineServer held by a thread of this process, with the face of an actor's handle."""
+"""A server's holder in a thread of this process, with the face of an actor's handle."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def fleet_config(model: Path, **changes: dict[str, Any]) -> RunConfig:
 
 
 class LocalHandle:
-    """An EngineServer in a thread of this process, with the face of an actor."""
+    """An EngineServer or RouterServer in a thread of this process, with the face of an actor."""
 
-    def __init__(self, config: RunConfig, index: int) -> None:
-        self.server = EngineServer(config.model_dump(mode="json"), index, COUNT)
+    def __init__(self, config: RunConfig, index: int, cls: type = EngineServer) -> None:
+        self.server = cls(config.model_dump(mode="json"), index, COUNT)
         self._thread = ThreadPoolExecutor(1)
 
     async def call(self, method: str, *args: Any) -> Any:

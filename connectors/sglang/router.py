@@ -1,0 +1,218 @@
+"""Requests through sglang-router: its process kept running, its workers exactly the engines that serve.
+
+Owns what stands between a dispatcher and the router; which engine gets a request is the router's policy. What 0.3.2 does:
+it reads a request and writes it anew, without the fields that it does not know and with numbers in 32 bits, and hands
+the answer on as it is. It has no control endpoints, does not say which engine answered, and lets what runs on a worker
+finish when that is removed; a request whose client has gone ends at the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from connectors.sglang.client import EngineClient, Generation
+from connectors.sglang.dispatcher import Dispatcher
+from core.errors import ActorLostError, EngineError, EngineLostError
+
+log = logging.getLogger(__name__)
+NAME = "sglang-router"
+PROBE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S, SETTLE_WAIT_S = 10.0, 0.005
+# Of sampling_params; the others are dropped without a word.
+PASSED = {
+    *("temperature", "top_p", "top_k", "min_p", "sampling_seed", "n", "max_new_tokens", "min_new_tokens"),
+    *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "json_schema", "regex"),
+    *("ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+}
+
+
+class Handle(Protocol):
+    """The actor of a server process."""
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+    async def state(self) -> dict[str, Any]: ...
+
+
+class RouterClient(EngineClient):
+    """The router at a base URL."""
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """What it says of its workers, by URL."""
+        answer = await self._get("/workers", PROBE_TIMEOUT_S)
+        return {worker["url"]: worker for worker in answer["workers"]}
+
+    async def add(self, url: str) -> None:
+        """Ask that a worker get requests; it does some time later."""
+        await self._post("/workers", {"url": url}, PROBE_TIMEOUT_S)
+
+    async def remove(self, worker_id: str) -> None:
+        """Ask that a worker get no more requests; what it runs goes on."""
+        await self._send("DELETE", f"/workers/{worker_id}", None, PROBE_TIMEOUT_S)
+
+
+class Router:
+    """The router of a run."""
+
+    def __init__(self, handle: Callable[[], Awaitable[Handle]], restarting: Callable[[str], None]) -> None:
+        self._find = handle
+        self._restarting = restarting
+        self._handle: Handle | None = None
+        self._client: RouterClient | None = None
+        self._workers: set[str] | None = None  # as last seen; None: to be asked
+        self._settling = asyncio.Lock()
+
+    async def ensure(self, engines: Sequence[str]) -> None:
+        """Have it running and answering; a new one knows the engines at these URLs."""
+        while True:
+            try:
+                if self._handle is None:
+                    self._handle = await self._find()
+                state = await self._handle.state()
+                if state["alive"] and not await self._answers(state["url"]):
+                    await self._handle.call("kill")
+                    state = await self._handle.state()
+                if state["alive"]:
+                    return
+                if state["starts"]:
+                    self._restarting(NAME)
+                self._workers = None
+                state = await self._handle.call("start", list(engines))
+                if await self._answers(state["url"]):
+                    async with self._settling:
+                        await self._settle(set(engines))
+            except EngineLostError as error:
+                log.warning("%s", error)
+            except ActorLostError as error:
+                log.warning("%s: %s", NAME, error)
+                self._handle = None
+                self._restarting(NAME)
+
+    async def _answers(self, url: str) -> bool:
+        if self._client is None or self._client.url != url:
+            await self.close()
+            self._client = RouterClient(url, NAME)
+        return await self._client.health(PROBE_TIMEOUT_S)
+
+    async def send_to(self, engines: Callable[[], Sequence[EngineClient]]) -> RouterClient:
+        """The router, when its workers are the engines that serve. Raises EngineLostError if it cannot be had."""
+        async with self._settling:
+            wanted = {engine.url for engine in engines()}
+            if not wanted or self._client is None:
+                raise EngineLostError(f"{NAME}: no engine serves")
+            if wanted != self._workers:
+                self._workers = None
+                await self._settle(wanted)
+                self._workers = wanted
+            return self._client
+
+    async def _settle(self, wanted: set[str]) -> None:
+        """Wait until the workers are those wanted."""
+        client = self._client
+        assert client is not None
+        asked: set[str] = set()
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                while True:
+                    found = await client.workers()
+                    if found.keys() == wanted and all(worker["is_healthy"] for worker in found.values()):
+                        return
+                    for url in wanted - found.keys() - asked:
+                        await client.add(url)
+                    for url in found.keys() - wanted - asked:
+                        await client.remove(found[url]["id"])
+                    asked |= wanted ^ found.keys()
+                    await asyncio.sleep(SETTLE_WAIT_S)
+        except TimeoutError:
+            raise EngineLostError(
+                f"{NAME}: its workers are not those that serve after {SETTLE_TIMEOUT_S:g} s"
+            ) from None
+
+    async def health(self, timeout_s: float) -> bool:
+        """Whether it answers."""
+        return self._client is not None and await self._client.health(timeout_s)
+
+    async def close(self) -> None:
+        """Close connections; the process is left to its actor."""
+        client, self._client, self._workers = self._client, None, None
+        if client:
+            await client.close()
+
+
+class RoutedDispatcher(Dispatcher):
+    """Generates through the router. Nobody knows which engine has a request: a lost one puts all in doubt."""
+
+    def __init__(
+        self,
+        router: Router,
+        engines: Callable[[], Sequence[EngineClient]],
+        recover: Callable[[int], Awaitable[None]],
+        doubt: Callable[[EngineClient, EngineLostError], None],
+        **settings: Any,
+    ) -> None:
+        def doubt_all(_: EngineClient, error: EngineLostError) -> None:
+            for engine in engines():
+                doubt(engine, error)
+
+        super().__init__(engines, recover, doubt_all, **settings)
+        self._router = router
+        self._doubt_one = doubt
+        self._seen: dict[str, Any] = {}  # progress of each engine when last looked at
+        self._looked = 0.0
+        self._looking = asyncio.Lock()
+
+    async def _ask(
+        self,
+        engine: EngineClient,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        rid: str,
+        session: str | None,
+    ) -> Generation:
+        dropped = sorted(set(params) - PASSED)
+        if dropped:
+            raise EngineError(
+                f"{NAME} drops sampling_params.{dropped[0]}; leave engines.router out to use it"
+            )
+        client = await self._router.send_to(self._engines)
+        return await client.generate(
+            input_ids,
+            params,
+            rid=rid,
+            session=session,
+            progress_timeout_s=self.progress_timeout_s,
+            look=self._look,
+        )
+
+    async def _look(self, before: Any, timeout_s: float) -> Any:
+        """See that engines generate, once in timeout_s whoever asks; one that does not is doubted, and its requests
+        come back lost when it is replaced. Raises EngineLostError if the router is gone."""
+        async with self._looking:
+            if asyncio.get_running_loop().time() - self._looked < timeout_s:
+                return None
+            if not await self._router.health(min(timeout_s, PROBE_TIMEOUT_S)):
+                raise EngineLostError(f"{NAME}: does not answer to /health")
+            engines = self._engines()
+            errors = await asyncio.gather(*(self._stuck(engine, timeout_s) for engine in engines))
+            for engine, error in zip(engines, errors, strict=True):
+                if error:
+                    log.warning("%s", error)
+                    self._doubt_one(engine, error)
+            if any(errors):
+                await self._recover(self.version)
+            self._looked = asyncio.get_running_loop().time()
+        return None
+
+    async def _stuck(self, engine: EngineClient, timeout_s: float) -> EngineLostError | None:
+        """What is wrong with an engine that made no token since it was last looked at, and makes none now."""
+        try:
+            now, paused = await engine.progress(timeout_s)
+        except EngineLostError as error:
+            return error
+        before, self._seen[engine.url] = self._seen.get(engine.url), now
+        if now != before or (not paused and await engine.health(timeout_s, generating=True)):
+            return None
+        return engine.no_progress(timeout_s, paused)
