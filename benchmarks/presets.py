@@ -5,7 +5,8 @@
 Runs `millrace train deployments/recipes/PRESET.yaml` on two cores where the system can pin a process, and prints a table and
 JSON: held-out reward (sampled, 200 problems x 4) before and after, seconds from the run's start to its end with both
 evaluations, and the median seconds from one iteration's end to the next. Making the warm model (and the teacher) is left
-out. With --folder files and finished runs are kept; --out takes the results into those of other presets that are there.
+out. With --folder files and finished runs are kept; --out takes the results into those of other presets
+and seeds that are there.
 """
 
 from __future__ import annotations
@@ -125,12 +126,14 @@ def seconds_an_iteration(run: RunFolder, iterations: int) -> float:
     return statistics.median(after - before for before, after in zip(ends[:-1], ends[1:], strict=True))
 
 
-def keep(path: Path, found: dict[str, Any]) -> None:
-    """Put results into a file, beside those of other presets that are there."""
+def keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Put results into a file, beside those of other presets and seeds that are there."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    known = {**kept, **found}
+    for preset, row in found.items():
+        others = [other for other in kept.get(preset, []) if other["seed"] != row["seed"]]
+        kept[preset] = sorted([*others, row], key=lambda one: one["seed"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({name: known[name] for name in PRESETS if name in known}, indent=2) + "\n")
+    path.write_text(json.dumps({name: kept[name] for name in PRESETS if name in kept}, indent=2) + "\n")
 
 
 def table(found: dict[str, Any]) -> Table:

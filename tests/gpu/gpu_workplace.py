@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def configuration(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
     return shapes.laid_over(shapes.laid_over(shapes.colocated(folder / "model", folder), own), changes)
 
 
-def furnish(folder: Path, **changes: dict[str, Any]) -> None:
+def furnish(folder: Path, *, shape: Mapping[str, Any] = MODEL, **changes: dict[str, Any]) -> None:
     """Model, prompts and run.yaml."""
     if not (folder / "model").exists():
-        build_tiny_model(folder / "model", **MODEL)
+        build_tiny_model(folder / "model", **shape)
         rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(20) for b in range(20)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration(folder, **changes)))
