@@ -66,12 +66,13 @@ class EngineServer:
         port_file = Path(tempfile.mkdtemp(prefix="millrace-engine-")) / "port"
         kind = engine_kind(self.config, _gpus())
         host = self.config.engines.host
+        reach = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if host in ("0.0.0.0", "::") else host
         if kind == "embedded":
             command, port = embedded_command(self.config, model, port_file), 0
             environment = None
         else:
             port = _free_port(host)
-            command = sglang_command(self.config, model, port, self.index, _gpus())
+            command = sglang_command(self.config, model, port, self.index)
             environment = sglang_environment(os.environ)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -86,7 +87,6 @@ class EngineServer:
         while True:
             if not port and port_file.exists():
                 port = int(port_file.read_text())
-            reach = "127.0.0.1" if host in ("0.0.0.0", "::") else host
             if port and _answers(f"http://{reach}:{port}/health"):
                 self._url = f"http://{reach}:{port}"
                 return self.state()
