@@ -53,7 +53,7 @@ def replay_run(root: str, run: str, first: int, last: int) -> Replay:
 async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
     await actors.end()
     world, steps = config.trainer.world_size, config.steps_per_iteration
-    settings = config.model_dump(mode="json")
+    settings = config.for_actors()
     try:
         places = placement.Reservation(config, engines=False).places("trainer")
         group = actors.ActorGroup(
@@ -90,7 +90,7 @@ async def _compare_weights(
 ) -> None:
     """Against the export or the checkpoint after the last iteration, whichever there is."""
     with tempfile.TemporaryDirectory(dir=config.sync.directory) as name:
-        again, stored = Path(name) / "again", Path(name) / "stored"
+        again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
         await group.call("export", str(again), version)
         if folder.store.list(f"exports/{last:06d}"):
             folder.store.download_dir(f"exports/{last:06d}", str(stored))

@@ -60,7 +60,7 @@ async def _export(ctx: IterationContext, done: int) -> str:
     trainer = await ctx.live.trainer(ctx.version_after)
     path = f"exports/{done:06d}"
     with tempfile.TemporaryDirectory(dir=ctx.config.sync.directory) as folder:
-        local = str(Path(folder) / "model")
+        local = str(Path(folder).absolute() / "model")
         await trainer.call("export", local, ctx.version_after)
         await asyncio.to_thread(ctx.run_folder.store.upload_dir, local, path)
     return path

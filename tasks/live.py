@@ -69,7 +69,7 @@ class Live:
     @property
     def _settings(self) -> dict[str, Any]:
         """The configuration as actors get it."""
-        return self.config.model_dump(mode="json")
+        return self.config.for_actors()
 
     # prompts and scoring
 
@@ -275,7 +275,7 @@ class Live:
     async def _ensure_fleet(self) -> Fleet:
         if self._fleet is None:
             self._fleet = Fleet(self.config, self._engine)
-        await self._fleet.ensure(self.config.model.path)
+        await self._fleet.ensure(self._settings["model"]["path"])
         return self._fleet
 
     async def _engine(self, index: int) -> actors.Actor | ExternalEngine:
@@ -348,5 +348,5 @@ def _weights_folder(config: RunConfig) -> Path:
 
 def _shared_memory(config: RunConfig) -> str | None:
     if config.sync.directory:
-        return config.sync.directory
+        return os.path.abspath(config.sync.directory)
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -37,9 +37,9 @@ class EngineServer:
         self._url: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """Whether the process lives and where it answers."""
+        """Whether the process lives and has answered, and where."""
         process = self._process
-        alive = process is not None and process.poll() is None
+        alive = process is not None and process.poll() is None and self._url is not None
         return {
             "index": self.index,
             "alive": alive,
