@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ class Reservation:
             group = placement_group(wanted.bundles, strategy="PACK", name=GROUP, lifetime="detached")
         may_grow = self.config.placement.ray_address is not None
         patience = self.config.placement.wait_s if may_grow or _ever_fits(wanted) else 0
-        if not group.wait(patience):
+        if not _created(group, patience):
             raise ConfigError(_no_room(self.config, wanted))
         return group, wanted
 
@@ -104,6 +105,17 @@ def _find() -> PlacementGroup | None:
         return get_placement_group(GROUP)
     except ValueError:
         return None
+
+
+def _created(group: PlacementGroup, patience_s: float) -> bool:
+    """Whether the group has its room in time. Asks often: Ray's own wait does not end if the cluster is left meanwhile."""
+    deadline, pause = time.monotonic() + patience_s, 0.01
+    while placement_group_table(group)["state"] != "CREATED":
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return True
 
 
 def _bundles(group: PlacementGroup) -> list[dict[str, float]]:

@@ -44,7 +44,7 @@ class Spread:
             "engines.count=2",
             "engines.kind=embedded",
             "engines.host=0.0.0.0",
-            "placement.wait_s=60",
+            "placement.wait_s=15",
         ]
 
     def start(self, *overrides: str, hold: str = "") -> subprocess.Popen[str]:
@@ -91,7 +91,7 @@ def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> Non
 
 
 def test_engines_on_loopback_of_another_node_are_refused(spread: Spread) -> None:
-    out = ended(spread.start("engines.host=127.0.0.1"), 2)
+    out = ended(spread.start("engines.host=127.0.0.1", "engines.count=3", "trainer.world_size=1"), 2)
     assert "engines.host = 127.0.0.1" in out
     assert "set it to 0.0.0.0" in out
 
@@ -101,8 +101,8 @@ def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_w
 ) -> None:
     process = spread.start(hold="1/train_step/before")
     spread.wait(process, spread.held.exists)
+    third = spread.nodes.add(cpus=2).wait()
     spread.nodes.nodes[1].kill()
-    third = spread.nodes.add(cpus=2)
     spread.held.unlink()
     spread.wait(process, lambda: len(third.actors()) == 2)
     third.kill()  # and nobody takes its place
