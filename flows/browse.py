@@ -96,7 +96,7 @@ def stop_run(root: str, run: str) -> str:
     """End the actors that a killed driver left of a run."""
     import asyncio
 
-    from connectors.ray import actors, cluster
+    from connectors.ray import actors, cluster, placement
     from core.config import RunConfig
 
     record = run_record(root, run)
@@ -104,5 +104,6 @@ def stop_run(root: str, run: str) -> str:
 
     cluster.start_or_join(config.placement.ray_address, config.run.name)
     ended = asyncio.run(actors.end())
+    placement.release()
     cluster.leave()
     return f"{ended} actors of {run} ended"

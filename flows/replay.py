@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from connectors.megatron.rank import TrainerRank
-from connectors.ray import actors, cluster
+from connectors.ray import actors, cluster, placement
 from connectors.storage.run_folder import RunFolder
 from core.config import RunConfig
 from core.errors import StorageError
@@ -53,11 +53,15 @@ def replay_run(root: str, run: str, first: int, last: int) -> Replay:
 async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
     await actors.end()
     world, steps = config.trainer.world_size, config.steps_per_iteration
-    settings = config.model_dump(mode="json")
-    group = actors.ActorGroup(
-        [actors.make("trainer", rank, world, TrainerRank, settings) for rank in range(world)]
-    )
+    settings = config.for_actors()
     try:
+        places = placement.Reservation(config, engines=False).places("trainer")
+        group = actors.ActorGroup(
+            [
+                actors.make("trainer", rank, world, TrainerRank, settings, place)
+                for rank, place in enumerate(places)
+            ]
+        )
         await group.call("setup", await group.actors[0].call("address"))
         usable = [done for done in folder.complete_checkpoints() if done <= first]
         held = 0
@@ -74,18 +78,19 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
                 compared = {name: (stored[name], answer[name]) for name in FIGURES}
                 result.steps.append({"version": version, **compared})
                 result.equal = result.equal and all(before == after for before, after in compared.values())
-        await _compare_weights(group, folder, last, last * steps, result)
+        await _compare_weights(config, group, folder, last, last * steps, result)
         return result
     finally:
         await actors.end()
+        placement.release()
 
 
 async def _compare_weights(
-    group: actors.ActorGroup, folder: RunFolder, last: int, version: int, result: Replay
+    config: RunConfig, group: actors.ActorGroup, folder: RunFolder, last: int, version: int, result: Replay
 ) -> None:
     """Against the export or the checkpoint after the last iteration, whichever there is."""
-    with tempfile.TemporaryDirectory() as name:
-        again, stored = Path(name) / "again", Path(name) / "stored"
+    with tempfile.TemporaryDirectory(dir=config.sync.directory) as name:
+        again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
         await group.call("export", str(again), version)
         if folder.store.list(f"exports/{last:06d}"):
             folder.store.download_dir(f"exports/{last:06d}", str(stored))

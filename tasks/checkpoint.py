@@ -16,10 +16,10 @@ from prefect import task
 from core.retention import checkpoints_to_drop, due
 from tasks.context import IterationContext
 from tasks.holds import stop_point
-from tasks.records import Record
+from tasks.records import Record, may_help
 
 
-@task(name="checkpoint", retries=2, retry_delay_seconds=1)
+@task(name="checkpoint", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def checkpoint(ctx: IterationContext) -> Record:
     """Save and export what is due after this iteration."""
     config, done = ctx.config, ctx.index + 1
@@ -59,8 +59,8 @@ def _retain(ctx: IterationContext) -> list[str]:
 async def _export(ctx: IterationContext, done: int) -> str:
     trainer = await ctx.live.trainer(ctx.version_after)
     path = f"exports/{done:06d}"
-    with tempfile.TemporaryDirectory() as folder:
-        local = str(Path(folder) / "model")
+    with tempfile.TemporaryDirectory(dir=ctx.config.sync.directory) as folder:
+        local = str(Path(folder).absolute() / "model")
         await trainer.call("export", local, ctx.version_after)
         await asyncio.to_thread(ctx.run_folder.store.upload_dir, local, path)
     return path

@@ -17,16 +17,16 @@ from core import schema
 from core.config.training import EvalSet
 from core.ids import derived_seed
 from tasks.context import IterationContext
-from tasks.records import Record
+from tasks.records import Record, may_help
 
 
-@task(name="evaluate", retries=2, retry_delay_seconds=1)
+@task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def evaluate(ctx: IterationContext) -> Record:
     """Evaluate every set after this iteration; the record holds mean reward by set."""
     return await evaluate_version(ctx, done=ctx.index + 1, version=ctx.version_after)
 
 
-@task(name="evaluate_before", retries=2, retry_delay_seconds=1)
+@task(name="evaluate_before", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def evaluate_before(ctx: IterationContext) -> Record:
     """Evaluate every set before the first iteration."""
     return await evaluate_version(ctx, done=ctx.index, version=ctx.version_before)

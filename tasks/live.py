@@ -21,7 +21,7 @@ import psutil
 
 from connectors.huggingface.tokenizer import PromptTokenizer
 from connectors.megatron.rank import TrainerRank
-from connectors.ray import actors, cluster
+from connectors.ray import actors, cluster, placement
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.external import ExternalEngine
 from connectors.sglang.fleet import Fleet
@@ -36,6 +36,7 @@ from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
 from tasks.catalogue import Catalogue, PromptSet, load_prompts
+from tasks.reach import check_reach
 from tasks.records import record_storage
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Live:
         self.record_storage: Any = None  # where Prefect keeps task records; set by open
         self.guarded = False  # whether engine and trainer log-probabilities were compared in this process
         self.recovery: dict[str, float] = {}  # seconds from this process's start until it works, by phase
+        self._reservation = placement.Reservation(config)
         self._trainer: actors.ActorGroup | None = None
         self._fleet: Fleet | None = None
         self._parked = False  # whether the trainer has left shared GPUs to the engines
@@ -67,7 +69,7 @@ class Live:
     @property
     def _settings(self) -> dict[str, Any]:
         """The configuration as actors get it."""
-        return self.config.model_dump(mode="json")
+        return self.config.for_actors()
 
     # prompts and scoring
 
@@ -132,9 +134,11 @@ class Live:
         marks = [time.perf_counter()]
         world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
         settings = self._settings
+        places = await asyncio.to_thread(self._reservation.places, "trainer")
         group = actors.ActorGroup(
-            [actors.make("trainer", i, world, TrainerRank, settings) for i in range(world)]
+            [actors.make("trainer", i, world, TrainerRank, settings, place) for i, place in enumerate(places)]
         )
+        check_reach(self.config, await group.states())
         master = await group.actors[0].call("address")
         await group.call("setup", master)
         marks.append(time.perf_counter())
@@ -279,7 +283,7 @@ class Live:
     async def _ensure_fleet(self) -> Fleet:
         if self._fleet is None:
             self._fleet = Fleet(self.config, self._engine, self._router)
-        await self._fleet.ensure(self.config.model.path)
+        await self._fleet.ensure(self._settings["model"]["path"])
         return self._fleet
 
     async def _engine(self, index: int) -> actors.Actor | ExternalEngine:
@@ -287,15 +291,19 @@ class Live:
         if self.config.engines.kind == "external":
             return ExternalEngine(self.config, index)
         await self._join()
-        settings = self._settings
-        return actors.find("engine", index) or actors.make(
-            "engine", index, self.config.engines.count, EngineServer, settings
-        )
+        engine = await actors.find_alive("engine", index)
+        if engine is None:
+            place = (await asyncio.to_thread(self._reservation.places, "engine"))[index]
+            count = self.config.engines.count
+            engine = actors.make("engine", index, count, EngineServer, self._settings, place)
+        check_reach(self.config, [await engine.state()], served=True)
+        return engine
 
     async def _router(self) -> actors.Actor:
         """The actor of the router: the one that is there, or a new one."""
         await self._join()
-        return actors.find("router", 0) or actors.make("router", 0, 1, RouterServer, self._settings)
+        found = actors.find("router", 0)
+        return found or actors.make("router", 0, 1, RouterServer, self._settings, placement.here())
 
     # life
 
@@ -322,6 +330,7 @@ class Live:
             await self._fleet.close()
         if end_actors and cluster.joined() and not cluster.lost(self.config.placement.ray_address):
             await actors.end()
+            await asyncio.to_thread(placement.release)
         cluster.leave()
         if self._weights:
             shutil.rmtree(self._weights, ignore_errors=True)
@@ -353,5 +362,5 @@ def _weights_folder(config: RunConfig) -> Path:
 
 def _shared_memory(config: RunConfig) -> str | None:
     if config.sync.directory:
-        return config.sync.directory
+        return os.path.abspath(config.sync.directory)
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

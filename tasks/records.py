@@ -23,7 +23,7 @@ from pydantic import Field
 from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from connectors.storage.store import Store
-from core.errors import CorruptFileError, MissingFileError, StorageError
+from core.errors import ConfigError, CorruptFileError, MissingFileError, StorageError, TrainerMemoryError
 from tasks.context import IterationContext
 from tasks.holds import stop_point
 
@@ -81,6 +81,11 @@ async def record_storage(root: str) -> RecordStorage:
     block = RecordStorage(root=Store(root).url)
     await block.save(f"millrace-{hashlib.sha256(block.root.encode()).hexdigest()[:12]}", overwrite=True)
     return block
+
+
+def may_help(_task: Any, _task_run: Any, state: Any) -> bool:
+    """Whether trying a task again can help: a configuration stays wrong, and where a rank's memory ran out others may wait for it."""
+    return not isinstance(state.data, ConfigError | TrainerMemoryError)
 
 
 async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:

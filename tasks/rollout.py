@@ -24,7 +24,7 @@ from core.ids import sample_id, sample_seed
 from tasks.context import IterationContext
 from tasks.garbage import collect_garbage
 from tasks.holds import stop_point
-from tasks.records import Record
+from tasks.records import Record, may_help
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
 TIDY_AFTER_S = (
@@ -32,7 +32,7 @@ TIDY_AFTER_S = (
 )
 
 
-@task(name="rollout", retries=2, retry_delay_seconds=1)
+@task(name="rollout", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def rollout(ctx: IterationContext) -> Record:
     """Generate until the filter has settled every verdict; the record counts samples, tokens and seconds."""
     assert ctx.stream is not None

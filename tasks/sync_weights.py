@@ -8,10 +8,10 @@ from prefect import task
 
 from tasks.context import IterationContext
 from tasks.holds import stop_point
-from tasks.records import Record
+from tasks.records import Record, may_help
 
 
-@task(name="sync_weights", retries=2, retry_delay_seconds=1)
+@task(name="sync_weights", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def sync_weights(ctx: IterationContext) -> Record:
     """Bring all engines to the version after this iteration; the record holds seconds by phase."""
     started = time.perf_counter()

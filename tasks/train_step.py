@@ -12,18 +12,12 @@ from typing import Any
 
 from prefect import task
 
-from core.errors import TrainerMemoryError
 from tasks.context import IterationContext
 from tasks.holds import stop_point
-from tasks.records import Record
+from tasks.records import Record, may_help
 
 
-def _may_help(_task: Any, _task_run: Any, state: Any) -> bool:
-    """Whether trying again can help: where memory ran out it cannot, and other ranks may still wait for the failed one."""
-    return not isinstance(state.data, TrainerMemoryError)
-
-
-@task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=_may_help)
+@task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def train_step(ctx: IterationContext) -> Record:
     """Train the steps of the iteration in order; the record holds each step's metrics."""
     started = time.perf_counter()

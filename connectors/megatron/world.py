@@ -23,7 +23,7 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     if cuda and not torch.cuda.is_available():
         raise ConfigError("trainer.device = cuda: this host has no GPU; set trainer.device=cpu or auto")
     if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        device = torch.device("cuda", 0)  # the rank sees one GPU, its own
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

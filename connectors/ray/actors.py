@@ -11,16 +11,19 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from connectors.ray.placement import Place
 from core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
+NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
 OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # what tests tell every process
@@ -31,8 +34,17 @@ class Host:
     """The actor: holds one object of a plain class."""
 
     def __init__(
-        self, cls: type, config: Mapping[str, Any], index: int, count: int, environment: Mapping[str, str]
+        self,
+        cls: type,
+        config: Mapping[str, Any],
+        index: int,
+        count: int,
+        environment: Mapping[str, str],
+        node: str | None,
     ) -> None:
+        self._node = ray.get_runtime_context().get_node_id()
+        if node and node != self._node:  # Ray moved it, and the GPUs it is to see are another node's
+            raise ActorLostError(f"node {node} died before the actor was made")
         os.environ.update(environment)
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         self._made_by = digest(config)
@@ -45,7 +57,15 @@ class Host:
     @ray.method(concurrency_group="health")
     def state(self) -> dict[str, Any]:
         """The held object's own account of itself."""
-        return {**self._held.state(), "actor_pid": os.getpid(), "made_by": self._made_by}
+        where = {"node": self._node, "address": os.environ["RAY_NODE_IP_ADDRESS"]}
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return {
+            **self._held.state(),
+            **where,
+            "gpus": seen,
+            "actor_pid": os.getpid(),
+            "made_by": self._made_by,
+        }
 
 
 class Actor:
@@ -110,12 +130,18 @@ class ActorGroup:
         return list(await asyncio.gather(*(actor.state() for actor in self.actors)))
 
 
-def make(role: str, index: int, count: int, cls: type, config: Mapping[str, Any], **options: Any) -> Actor:
-    """Make an actor; its constructor runs in the background."""
+def make(
+    role: str, index: int, count: int, cls: type, config: Mapping[str, Any], place: Place | None = None
+) -> Actor:
+    """Make an actor in its place, or anywhere; its constructor runs in the background."""
     name = f"{role}-{index}"
-    handle = Host.options(  # type: ignore[attr-defined]
-        name=name, lifetime="detached", num_cpus=0, **options
-    ).remote(cls, dict(config), index, count, storage_environment())
+    options = place.options if place else {}
+    environment = {**storage_environment(), **(place.environment if place else {})}
+    host = Host.options(name=name, lifetime="detached", num_cpus=0, **options)  # type: ignore[attr-defined]
+    try:
+        handle = host.remote(cls, dict(config), index, count, environment, place.node if place else None)
+    except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
+        raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
     return Actor(name, handle)
 
 
@@ -138,6 +164,19 @@ def find(role: str, index: int) -> Actor | None:
         return Actor(name, ray.get_actor(name))
     except ValueError:
         return None
+
+
+async def find_alive(role: str, index: int) -> Actor | None:
+    """An actor made before, if it answers; what is left of one that does not is ended."""
+    found = find(role, index)
+    if found is None:
+        return None
+    try:
+        await found.state()
+    except ActorLostError:
+        await _end([found.name])
+        return None
+    return found
 
 
 def find_group(role: str, count: int) -> ActorGroup | None:
@@ -182,9 +221,10 @@ async def _end(chosen: list[str]) -> int:
             ended += 1
         except ValueError:
             continue
-    for _ in range(100):  # a name is free only once the actor is gone
-        left = set(ray.util.list_named_actors()) & set(chosen)
-        if not left:
+    deadline = time.monotonic() + NAME_TIMEOUT_S
+    while left := set(ray.util.list_named_actors()) & set(chosen):  # a name is free once the actor is gone
+        if time.monotonic() > deadline:
+            log.warning("%s: ended, and still named", ", ".join(sorted(left)))
             break
         await asyncio.sleep(0.05)
     return ended

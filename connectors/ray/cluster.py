@@ -56,6 +56,13 @@ def joined() -> bool:
     return bool(ray.is_initialized())
 
 
+def node_address() -> str:
+    """Address of the node that this process has joined."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def lost(address: str | None) -> bool:
     """Whether the local head that this process is connected to has died; a configured cluster looks after itself."""
     if address is not None or not joined():

@@ -1,47 +1,178 @@
-"""Which GPUs trainer ranks and engines get. On a cluster without GPUs everything runs where there is room.
+"""Where a run's actors live: a named placement group, found again by a later driver, and the GPUs of each place in it.
 
-Owns placement groups; a rank or an engine sees its GPUs through its actor's options.
+Owns the reservation. An actor takes no resources of its own: it is made in its bundle, thus on the bundle's node, and is
+told which GPUs to see. Knows nothing of what actors do.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from core.errors import ConfigError
+from core.config import RunConfig
+from core.errors import ActorLostError, ConfigError
+from core.seats import Seats, seats
+
+log = logging.getLogger(__name__)
+GROUP = "seats"  # its name within the run's namespace
+PROBE_TIMEOUT_S = 120.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_lock = threading.Lock()  # trainer and engines may be made at the same time
 
 
-def cluster_gpus() -> int:
-    """GPUs of the cluster."""
-    return int(ray.cluster_resources().get("GPU", 0))
+@dataclass(frozen=True)
+class Place:
+    """Where an actor is made, on which node it then is, and what its environment says."""
+
+    options: dict[str, Any]
+    node: str
+    environment: dict[str, str]
 
 
-def reserve(name: str, bundles: int, gpus_each: float, timeout_s: float = 120) -> PlacementGroup:
-    """A detached placement group of equal bundles, packed on as few nodes as possible; found again by name.
+class Reservation:
+    """A run's part of the cluster this process has joined."""
 
-    Raises ConfigError if the cluster has not that many free GPUs.
-    """
+    def __init__(self, config: RunConfig, engines: bool = True) -> None:
+        self.config = config
+        self._engines = engines
+
+    def places(self, role: str) -> list[Place]:
+        """A place for each actor of a role; the cluster's room is reserved first unless it is already.
+
+        Raises ConfigError if the cluster has too little of it, ActorLostError if a node dies meanwhile.
+        """
+        with _lock:
+            group, wanted = self._reserved()
+        of = wanted.of[role]
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        gpus = _gpus(
+            group, {seat.bundle: wanted.bundles[seat.bundle].get("GPU", 0) for seat in of if seat.gpus}
+        )
+        return [
+            Place(
+                {"scheduling_strategy": _in(group, seat.bundle)},
+                nodes[seat.bundle],
+                {VISIBLE: ",".join(gpus[seat.bundle][number] for number in seat.gpus)},
+            )
+            for seat in of
+        ]
+
+    def _reserved(self) -> tuple[PlacementGroup, Seats]:
+        group = _find()
+        held = [] if group is None else _bundles(group)
+        had_gpus = any("GPU" in bundle for bundle in held)  # they may be lost: the run does not go on without
+        wanted = seats(self.config, had_gpus or _cluster_has("GPU"), self._engines)
+        if group is not None and held != wanted.bundles:
+            log.warning("reserving again: the run needs other room than it has")
+            remove_placement_group(group)
+            group = None
+        if group is None:
+            group = placement_group(wanted.bundles, strategy="PACK", name=GROUP, lifetime="detached")
+        may_grow = self.config.placement.ray_address is not None
+        patience = self.config.placement.wait_s if may_grow or _ever_fits(wanted) else 0
+        if not _created(group, patience):
+            raise ConfigError(_no_room(self.config, wanted))
+        return group, wanted
+
+
+def here() -> Place:
+    """A place on the node of this process, with none of its GPUs."""
+    node = ray.get_runtime_context().get_node_id()
+    return Place(
+        {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node, {VISIBLE: ""}
+    )
+
+
+def release() -> None:
+    """Give this namespace's reservation back; actors in it end."""
+    group = _find()
+    if group is not None:
+        remove_placement_group(group)
+
+
+def _cluster_has(kind: str) -> bool:
+    return ray.cluster_resources().get(kind, 0) > 0
+
+
+def _find() -> PlacementGroup | None:
     try:
-        group = get_placement_group(name)
+        return get_placement_group(GROUP)
     except ValueError:
-        group = placement_group(
-            [{"GPU": gpus_each, "CPU": 1}] * bundles, strategy="PACK", name=name, lifetime="detached"
-        )
-    if not group.wait(timeout_s):
-        raise ConfigError(
-            f"placement: {bundles} bundles of {gpus_each:g} GPUs could not be had in {timeout_s:.0f} s; the cluster has "
-            f"{cluster_gpus()} GPUs, {ray.available_resources().get('GPU', 0):g} of them free. Lower trainer.world_size, "
-            "engines.count or engines.gpus, or set placement.colocate=true"
-        )
-    return group
+        return None
 
 
-def gpu_options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
-    """Options of an actor on a bundle's GPUs."""
-    return {
-        "num_gpus": gpus,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+def _created(group: PlacementGroup, patience_s: float) -> bool:
+    """Whether the group has its room in time. Asks often: Ray's own wait does not end if the cluster is left meanwhile."""
+    deadline, pause = time.monotonic() + patience_s, 0.01
+    while placement_group_table(group)["state"] != "CREATED":
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return True
+
+
+def _bundles(group: PlacementGroup) -> list[dict[str, float]]:
+    found = placement_group_table(group)["bundles"]
+    return [found[number] for number in sorted(found)]
+
+
+def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+
+
+def _ever_fits(wanted: Seats) -> bool:
+    has = ray.cluster_resources()
+    return all(has.get(kind, 0) >= amount for kind, amount in wanted.needed.items())
+
+
+def _no_room(config: RunConfig, wanted: Seats) -> str:
+    has, free = ray.cluster_resources(), ray.available_resources()
+    alive = sum(1 for node in ray.nodes() if node["Alive"])
+    amounts = " and ".join(
+        f"{amount:g} {kind}s (the cluster has {has.get(kind, 0):g}, {free.get(kind, 0):g} of them free)"
+        for kind, amount in wanted.needed.items()
+        if amount
+    )
+    largest = max(max(bundle.values()) for bundle in wanted.bundles)
+    together = f", {largest:g} of them on one node" if largest > 1 else ""
+    return (
+        f"placement: the run needs {amounts}{together}; nodes alive: {alive}, waited for: placement.wait_s = "
+        f"{config.placement.wait_s:g}. Start the nodes that are missing, or lower trainer.world_size, engines.count or "
+        "engines.gpus, or set placement.colocate=true on GPUs; what finished is kept"
+    )
+
+
+def _gpus(group: PlacementGroup, wanted: dict[int, float]) -> dict[int, list[str]]:
+    """Ids of the GPUs that each bundle holds on its node, which stay the same while the bundle stays there."""
+    asked = {
+        bundle: _visible.options(num_gpus=amount, scheduling_strategy=_in(group, bundle)).remote()
+        for bundle, amount in wanted.items()
     }
+    try:
+        found = ray.get(list(asked.values()), timeout=PROBE_TIMEOUT_S)
+    except RayError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ActorLostError(f"a node of the run does not tell its GPUs: {reason}") from None
+    return dict(zip(asked, found, strict=True))
+
+
+@ray.remote(num_cpus=0)
+def _visible() -> list[str]:
+    """The GPUs that Ray gives this task."""
+    ids = [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+    return sorted(ids, key=lambda gpu: (int(gpu) if gpu.isdecimal() else 0, gpu))

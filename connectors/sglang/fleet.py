@@ -51,10 +51,18 @@ class Fleet:
     # life
 
     async def ensure(self, model: str) -> None:
-        """Have every engine's process running and answering, and the router's. Raises EngineError when the restart budget
-        is spent."""
+        """Have every engine's process running and answering, and the router's.
+
+        Raises EngineError when the restart budget is spent. If one engine fails the others are waited for: nothing goes on
+        starting engines after the error is told.
+        """
         self._model = model
-        await asyncio.gather(*(self._ensure_one(index) for index in self._health))
+        results = await asyncio.gather(
+            *(self._ensure_one(index) for index in self._health), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         if self._router:
             await self._router.ensure([client.url for client in self._clients.values()])
 

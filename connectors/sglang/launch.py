@@ -52,10 +52,10 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     return command + (["--threads", str(e.threads)] if e.threads else [])
 
 
-def sglang_command(config: RunConfig, model: str, port: int, index: int, gpus: int) -> list[str]:
-    """Start SGLang engine `index` on a host with `gpus` GPUs.
+def sglang_command(config: RunConfig, model: str, port: int, index: int) -> list[str]:
+    """Start SGLang engine `index` on the GPUs that its process sees.
 
-    Raises ConfigError for an option that the installed version does not have or that millrace sets, or for too few GPUs.
+    Raises ConfigError for an option that the installed version does not have or that millrace sets.
     """
     e = config.engines
     command = [
@@ -70,8 +70,7 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, gpus: i
         str(port),
     ]
     command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed"]
-    command += [str(config.run.seed + index), "--base-gpu-id", str(_first_gpu(config, index, gpus))]
-    command += ["--weight-version", "initial"]
+    command += [str(config.run.seed + index), "--weight-version", "initial"]
     if config.placement.colocate:
         command.append("--enable-memory-saver")
         if "mem_fraction_static" not in e.sglang:
@@ -95,23 +94,6 @@ def router_command(config: RunConfig, port: int, metrics_port: int, engines: Seq
     command += ["--disable-health-check", "--request-timeout-secs", str(FOREVER_S)]
     command += ["--worker-startup-timeout-secs", "10", "--worker-urls", *engines]
     return command + _arguments({"log_level": "warn", **router.options})
-
-
-def _first_gpu(config: RunConfig, index: int, gpus: int) -> int:
-    """The first of an engine's GPUs on its host: the trainer's own when colocated, else those after the trainer's.
-
-    An environment that shows the engine just its own GPUs decides for itself.
-    """
-    each = config.engines.gpus
-    if gpus == each:
-        return 0
-    first = index * each + (0 if config.placement.colocate else config.trainer.world_size)
-    if gpus and first + each > gpus:
-        raise ConfigError(
-            f"engines.count = {config.engines.count}: engine {index} needs GPUs {first} to {first + each - 1}, and this host "
-            f"has {gpus}; set placement.colocate=true, or lower engines.count, engines.gpus or trainer.world_size"
-        )
-    return first
 
 
 def sglang_environment(given: Mapping[str, str]) -> dict[str, str]:

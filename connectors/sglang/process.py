@@ -42,9 +42,9 @@ class _Server:
         self._url: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """Whether the process lives and where it answers."""
+        """Whether the process lives and has answered, and where."""
         process = self._process
-        alive = process is not None and process.poll() is None
+        alive = process is not None and process.poll() is None and self._url is not None
         return {
             "alive": alive,
             "url": self._url if alive else None,
@@ -75,7 +75,7 @@ class _Server:
                 preexec_fn=_die_with_parent,
             )
         host = self.config.engines.host
-        reach = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        reach = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if host in ("0.0.0.0", "::") else host
         deadline = time.monotonic() + self.config.engines.start_timeout_s
         while True:
             known = port()
@@ -147,7 +147,7 @@ class EngineServer(_Server):
             self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
         else:
             port = _free_port(self.config.engines.host)
-            command = sglang_command(self.config, model, port, self.index, _gpus())
+            command = sglang_command(self.config, model, port, self.index)
             self._run(what, command, lambda: port, sglang_environment(os.environ))
         return self.state()
 

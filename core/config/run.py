@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import Any, Literal
 
 from core.config.algorithm import Algorithm
 from core.config.base import Section
@@ -28,6 +29,14 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     tracking: Tracking = Tracking()
+
+    def for_actors(self) -> dict[str, Any]:
+        """The configuration as actors get it, with folders named in full: they work in their node's folder, not in ours."""
+        settings = self.model_dump(mode="json")
+        for section, name in (("model", "path"), ("algorithm", "teacher"), ("sync", "directory")):
+            if settings[section][name] is not None:
+                settings[section][name] = os.path.abspath(settings[section][name])
+        return settings
 
     @property
     def samples_per_iteration(self) -> int:

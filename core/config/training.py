@@ -99,7 +99,8 @@ class Engines(Section):
     count: int = Field(1, ge=1, description="Engines.")
     gpus: int = Field(1, ge=1, description="GPUs an engine (sglang).")
     host: str = Field(
-        "127.0.0.1", description="Address the servers listen on. Loopback unless you change it."
+        "127.0.0.1",
+        description="Address the servers listen on. Loopback unless you change it; 0.0.0.0 for engines on other nodes.",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads an embedded engine.")
     start_timeout_s: float = Field(
@@ -124,6 +125,11 @@ class Placement(Section):
     ray_address: str | None = Field(
         None, description="Ray cluster to join; a local one is started when not given."
     )
+    wait_s: float = Field(
+        120,
+        ge=0,
+        description="Longest wait for the cluster to have room for the run, also after a node died. Seconds.",
+    )
 
 
 class Sync(Section):
@@ -135,7 +141,7 @@ class Sync(Section):
     )
     directory: str | None = Field(
         None,
-        description="Folder for disk sync, seen by trainer and engines; shared memory of this host when not given.",
+        description="Folder through which weights go, seen by trainer and engines under this path; shared memory of this host when not given, which several nodes do not share.",
     )
     bucket_mib: int = Field(
         512,

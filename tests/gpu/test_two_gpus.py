@@ -23,9 +23,7 @@ BOTH = {"world_size": 2}
 pytestmark = pytest.mark.timeout(900)
 
 
-def complete(
-    folder: Path, sync: str, shape: Mapping[str, Any] = MODEL, **changes: dict[str, Any]
-) -> None:
+def complete(folder: Path, sync: str, shape: Mapping[str, Any] = MODEL, **changes: dict[str, Any]) -> None:
     """Run to the end; after every sync engines' checksums are compared with those of the trainer's export (sync.verify)."""
     name = "two-" + folder.name.removeprefix("test_").rstrip("0123456789").replace("_", "-").strip("-")
     changes["run"] = {"name": name[:40], "iterations": ITERATIONS}
@@ -70,7 +68,9 @@ def test_experts_apart_share_gpus_with_two_engines(tmp_path: Path) -> None:
     complete(tmp_path, "ipc", shape, trainer=trainer, engines={"count": 2})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed"
+)
 def test_context_parallel_ranks_share_gpus_with_two_engines_behind_a_router(tmp_path: Path) -> None:
     engines = {"count": 2, "router": {"policy": "round_robin"}}
     complete(tmp_path, "ipc", trainer={**BOTH, "parallel": {"context": 2}}, engines=engines)

@@ -1,0 +1,33 @@
+"""What must be configured when parts of a run lie on other nodes than the process that drives it.
+
+Nodes are told apart by their address. Knows nothing of how parts are made or placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from connectors.ray import cluster
+from core.config import RunConfig
+from core.config.rules import LOOPBACK
+from core.errors import ConfigError
+
+
+def check_reach(config: RunConfig, states: Sequence[dict[str, Any]], served: bool = False) -> None:
+    """Raise ConfigError if actors on other nodes could not be reached (`served`: they are engines) or given weights."""
+    here = cluster.node_address()
+    elsewhere = sorted({state["address"] for state in states if state["address"] != here})
+    if not elsewhere:
+        return
+    where = f"this process is on node {here}, and parts of the run are on {', '.join(elsewhere)}"
+    if served and config.engines.host in LOOPBACK:
+        raise ConfigError(
+            f"engines.host = {config.engines.host}: {where}, where loopback cannot be reached; set it to 0.0.0.0, in a "
+            "network that nobody else is in: engines ask for no password"
+        )
+    if (config.sync_kind == "disk" or config.sync.verify) and config.sync.directory is None:
+        raise ConfigError(
+            f"sync.directory: {where}, which do not see this host's shared memory, where weights go; name a folder that "
+            "every node sees under the same path"
+        )

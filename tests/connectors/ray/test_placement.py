@@ -1,0 +1,170 @@
+"""Reservations on a real cluster of two nodes that say they have two GPUs each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import ray
+from held_parts import Counter
+from ray._private.authentication_test_utils import reset_auth_token_state
+
+from connectors.ray import actors, cluster, placement
+from core.config import RunConfig
+from core.errors import ActorLostError, ConfigError
+from tasks.reach import check_reach
+from tests.ray_nodes import RayNodes, ray_nodes
+
+if sys.platform != "linux":
+    pytest.skip("other systems have one loopback address", allow_module_level=True)
+
+HELD = {"start": 1}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+        with ray_nodes(cpus=4, gpus=2) as found:
+            for name, value in found.environment.items():
+                environment.setenv(name, value)
+            reset_auth_token_state()  # Ray read the environment when it was imported
+            yield found
+    reset_auth_token_state()
+
+
+@pytest_asyncio.fixture
+async def joined_nodes(nodes: RayNodes, request: pytest.FixtureRequest) -> AsyncIterator[RayNodes]:
+    cluster.start_or_join(nodes.address, request.node.name)
+    yield nodes
+    await actors.end()
+    placement.release()
+    cluster.leave()
+
+
+def config(nodes: RayNodes, **sections: dict[str, Any]) -> RunConfig:
+    values = {
+        "run": {"name": "a", "iterations": 1},
+        "model": {"path": "m"},
+        "data": {"sources": [{"path": "d.jsonl"}]},
+        "placement": {"ray_address": nodes.address, "wait_s": 20, **sections.pop("placement", {})},
+    }
+    return RunConfig.model_validate({**values, **sections})
+
+
+def make(role: str, places: list[placement.Place]) -> list[actors.Actor]:
+    return [actors.make(role, i, len(places), Counter, HELD, place) for i, place in enumerate(places)]
+
+
+async def test_apart_every_actor_sees_its_own_gpus_and_is_found_where_it_was_put(
+    joined_nodes: RayNodes,
+) -> None:
+    settings = config(joined_nodes, trainer={"world_size": 2}, engines={"count": 1, "gpus": 2})
+    reservation = placement.Reservation(settings)
+    ranks = actors.ActorGroup(make("trainer", reservation.places("trainer")))
+    engine = make("engine", reservation.places("engine"))[0]
+    states, served = await ranks.states(), await engine.state()
+    assert [state["gpus"] for state in states] == ["0", "1"]
+    assert served["gpus"] == "0,1"
+    assert states[0]["node"] == states[1]["node"] != served["node"]
+    assert {states[0]["address"], served["address"]} == {"127.0.0.2", "127.0.0.3"}
+    assert ray.available_resources().get("GPU", 0) == 0  # no other run may have them
+    later = placement.Reservation(settings)  # as of a driver that comes after a crash
+    assert [place.node for place in later.places("trainer")] == [state["node"] for state in states]
+    assert [place.environment for place in later.places("engine")] == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
+    assert await actors.find_alive("engine", 0)
+
+
+async def test_colocated_ranks_and_engine_see_the_same_gpus(joined_nodes: RayNodes) -> None:
+    settings = config(
+        joined_nodes,
+        trainer={"world_size": 4},
+        engines={"count": 2, "gpus": 2},
+        placement={"colocate": True},
+    )
+    reservation = placement.Reservation(settings)
+    ranks, engines = reservation.places("trainer"), reservation.places("engine")
+    for index, engine in enumerate(engines):
+        shared = ranks[2 * index : 2 * index + 2]
+        assert {place.node for place in shared} == {engine.node}
+        assert engine.environment == {
+            "CUDA_VISIBLE_DEVICES": ",".join(p.environment["CUDA_VISIBLE_DEVICES"] for p in shared)
+        }
+    assert len({place.node for place in engines}) == 2
+
+
+async def test_what_uses_no_gpu_sees_none(joined_nodes: RayNodes) -> None:
+    settings = config(joined_nodes, trainer={"device": "cpu"}, engines={"kind": "embedded"})
+    reservation = placement.Reservation(settings)
+    for role in ("trainer", "engine"):
+        assert (await make(role, reservation.places(role))[0].state())["gpus"] == ""
+    assert ray.available_resources()["GPU"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"trainer": {"world_size": 5}}, r"6 GPUs \(the cluster has 4"),
+        ({"engines": {"gpus": 3}}, r"4 GPUs .*, 3 of them on one node; nodes alive: 2"),
+        ({"trainer": {"world_size": 9, "device": "cpu"}}, r"10 CPUs \(the cluster has 8"),
+    ],
+)
+async def test_too_little_room_is_told_with_the_fields(
+    joined_nodes: RayNodes, sections: dict[str, Any], said: str
+) -> None:
+    reservation = placement.Reservation(config(joined_nodes, placement={"wait_s": 1}, **sections))
+    with pytest.raises(ConfigError, match=said) as error:
+        reservation.places("trainer")
+    assert "trainer.world_size" in str(error.value)
+
+
+async def test_another_size_takes_the_place_of_what_was_reserved(joined_nodes: RayNodes) -> None:
+    first = placement.Reservation(config(joined_nodes, trainer={"world_size": 3}))
+    rank = make("trainer", first.places("trainer"))[0]
+    await rank.state()
+    second = placement.Reservation(config(joined_nodes, trainer={"world_size": 1}))
+    assert len(second.places("trainer")) == 1
+    with pytest.raises(ActorLostError):
+        await rank.state()
+    assert ray.available_resources()["GPU"] == 2
+
+
+async def test_parts_on_other_nodes_need_an_open_address_and_a_shared_folder(joined_nodes: RayNodes) -> None:
+    there, here = [{"address": "127.0.0.3"}], [{"address": "127.0.0.2"}]
+    settings = config(joined_nodes)
+    check_reach(settings, here, served=True)
+    with pytest.raises(
+        ConfigError, match=r"engines\.host = 127\.0\.0\.1: .* node 127\.0\.0\.2.*set it to 0\.0\.0\.0"
+    ):
+        check_reach(settings, there, served=True)
+    with pytest.raises(ConfigError, match=r"sync\.directory"):
+        check_reach(settings, there)
+    check_reach(
+        config(joined_nodes, engines={"host": "0.0.0.0"}, sync={"directory": "/shared"}), there, served=True
+    )
+
+
+async def test_when_a_node_dies_its_parts_move_to_one_that_has_room(joined_nodes: RayNodes) -> None:
+    """Last in this file: it leaves other nodes than it found."""
+    settings = config(joined_nodes, trainer={"world_size": 2}, engines={"gpus": 2}, placement={"wait_s": 60})
+    reservation = placement.Reservation(settings)
+    made = {role: make(role, reservation.places(role)) for role in ("trainer", "engine")}
+    states = {role: await actors.ActorGroup(found).states() for role, found in made.items()}
+    assert "127.0.0.3" in {found[0]["address"] for found in states.values()}
+    lost, kept = sorted(states, key=lambda role: states[role][0]["address"] == "127.0.0.2")
+    joined_nodes.nodes[1].kill()
+    joined_nodes.add(cpus=4, gpus=2)
+    with pytest.raises(ActorLostError):
+        await made[lost][0].state()
+    assert await actors.find_alive(lost, 0) is None  # waits until the cluster has seen the node die
+    await actors.end(lost)
+    again = await actors.ActorGroup(make(lost, reservation.places(lost))).states()
+    assert {state["address"] for state in again} == {"127.0.0.4"}
+    assert [state["gpus"] for state in again] == [state["gpus"] for state in states[lost]]
+    assert [state["actor_pid"] for state in await actors.ActorGroup(made[kept]).states()] == [
+        state["actor_pid"] for state in states[kept]
+    ]

@@ -1,0 +1,123 @@
+"""A run on a Ray cluster of two nodes: parts on both, its driver killed, a node killed with and without room elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from flow_runs import PATIENCE_S, Workplace, trained, wait_until
+
+from tests.ray_nodes import RayNodes, ray_nodes
+
+if sys.platform != "linux":
+    pytest.skip("other systems have one loopback address", allow_module_level=True)
+
+SAMPLES = 3 * 8 * 4
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with ray_nodes(cpus=2) as found:
+        yield found
+
+
+class Spread:
+    """The run `a` on the cluster, two ranks and two engines, with its weights in a folder that all nodes see."""
+
+    def __init__(self, place: Workplace, nodes: RayNodes, folder: Path) -> None:
+        self.place = place
+        self.nodes = nodes
+        self.root = folder / "runs"
+        self.held = folder / "held"
+        (folder / "weights").mkdir()
+        self.overrides = [
+            f"storage.root={self.root}",
+            f"placement.ray_address={nodes.address}",
+            f"sync.directory={folder / 'weights'}",
+            "trainer.world_size=2",
+            "engines.count=2",
+            "engines.kind=embedded",
+            "engines.host=0.0.0.0",
+            "placement.wait_s=15",
+        ]
+
+    def start(self, *overrides: str, hold: str = "") -> subprocess.Popen[str]:
+        stop = {"MILLRACE_HOLD": hold, "MILLRACE_HOLD_FILE": str(self.held)} if hold else {}
+        return self.place.start(
+            "train", "run.yaml", *self.overrides, *overrides, **self.nodes.environment, **stop
+        )
+
+    def wait(self, process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+        """Until something holds; fails with what the run printed if it ends before."""
+        wait_until(lambda: holds() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
+
+    def actors(self) -> list[set[int]]:
+        return [node.actors() for node in self.nodes.nodes]
+
+
+@pytest.fixture
+def spread(workplace: Workplace, nodes: RayNodes, tmp_path: Path) -> Spread:
+    return Spread(workplace, nodes, tmp_path)
+
+
+def ended(process: subprocess.Popen[str], code: int) -> str:
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, out
+    return out
+
+
+def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> None:
+    process = spread.start(hold="1/train_step/before")
+    spread.wait(process, spread.held.exists)
+    before = spread.actors()
+    assert [len(found) for found in before] == [2, 2]
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    spread.held.unlink()
+    process = spread.start(hold="2/train_step/before")
+    spread.wait(process, spread.held.exists)
+    assert spread.actors() == before
+    spread.held.unlink()
+    assert "3 iterations complete" in ended(process, 0)
+    assert_whole(spread)
+    assert spread.actors() == [set(), set()]
+
+
+def test_engines_on_loopback_of_another_node_are_refused(spread: Spread) -> None:
+    out = ended(spread.start("engines.host=127.0.0.1", "engines.count=3", "trainer.world_size=1"), 2)
+    assert "engines.host = 127.0.0.1" in out
+    assert "set it to 0.0.0.0" in out
+
+
+def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_where_not(
+    spread: Spread,
+) -> None:
+    process = spread.start(hold="1/train_step/before")
+    spread.wait(process, spread.held.exists)
+    third = spread.nodes.add(cpus=2).wait()
+    spread.nodes.nodes[1].kill()
+    spread.held.unlink()
+    spread.wait(process, lambda: len(third.actors()) == 2)
+    third.kill()  # and nobody takes its place
+    out = ended(process, 2)
+    assert "placement: the run needs 4 CPUs (the cluster has 2" in out
+    assert "nodes alive: 1" in out
+    spread.nodes.add(cpus=2)
+    assert "3 iterations complete" in ended(spread.start(), 0)
+    assert_whole(spread)
+
+
+def assert_whole(spread: Spread) -> None:
+    """Every sample was trained once, and every file is what its manifest says."""
+    run = spread.root / "a"
+    assert json.loads((run / "run.json").read_text())["completed"]
+    pairs = trained(run)
+    assert len(pairs) == len({sample for sample, _ in pairs}) == SAMPLES
+    assert "nothing is wrong" in spread.place.call("verify", "a", "--root", str(spread.root))

@@ -1,0 +1,58 @@
+"""Two Ray nodes on one host with a GPU each: the trainer on one, the engine on the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import flow_runs
+import psutil
+import pytest
+import torch
+from flow_runs import Workplace, trained, wait_until
+from gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
+
+from tests.ray_nodes import RayNodes
+
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+
+PATIENCE_S = 420
+
+
+@pytest.mark.timeout(900)
+def test_a_run_across_two_nodes_with_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_runs, "PATIENCE_S", PATIENCE_S)
+    (tmp_path / "weights").mkdir()
+    place, cluster = Workplace(tmp_path), RayNodes()
+    try:
+        nodes = [cluster.add(cpus=4, gpus=1, CUDA_VISIBLE_DEVICES=str(gpu)).wait() for gpu in range(2)]
+        furnish(
+            tmp_path,
+            run={"name": "nodes", "iterations": 3},
+            engines={"host": "0.0.0.0"},
+            placement={"colocate": False, "ray_address": cluster.address},
+            sync={"kind": "disk", "verify": False, "directory": str(tmp_path / "weights")},
+        )
+        process = place.start("train", "run.yaml", **cluster.environment)
+        wait_until(lambda: process.poll() is not None or bool(server_of(tmp_path / "model")), PATIENCE_S)
+        server = server_of(tmp_path / "model")
+        assert server is not None, process.communicate()[0]
+        host = server.parent()
+        assert host is not None
+        wait_until(lambda: process.poll() is not None or all(node.actors() for node in nodes), PATIENCE_S)
+        assert process.poll() is None, process.communicate()[0]
+        (engine_node,) = [number for number, node in enumerate(nodes) if host.pid in node.actors()]
+        assert server.environ()["CUDA_VISIBLE_DEVICES"] == str(engine_node)
+        (rank,) = nodes[1 - engine_node].actors()
+        assert psutil.Process(rank).is_running()
+        out, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, out[-5000:]
+    finally:
+        cluster.close()
+        place.call("server", "stop")
+    run = tmp_path / "runs" / "nodes"
+    assert json.loads((run / "run.json").read_text())["completed"]
+    assert len(trained(run)) == 3 * PROMPTS * GROUP
+    for step in steps_of(run):
+        assert 0 < step["logprob_gap_mean"] < 0.02
