@@ -135,10 +135,10 @@ class Live:
         world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
         settings = self._settings
         places = await asyncio.to_thread(self._reservation.places, "trainer")
+        check_reach(self.config, [place.address for place in places])
         group = actors.ActorGroup(
             [actors.make("trainer", i, world, TrainerRank, settings, place) for i, place in enumerate(places)]
         )
-        check_reach(self.config, await group.states())
         master = await group.actors[0].call("address")
         await group.call("setup", master)
         marks.append(time.perf_counter())
@@ -292,12 +292,12 @@ class Live:
             return ExternalEngine(self.config, index)
         await self._join()
         engine = await actors.find_alive("engine", index)
-        if engine is None:
-            place = (await asyncio.to_thread(self._reservation.places, "engine"))[index]
-            count = self.config.engines.count
-            engine = actors.make("engine", index, count, EngineServer, self._settings, place)
-        check_reach(self.config, [await engine.state()], served=True)
-        return engine
+        if engine is not None:
+            check_reach(self.config, [(await engine.state())["address"]], served=True)
+            return engine
+        place = (await asyncio.to_thread(self._reservation.places, "engine"))[index]
+        check_reach(self.config, [place.address], served=True)
+        return actors.make("engine", index, self.config.engines.count, EngineServer, self._settings, place)
 
     async def _router(self) -> actors.Actor:
         """The actor of the router: the one that is there, or a new one."""

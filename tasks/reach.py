@@ -5,8 +5,7 @@ Nodes are told apart by their address. Knows nothing of how parts are made or pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from connectors.ray import cluster
 from core.config import RunConfig
@@ -14,10 +13,10 @@ from core.config.rules import LOOPBACK
 from core.errors import ConfigError
 
 
-def check_reach(config: RunConfig, states: Sequence[dict[str, Any]], served: bool = False) -> None:
-    """Raise ConfigError if actors on other nodes could not be reached (`served`: they are engines) or given weights."""
+def check_reach(config: RunConfig, addresses: Iterable[str], served: bool = False) -> None:
+    """Raise ConfigError if actors on these nodes could not be reached (`served`: they are engines) or given weights."""
     here = cluster.node_address()
-    elsewhere = sorted({state["address"] for state in states if state["address"] != here})
+    elsewhere = sorted(set(addresses) - {here})
     if not elsewhere:
         return
     where = f"this process is on node {here}, and parts of the run are on {', '.join(elsewhere)}"

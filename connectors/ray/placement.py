@@ -40,6 +40,7 @@ class Place:
 
     options: dict[str, Any]
     node: str
+    address: str  # of the node
     environment: dict[str, str]
 
 
@@ -59,6 +60,7 @@ class Reservation:
             group, wanted = self._reserved()
         of = wanted.of[role]
         nodes = placement_group_table(group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         gpus = _gpus(
             group, {seat.bundle: wanted.bundles[seat.bundle].get("GPU", 0) for seat in of if seat.gpus}
         )
@@ -66,6 +68,7 @@ class Reservation:
             Place(
                 {"scheduling_strategy": _in(group, seat.bundle)},
                 nodes[seat.bundle],
+                addresses[nodes[seat.bundle]],
                 {VISIBLE: ",".join(gpus[seat.bundle][number] for number in seat.gpus)},
             )
             for seat in of

@@ -134,7 +134,7 @@ async def test_another_size_takes_the_place_of_what_was_reserved(joined_nodes: R
 
 
 async def test_parts_on_other_nodes_need_an_open_address_and_a_shared_folder(joined_nodes: RayNodes) -> None:
-    there, here = [{"address": "127.0.0.3"}], [{"address": "127.0.0.2"}]
+    there, here = ["127.0.0.3"], ["127.0.0.2"]
     settings = config(joined_nodes)
     check_reach(settings, here, served=True)
     with pytest.raises(
