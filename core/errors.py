@@ -39,6 +39,10 @@ class TrainerMemoryError(TrainerError):
     """A rank's GPU memory does not suffice; the message names the fields to change. Trying again cannot help."""
 
 
+class TrainerStalledError(TrainerError):
+    """A rank does not come back from a call. It must be ended and made anew."""
+
+
 class BudgetError(MillraceError):
     """More failed than the configuration allows; the message names the cause. Nothing done is lost."""
 

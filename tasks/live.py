@@ -31,7 +31,7 @@ from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
-from core.errors import ActorLostError, EngineError, TrainerError
+from core.errors import ActorLostError, EngineError, TrainerError, TrainerStalledError
 from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
@@ -237,7 +237,11 @@ class Live:
             if kind == "ipc"
             else from_broadcast(stream, trainer.actors[0].call, gpus, seconds)
         )
-        phases = await fleet.publish(load, version, engines)
+        try:
+            phases = await fleet.publish(load, version, engines)
+        except TrainerStalledError:
+            await actors.end("trainer")
+            raise
         if self.config.sync.verify:
             await self._verify(fleet, version, engines)
         return {**seconds, **phases}

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed.distributed_c10d import BroadcastOptions
 
 from core.errors import TrainerError
 
@@ -64,10 +65,14 @@ class EngineGroup:
 
     def send(self, flat: Tensor, timeout_s: float) -> None:
         """Broadcast bytes. Raises TrainerError if an engine is lost or they take longer; the group is then of no use."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        if not self._gpu:
+            options.timeout = timedelta(seconds=timeout_s)
         try:
-            work = self._group.broadcast(flat, 0)
+            work = self._group.broadcast([flat], options)
             deadline = time.monotonic() + timeout_s
-            while not work.is_completed():
+            while self._gpu and not work.is_completed():
                 if time.monotonic() > deadline:
                     raise TrainerError(
                         f"broadcast of {flat.numel()} bytes to engines took over {timeout_s:g} s"
@@ -81,6 +86,6 @@ class EngineGroup:
 
     def close(self) -> None:
         """Give the group up, also amid a broadcast."""
-        if self._group is not None:
+        if self._group is not None and self._gpu:
             self._group.abort()
         self._group = None

@@ -25,6 +25,8 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     if cuda:
         device = torch.device("cuda", 0)  # the rank sees one GPU, its own
         torch.cuda.set_device(device)
+        # Ranks of one group must agree on it, and SGLang's processes, which get weights through one, turn it off.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     else:
         device = torch.device("cpu")
         cpu_shim.install()

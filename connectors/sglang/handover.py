@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from connectors.sglang.bucket import Entry, payload
 from connectors.sglang.client import EngineClient
 from connectors.sglang.fleet import Load
-from core.errors import EngineLostError, EngineStalledError, TrainerError
+from core.errors import EngineError, EngineLostError, EngineStalledError, TrainerError, TrainerStalledError
 
 BUCKET_TIMEOUT_S = 60.0  # longest broadcast of one bucket
 LATE_S = 10.0  # how much longer engines have
@@ -150,10 +150,13 @@ async def _group(
 
 
 async def _within(seconds: float, calls: list[Awaitable[None]], main: asyncio.Future[Any]) -> list[Any]:
-    """None or an error of each call, made beside `main`; what is not done in time, or after `main` failed, has stalled."""
+    """None or an error of each engine's call, made beside `main`, rank 0's.
+
+    What is not done in time, or soon after another failed, has stalled. Raises TrainerStalledError if that is `main`.
+    """
     tasks = [asyncio.ensure_future(call) for call in calls]
     everything = {main, *tasks}
-    deadline = time.monotonic() + seconds
+    end = deadline = time.monotonic() + seconds
     while not all(task.done() for task in everything) and time.monotonic() < deadline:
         failed = any(task.done() and task.exception() for task in everything)
         deadline = min(deadline, time.monotonic() + LATE_S) if failed else deadline
@@ -165,7 +168,13 @@ async def _within(seconds: float, calls: list[Awaitable[None]], main: asyncio.Fu
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.wait([main])
+    await asyncio.wait([main], timeout=max(0.0, end - time.monotonic()) + LATE_S)
+    if not main.done():
+        main.cancel()
+        reasons = "; ".join(str(result) for result in results if isinstance(result, EngineError))
+        raise TrainerStalledError(
+            f"trainer rank 0 does not come back from a broadcast of weights; {reasons or 'the engines say nothing'}"
+        )
     if (error := main.exception()) and not isinstance(error, TrainerError):
         raise error
     stalled = EngineStalledError("an engine did not come to the end of a broadcast of weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from connectors.megatron.engine_group import EngineGroup
 from connectors.sglang import handover
 from connectors.sglang.bucket import Entry
 from connectors.sglang.fleet import Fleet
-from core.errors import EngineError
+from core.errors import EngineError, TrainerStalledError
 
 MakeFleet = Callable[..., Fleet]
 BUCKETS = 3
@@ -155,3 +156,20 @@ async def test_what_engines_refuse_is_told_and_they_go_on_generating(
     assert fleet.unconfirmed(43) == [0, 1]
     for client in fleet._clients.values():
         assert not (await client.server_info())["paused"]
+
+
+async def test_a_rank_that_does_not_come_back_is_told_with_the_engines_reasons(
+    make_fleet: MakeFleet, sending: Sending, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(handover, "LATE_S", 0.5)
+    fleet = make_fleet()
+    await fleet.ensure(str(tiny_model))
+    sending.tensors = [("no.such.weight", torch.zeros(8)), *sending.tensors]
+    returned = threading.Event()
+    monkeypatch.setattr(sending, "send_bucket", lambda timeout_s: returned.wait(60))
+    try:
+        with pytest.raises(TrainerStalledError, match="rank 0 does not come back.*no.such.weight"):
+            await publish(fleet, sending, 44)
+    finally:
+        returned.set()
