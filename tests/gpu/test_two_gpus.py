@@ -12,7 +12,7 @@ import flow_runs
 import pytest
 import torch
 from flow_runs import Workplace, trained
-from gpu_workplace import GROUP, MODEL, PROMPTS, furnish, steps_of
+from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
@@ -28,6 +28,7 @@ def complete(folder: Path, sync: str, shape: Mapping[str, Any] = MODEL, **change
     name = "two-" + folder.name.removeprefix("test_").rstrip("0123456789").replace("_", "-").strip("-")
     changes["run"] = {"name": name[:40], "iterations": ITERATIONS}
     changes["sync"] = {"kind": "auto", "verify": True, "bucket_mib": 64}
+    changes["engines"] = {**changes.get("engines", {}), "sglang": {**SGLANG, "mem_fraction_static": 0.15}}
     furnish(folder, shape=shape, **changes)
     place = Workplace(folder)
     try:
