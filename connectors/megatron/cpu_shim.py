@@ -60,13 +60,11 @@ def install() -> None:
     cuda.empty_cache = lambda: None
 
     from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     module: Any = megatron_random
     module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    utils: Any = moe_utils
-    utils.te_general_gemm = None  # 0.16.1 tests the wrong name when Transformer Engine is not installed
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = (
         CPU  # anything but None: its side stream, which copies split sizes to the CPU

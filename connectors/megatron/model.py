@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -116,6 +117,8 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
             "moe_grouped_gemm": False,
             "moe_router_dtype": "fp32",
         }
+        if not moe_utils.HAVE_TE:  # 0.16.1 asks for this name also when Transformer Engine is not installed
+            vars(moe_utils)["te_general_gemm"] = None
     if config.trainer.recompute == "full":
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif config.trainer.recompute == "selective":

@@ -83,8 +83,8 @@ def deployed(workplace: Workplace) -> Iterator[Deployed]:
     )
     here.worker = psutil.Process(worker.pid)
     yield here
-    os.killpg(worker.pid, signal.SIGTERM)
-    worker.wait(60)
+    os.killpg(worker.pid, signal.SIGKILL)  # asked politely it may wait for its last run's process for minutes
+    worker.wait()
 
 
 @pytest.fixture
