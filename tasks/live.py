@@ -264,13 +264,11 @@ class Live:
     ) -> AsyncIterator[list[Any]]:
         """All ranks' copies of one bucket of the weights after the other; `share`: for other processes on their GPUs."""
         size, number, last = self.config.sync.bucket_mib * 2**20, 0, False
-        try:
-            while not last:
-                copies = await trainer.call("bucket", version, number, size, share)
-                yield copies
-                number, last = number + 1, copies[0].last
-        finally:
-            await trainer.call("end_buckets")
+        while not last:
+            copies = await trainer.call("bucket", version, number, size, share)
+            yield copies
+            number, last = number + 1, copies[0].last
+        await trainer.call("end_buckets")  # a pass that is given up leaves its bucket to the next
 
     async def _verify(self, fleet: Fleet, version: int, engines: list[int]) -> None:
         """Raise EngineError unless engines hold after an exported folder what they held before it."""

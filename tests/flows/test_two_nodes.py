@@ -96,6 +96,7 @@ def test_engines_on_loopback_of_another_node_are_refused(spread: Spread) -> None
     assert "set it to 0.0.0.0" in out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_where_not(
     spread: Spread,
 ) -> None:
