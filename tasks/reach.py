@@ -25,8 +25,8 @@ def check_reach(config: RunConfig, addresses: Iterable[str], served: bool = Fals
             f"engines.host = {config.engines.host}: {where}, where loopback cannot be reached; set it to 0.0.0.0, in a "
             "network that nobody else is in: engines ask for no password"
         )
-    if (config.sync_kind == "disk" or config.sync.verify) and config.sync.directory is None:
+    if config.sync.directory is None:
         raise ConfigError(
-            f"sync.directory: {where}, which do not see this host's shared memory, where weights go; name a folder that "
+            f"sync.directory: {where}, which do not see this host's folders, where exports and, by disk, weights go; name a folder that "
             "every node sees under the same path"
         )
