@@ -32,16 +32,36 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SHAPE = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "vocab_size": trainer_ranks.VOCAB,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     target = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     torch.manual_seed(0)
-    made = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, vocab_size=trainer_ranks.VOCAB))
-    made.save_pretrained(target)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    target = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)).save_pretrained(target)
     return target
 
 
@@ -79,5 +99,26 @@ def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
                         assert found[figure] == pytest.approx(expected[figure], rel=0.1, abs=0.03)
         rank.save(str(tmp_path / "saved"))
         assert rank.load(str(tmp_path / "saved")) == 4
+    finally:
+        rank.shutdown()
+
+
+def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp_path: Path) -> None:
+    from connectors.megatron.rank import TrainerRank
+
+    settings = trainer_ranks.configuration(
+        experts, device="cuda", dtype="bfloat16", global_batch=8, max_pack_tokens=256
+    )
+    config = Algorithm.model_validate(settings["algorithm"])
+    rank = TrainerRank(settings, 0, 1)
+    rank.setup(rank.address())
+    plain = plain_trainer.PlainLearner(experts, config)
+    try:
+        for step in (1, 2):
+            batch = plain_trainer.scored(trainer_ranks.samples(step), config)
+            plain.begin(batch)
+            found = rank.train(step, trainer_ranks.write_batch(tmp_path / str(step), batch))
+            assert found["loss"] == pytest.approx(plain.learn(batch, step)["loss"], rel=0.1, abs=0.03)
+            assert found["grad_norm"] > 0
     finally:
         rank.shutdown()
