@@ -96,7 +96,10 @@ def here() -> Place:
     """A place on the node of this process, with none of its GPUs."""
     node = ray.get_runtime_context().get_node_id()
     return Place(
-        {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node, {VISIBLE: ""}
+        {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)},
+        node,
+        str(ray.util.get_node_ip_address()),
+        {VISIBLE: ""},
     )
 
 

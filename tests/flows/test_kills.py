@@ -1,4 +1,4 @@
-"""A run that is killed goes on to the same end: a few of the points of `python -m tests.soak --matrix`."""
+"""A run that is killed goes on to the same end: a few of the points of `python -m tests.soak --matrix`, the longest slow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from flow_runs import Workplace
 from tests.soak.harness import Site
 from tests.soak.points import REDUCED, Point
 
+LONG = [point for point in REDUCED if (point.victim, point.when) in (("driver", "after"), ("ray", "before"))]
+
 
 @pytest.fixture(scope="module")
 def site(workplace: Workplace, whole: Path) -> Site:
     return Site(workplace, whole)
 
 
-@pytest.mark.parametrize("point", REDUCED, ids=str)
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=[pytest.mark.slow] if p in LONG else []) for p in REDUCED], ids=str
+)
 def test_a_run_killed_anywhere_ends_as_if_it_never_was(site: Site, point: Point) -> None:
     outcome = site.kill(point)
     assert not outcome.problems

@@ -1,6 +1,6 @@
 """Every preset has a recipe: each is sound, and those with parts of their own (critic, teacher, dynamic sampling) run whole.
 
-What the recipes promise of learning is held by the slow tests, which are left out unless asked for:
+What the recipes promise of learning, and dynamic sampling, is held by the slow tests, which are left out unless asked for:
     python -m pytest -m slow tests/flows/test_presets.py
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -65,15 +67,19 @@ def promise(preset: str) -> tuple[float, float, int, int]:
 
 
 @pytest.fixture(scope="module")
-def small(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run folders of two short iterations, of two steps each, of every preset of SMALL from a random model."""
+def small(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run folder of two short iterations, of two steps each, of a preset of SMALL from a random model."""
     from connectors.huggingface.tiny import build_tiny_model
 
     build_tiny_model(workplace.folder / "teacher", seed=1)
-    roots = {preset: tmp_path_factory.mktemp(preset) for preset in SMALL}
-    for preset, root in roots.items():
+
+    @cache
+    def run(preset: str) -> Path:
+        root = tmp_path_factory.mktemp(preset)
         workplace.train(root, f"algorithm.preset={preset}", "run.iterations=2", *SMALL[preset])
-    return {preset: root / "a" for preset, root in roots.items()}
+        return root / "a"
+
+    return run
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
@@ -82,9 +88,9 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [step for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]]
 
 
-@pytest.mark.parametrize("preset", SMALL)
-def test_every_figure_of_a_run_is_finite(small: dict[str, Path], preset: str) -> None:
-    found = steps(small[preset])
+@pytest.mark.parametrize("preset", ["ppo", "opd", pytest.param("dapo", marks=pytest.mark.slow)])
+def test_every_figure_of_a_run_is_finite(small: Callable[[str], Path], preset: str) -> None:
+    found = steps(small(preset))
     assert len(found) == 4
     for step in found:
         numbers = {name: value for name, value in step.items() if isinstance(value, int | float)}
@@ -92,32 +98,35 @@ def test_every_figure_of_a_run_is_finite(small: dict[str, Path], preset: str) ->
         assert step["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("preset", SMALL)
+@pytest.mark.parametrize("preset", ["ppo", "opd", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_the_first_step_on_fresh_samples_has_a_ratio_of_exactly_one(
-    small: dict[str, Path], preset: str
+    small: Callable[[str], Path], preset: str
 ) -> None:
-    found = steps(small[preset])
+    found = steps(small(preset))
     for first, second in zip(found[::2], found[1::2], strict=True):
         assert (first["ratio_mean"], first["ratio_distance"]) == (1.0, 0.0)
         assert abs(first["approx_kl"]) < 1e-9
         assert second["ratio_distance"] > 0
 
 
-def test_ppo_trains_its_critic(small: dict[str, Path]) -> None:
-    found = steps(small["ppo"])
+def test_ppo_trains_its_critic(small: Callable[[str], Path]) -> None:
+    found = steps(small("ppo"))
     assert all(set(CRITIC) <= set(step) for step in found)
     assert all(step["critic_grad_norm"] > 0 and step["critic_lr"] == 1e-3 for step in found)
     assert found[-1]["value_mean"] != 0.0
 
 
-def test_a_teacher_makes_the_advantages_of_opd(small: dict[str, Path]) -> None:
-    for step in steps(small["opd"]):
+def test_a_teacher_makes_the_advantages_of_opd(small: Callable[[str], Path]) -> None:
+    for step in steps(small("opd")):
         assert step["teacher_kl"] != 0
         assert step["advantage_mean"] == pytest.approx(-step["teacher_kl"])
 
 
-def test_dynamic_sampling_draws_until_the_batch_has_something_to_compare(small: dict[str, Path]) -> None:
-    for folder in sorted((small["dapo"] / "iterations").iterdir()):
+@pytest.mark.slow
+def test_dynamic_sampling_draws_until_the_batch_has_something_to_compare(
+    small: Callable[[str], Path],
+) -> None:
+    for folder in sorted((small("dapo") / "iterations").iterdir()):
         verdicts = pq.read_table(folder / "verdicts.parquet").to_pylist()
         generated = {row["group_id"] for row in verdicts if row["verdict"] != "returned"}
         assert len(generated) > 8

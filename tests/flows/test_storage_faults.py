@@ -18,7 +18,11 @@ def test_a_run_on_storage_that_fails_now_and_then_ends_the_same(
 
 
 @pytest.mark.parametrize(
-    "landed", ["iterations/000001/rollouts/*.parquet", "checkpoints/000002/complete.json"]
+    "landed",
+    [
+        "iterations/000001/rollouts/*.parquet",
+        pytest.param("checkpoints/000002/complete.json", marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk_stops_the_run_and_nothing_is_lost(
     workplace: Workplace, whole: Path, tmp_path: Path, landed: str

@@ -90,6 +90,7 @@ def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> Non
     assert spread.actors() == [set(), set()]
 
 
+@pytest.mark.slow
 def test_engines_on_loopback_of_another_node_are_refused(spread: Spread) -> None:
     out = ended(spread.start("engines.host=127.0.0.1", "engines.count=3", "trainer.world_size=1"), 2)
     assert "engines.host = 127.0.0.1" in out
