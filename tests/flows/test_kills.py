@@ -10,7 +10,11 @@ from flow_runs import Workplace
 from tests.soak.harness import Site
 from tests.soak.points import REDUCED, Point
 
-LONG = [point for point in REDUCED if (point.victim, point.when) in (("driver", "after"), ("ray", "before"))]
+LONG = [
+    point
+    for point in REDUCED
+    if (point.victim, point.when) in (("driver", "after"), ("ray", "before"), ("prefect", "before"))
+]
 
 
 @pytest.fixture(scope="module")

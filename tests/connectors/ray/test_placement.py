@@ -148,6 +148,7 @@ async def test_parts_on_other_nodes_need_an_open_address_and_a_shared_folder(joi
     )
 
 
+@pytest.mark.slow
 async def test_when_a_node_dies_its_parts_move_to_one_that_has_room(joined_nodes: RayNodes) -> None:
     """Last in this file: it leaves other nodes than it found."""
     settings = config(joined_nodes, trainer={"world_size": 2}, engines={"gpus": 2}, placement={"wait_s": 60})
