@@ -12,7 +12,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
@@ -20,9 +19,8 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from core.errors import TrainerError
 
 MEET_TIMEOUT = timedelta(seconds=120)
-COLLECTIVE_TIMEOUT = timedelta(
-    minutes=30
-)  # NCCL's watchdog ends the process after it; `send` gives up long before
+# NCCL's watchdog ends the process after it; `send` gives up long before.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 POLL_S = 0.0005
 
 
@@ -79,7 +77,7 @@ class EngineGroup:
                     )
                 time.sleep(POLL_S)
             work.wait()
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             raise TrainerError(
                 f"broadcast of {flat.numel()} bytes to engines failed: {str(error)[:300]}"
             ) from error

@@ -175,16 +175,8 @@ class EngineClient:
 
         The last bucket brings the version. When this returns, the engine has copied what the payload points at.
         """
-        body: dict[str, Any] = {
-            "serialized_named_tensors": list(payloads),
-            "load_format": "flattened_bucket",
-            "flush_cache": version is not None,
-        }
-        if version is not None:
-            body["weight_version"] = str(version)
-        answer = await self._post("/update_weights_from_tensor", body)
-        if not answer.get("success"):
-            raise EngineError(f"{self.engine_id}: did not take a bucket of weights: {answer.get('message')}")
+        body = {"serialized_named_tensors": list(payloads)}
+        await self._take_bucket("/update_weights_from_tensor", body, version)
 
     async def init_weights_update_group(
         self, host: str, port: int, rank: int, size: int, name: str, backend: str
@@ -208,17 +200,18 @@ class EngineClient:
         self, entries: Sequence[Entry], group: str, version: int | None
     ) -> None:
         """Load one bucket that rank 0 of a group broadcasts meanwhile; the last brings the version."""
-        body: dict[str, Any] = {
+        body = {
             "names": [name for name, *_ in entries],
             "shapes": [shape for _, shape, *_ in entries],
             "dtypes": [dtype for _, _, dtype, *_ in entries],
             "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": version is not None,
         }
-        if version is not None:
-            body["weight_version"] = str(version)
-        answer = await self._post("/update_weights_from_distributed", body)
+        await self._take_bucket("/update_weights_from_distributed", body, version)
+
+    async def _take_bucket(self, path: str, body: Mapping[str, Any], version: int | None) -> None:
+        named = {} if version is None else {"weight_version": str(version)}
+        form = {"load_format": "flattened_bucket", "flush_cache": version is not None}
+        answer = await self._post(path, {**body, **form, **named})
         if not answer.get("success"):
             raise EngineError(f"{self.engine_id}: did not take a bucket of weights: {answer.get('message')}")
 

@@ -85,6 +85,12 @@ def sending(other_model: Path) -> Iterator[Sending]:
     made.close_engine_group()
 
 
+def hurry(monkeypatch: pytest.MonkeyPatch, bucket_s: float, late_s: float) -> None:
+    """Give broadcasts up soon."""
+    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", bucket_s)
+    monkeypatch.setattr(handover, "LATE_S", late_s)
+
+
 async def publish(fleet: Fleet, sending: Sending, version: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     await fleet.publish(handover.from_broadcast(sending.stream, sending.call, 1, seconds), version)
@@ -125,8 +131,7 @@ async def test_an_engine_lost_amid_a_broadcast_is_replaced_and_all_hold_the_weig
     monkeypatch: pytest.MonkeyPatch,
     number: int,
 ) -> None:
-    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(handover, "LATE_S", 2.0)
+    hurry(monkeypatch, 3.0, 2.0)
     fleet = make_fleet(rollout={"progress_timeout_s": 5.0})
     wanted = await holding(fleet, other_model, 40)
     await fleet.publish(str(tiny_model), 41)
@@ -146,8 +151,7 @@ async def test_an_engine_lost_amid_a_broadcast_is_replaced_and_all_hold_the_weig
 async def test_what_engines_refuse_is_told_and_they_go_on_generating(
     make_fleet: MakeFleet, sending: Sending, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(handover, "LATE_S", 2.0)
+    hurry(monkeypatch, 3.0, 2.0)
     fleet = make_fleet()
     await fleet.ensure(str(tiny_model))
     sending.tensors = [("no.such.weight", torch.zeros(8)), *sending.tensors]
@@ -161,8 +165,7 @@ async def test_what_engines_refuse_is_told_and_they_go_on_generating(
 async def test_a_rank_that_does_not_come_back_is_told_with_the_engines_reasons(
     make_fleet: MakeFleet, sending: Sending, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(handover, "LATE_S", 0.5)
+    hurry(monkeypatch, 1.0, 0.5)
     fleet = make_fleet()
     await fleet.ensure(str(tiny_model))
     sending.tensors = [("no.such.weight", torch.zeros(8)), *sending.tensors]
