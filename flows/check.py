@@ -20,8 +20,10 @@ import fsspec
 from connectors.sglang.launch import PYTHON_PATH, ROUTER_MISSING
 from connectors.storage.store import Store
 from core.config import RunConfig, rules
+from core.config.plan import visible_gpus
 from core.config.problems import Problem
 from core.errors import StorageError
+from core.seats import seats
 from flows.check_data import Rows, check_rows, sources
 from flows.check_hooks import check_hooks, check_passthrough
 from flows.check_model import Checkpoint, check_model
@@ -148,11 +150,26 @@ def _reachable(address: str) -> Iterator[Problem]:
 
 def _machine(config: RunConfig) -> Iterator[Problem]:
     """What this host must have when the run lives on it."""
-    here = config.placement.ray_address is None
-    if here and config.trainer.device == "cuda" and not _gpu_here():
+    here, gpus = config.placement.ray_address is None, visible_gpus()
+    if here and config.trainer.device == "cuda" and not gpus:
         yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
-    if here and config.placement.colocate and config.trainer.device == "auto" and not _gpu_here():
+    if here and config.placement.colocate and config.trainer.device == "auto" and not gpus:
         yield Problem("placement.colocate", True, "this host has no NVIDIA GPU to share", "set it to false")
+    needed = seats(config, gpus=True).needed["GPU"]
+    if here and 0 < gpus < needed:
+        yield Problem(
+            "trainer.world_size",
+            config.trainer.world_size,
+            f"trainer and engines need {needed:g} GPUs, and this host shows {gpus}",
+            "lower it, engines.count or engines.gpus, set placement.colocate=true, or join a cluster by placement.ray_address",
+        )
+    if here and config.engines.prefill and not gpus:
+        yield Problem(
+            "engines.prefill",
+            config.engines.prefill,
+            "without a GPU engines are embedded ones, which do both",
+            "set it to 0",
+        )
     if here and config.engines.kind == "sglang" and not _sglang_here():
         yield Problem(
             "engines.kind",
@@ -186,10 +203,6 @@ def _engine_answers(address: str) -> Iterator[Problem]:
 
 def _sglang_here() -> bool:
     return importlib.util.find_spec("sglang") is not None or PYTHON_PATH in os.environ
-
-
-def _gpu_here() -> bool:
-    return Path("/proc/driver/nvidia/gpus").is_dir()
 
 
 def _listens(host: str) -> Iterator[Problem]:

@@ -65,6 +65,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     extra = (f", ep {at.expert}" if at.expert > 1 else "") + (", sp" if at.sequence else "")
     where = f" × {at.gpus_an_engine} GPUs" if at.gpus_an_engine else " on CPU"
     engines = f"{at.engines} {at.engine_kind}" + ("" if at.engine_kind == "external" else where)
+    engines += f", the first {at.prefill} to prefill" if at.prefill else ""
     return [
         ("trainer", f"{at.world_size} rank{'s' if at.world_size > 1 else ''} on {at.device}: {cut}{extra}"),
         ("engines", f"{engines}; weights by {at.sync}" if at.engines else "none: supervised"),

@@ -55,7 +55,7 @@ async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Re
 
 async def _evaluate_set(ctx: IterationContext, held_out: EvalSet, version: int) -> list[dict[str, Any]]:
     engines = await ctx.live.engines(version)
-    slots = asyncio.Semaphore(ctx.config.rollout.max_concurrency * ctx.config.engines.count)
+    slots = asyncio.Semaphore(ctx.config.rollout.max_concurrency * ctx.config.engines.generating)
     s = held_out.sampling
 
     async def one(number: int, index: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class _Generator:
         }
         self._ready = asyncio.Lock()
         self._engines: Dispatcher | None = None
-        self.slots = asyncio.Semaphore(config.max_concurrency * ctx.config.engines.count)
+        self.slots = asyncio.Semaphore(config.max_concurrency * ctx.config.engines.generating)
 
     async def generate(
         self, prompt: dict[str, Any], index: int, queue: asyncio.Queue[dict[str, Any]]

@@ -167,7 +167,8 @@ class Busy:
         import pynvml
 
         pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        device = pynvml.nvmlDeviceGetHandleByIndex(int(first))
         while not self._ended.wait(SAMPLE_S):
             self._samples.append((time.time(), pynvml.nvmlDeviceGetUtilizationRates(device).gpu))
 

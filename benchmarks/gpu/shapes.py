@@ -139,9 +139,9 @@ def coin(sample: Any, **_: Any) -> float:
 
 
 def device_name() -> str:
-    """The GPU, its memory and the driver."""
+    """The first GPU, its memory and the driver."""
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
 def versions() -> dict[str, str]:

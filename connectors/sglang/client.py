@@ -38,6 +38,20 @@ class Generation:
     cached_tokens: int
 
 
+@dataclass(frozen=True)
+class Handoff:
+    """Where an engine that decodes meets the one that prefills, and their number for a request."""
+
+    host: str
+    port: int
+    room: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What both are told."""
+        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
+
+
 class EngineClient:
     """One engine at a base URL."""
 
@@ -47,6 +61,7 @@ class EngineClient:
         self.in_flight = 0
         self._closed = False
         self._session: aiohttp.ClientSession | None = None
+        self._part: tuple[str, int] | None = None
 
     async def generate(
         self,
@@ -57,10 +72,12 @@ class EngineClient:
         session: str | None = None,
         progress_timeout_s: float,
         look: Look | None = None,
+        handoff: Handoff | None = None,
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
 
         session: what a router may keep together. look: asked each progress_timeout_s instead of this engine's progress.
+        handoff: for an engine that only prefills, and the one that goes on from there.
         Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
         """
         body = {
@@ -70,6 +87,7 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
+            **(handoff.fields if handoff else {}),
         }
         self.in_flight += 1
         try:
@@ -132,6 +150,14 @@ class EngineClient:
         info: dict[str, Any] = await self._get("/server_info", timeout_s)
         return info
 
+    async def part(self) -> tuple[str, int]:
+        """What it does of a request (prefill, decode or null: all), and the port where engines that decode meet it."""
+        if self._part is None:
+            info = await self.server_info()
+            mode = info.get("disaggregation_mode") or "null"
+            self._part = mode, int(info.get("disaggregation_bootstrap_port") or 0)
+        return self._part
+
     async def weight_version(self) -> int | None:
         """The version the engine says it serves; None if it is none of the trainer's, or the engine is paused."""
         if (await self.server_info()).get("paused"):
@@ -175,7 +201,7 @@ class EngineClient:
 
         The last bucket brings the version. When this returns, the engine has copied what the payload points at.
         """
-        body = {"serialized_named_tensors": list(payloads)}
+        body = {"serialized_named_tensors": list(payloads), "disable_draft_model": True}
         await self._take_bucket("/update_weights_from_tensor", body, version)
 
     async def init_weights_update_group(

@@ -14,6 +14,7 @@ from typing import Any
 
 from connectors.sglang.client import EngineClient
 from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.prefill import PairingDispatcher
 from connectors.sglang.router import Handle, RoutedDispatcher, Router
 from core.config import RunConfig
 from core.engine_health import EngineHealth, Event, State
@@ -273,17 +274,22 @@ class Fleet:
         """A dispatcher over the engines that serve a version."""
         rollout = self.config.rollout
 
-        def serving() -> list[EngineClient]:
-            return [client for index, client in self._clients.items() if self._health[index].serves(version)]
+        def of(engines: range) -> Callable[[], list[EngineClient]]:
+            return lambda: [self._clients[i] for i in engines if self._health[i].serves(version)]
 
         settings: dict[str, Any] = {
             "version": version,
             "attempts": rollout.attempts,
             "progress_timeout_s": rollout.progress_timeout_s,
         }
+        e = self.config.engines
+        every = of(range(e.count))
         if self._router:
-            return RoutedDispatcher(self._router, serving, recover, self.doubt, **settings)
-        return Dispatcher(serving, recover, self.doubt, **settings)
+            return RoutedDispatcher(self._router, every, recover, self.doubt, **settings)
+        if e.prefill:
+            parts = of(range(e.prefill)), of(range(e.prefill, e.count))
+            return PairingDispatcher(*parts, recover, self.doubt, **settings)
+        return Dispatcher(every, recover, self.doubt, **settings)
 
     async def close(self) -> None:
         """Close connections; processes are left to their actors."""

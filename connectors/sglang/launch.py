@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import RunConfig
-from core.config.passthrough import SGLANG_OWNED
+from core.config.engine_rules import LOOPBACK
 from core.errors import ConfigError
 
 PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
@@ -34,8 +34,12 @@ def engine_kind(config: RunConfig, gpus: int) -> str:
 
 
 def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
-    """Start the embedded engine on a free port that it tells in a file."""
+    """Start the embedded engine on a free port that it tells in a file. Raises ConfigError if it is to prefill only."""
     e = config.engines
+    if e.prefill:
+        raise ConfigError(
+            f"engines.prefill = {e.prefill}: without a GPU engines are embedded ones, which do both; set it to 0"
+        )
     command = [
         sys.executable,
         "-m",
@@ -52,10 +56,11 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     return command + (["--threads", str(e.threads)] if e.threads else [])
 
 
-def sglang_command(config: RunConfig, model: str, port: int, index: int) -> list[str]:
+def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstrap_port: int) -> list[str]:
     """Start SGLang engine `index` on the GPUs that its process sees.
 
-    Raises ConfigError for an option that the installed version does not have or that millrace sets.
+    bootstrap_port: where engines that decode meet this one if it only prefills. Raises ConfigError for an option that the
+    installed version does not have.
     """
     e = config.engines
     command = [
@@ -75,6 +80,12 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int) -> list
         command.append("--enable-memory-saver")
         if "mem_fraction_static" not in e.sglang:
             command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
+        if "speculative_algorithm" in e.sglang:  # nobody gives a draft model its weights again
+            command.append("--enable-draft-weights-cpu-backup")
+    if e.prefill:
+        command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
+        if index < e.prefill:
+            command += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     return command + passthrough(e.sglang)
 
 
@@ -96,13 +107,17 @@ def router_command(config: RunConfig, port: int, metrics_port: int, engines: Seq
     return command + _arguments({"log_level": "warn", **router.options})
 
 
-def sglang_environment(given: Mapping[str, str]) -> dict[str, str]:
+def sglang_environment(given: Mapping[str, str], address: str) -> dict[str, str]:
     """The server's environment: its own Python path where one is named, /health that answers at once, CUDA's runtime.
 
     SGLang pins versions that other parts do not take: with MILLRACE_SGLANG_PYTHONPATH it lives in a folder of its own.
-    The memory saver loads CUDA's runtime library by name, which pip puts where the loader does not look.
+    The memory saver loads CUDA's runtime library by name, which pip puts where the loader does not look. Engines that hand
+    KV caches to each other listen at `address`, where the server does, and UCX nowhere else if that is loopback.
     """
     environment = dict(given)
+    environment.setdefault("SGLANG_HOST_IP", address)
+    if address in LOOPBACK:
+        environment.setdefault("UCX_NET_DEVICES", "lo")
     if given.get(PYTHON_PATH):
         environment["PYTHONPATH"] = given[PYTHON_PATH]
     environment.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
@@ -123,8 +138,6 @@ def passthrough(options: dict[str, Any]) -> list[str]:
     """engines.sglang as arguments, by upstream's own names."""
     known = _server_args()
     for name in options:
-        if name in SGLANG_OWNED:
-            raise ConfigError(f"engines.sglang.{name}: set by millrace; remove it")
         if known is not None and name not in known:
             raise ConfigError(f"engines.sglang.{name}: the installed SGLang has no such ServerArgs field")
     return _arguments(options)

@@ -26,6 +26,7 @@ from connectors.sglang.launch import (
     sglang_environment,
 )
 from core.config import RunConfig
+from core.config.plan import visible_gpus
 from core.errors import EngineError
 
 PR_SET_PDEATHSIG = 1
@@ -38,6 +39,9 @@ class _Server:
         self.config = RunConfig.model_validate(config)
         self.log = Path(tempfile.gettempdir()) / f"millrace-{self.config.run.name}-{name}.log"
         self.starts = 0
+        host = self.config.engines.host
+        everywhere = host in ("0.0.0.0", "::")
+        self.address = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if everywhere else host
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
 
@@ -74,13 +78,11 @@ class _Server:
                 env=environment,
                 preexec_fn=_die_with_parent,
             )
-        host = self.config.engines.host
-        reach = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if host in ("0.0.0.0", "::") else host
         deadline = time.monotonic() + self.config.engines.start_timeout_s
         while True:
             known = port()
-            if known and _answers(f"http://{reach}:{known}/health"):
-                self._url = f"http://{reach}:{known}"
+            if known and _answers(f"http://{self.address}:{known}/health"):
+                self._url = f"http://{self.address}:{known}"
                 return
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
@@ -139,16 +141,16 @@ class EngineServer(_Server):
         if self.state()["alive"]:
             return self.state()
         self._released = []
-        kind = engine_kind(self.config, _gpus())
+        kind = engine_kind(self.config, visible_gpus())
         what = f"engine {self.index} ({kind})"
         if kind == "embedded":
             port_file = Path(tempfile.mkdtemp(prefix="millrace-engine-")) / "port"
             command = embedded_command(self.config, model, port_file)
             self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
         else:
-            port = _free_port(self.config.engines.host)
-            command = sglang_command(self.config, model, port, self.index)
-            self._run(what, command, lambda: port, sglang_environment(os.environ))
+            port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
+            command = sglang_command(self.config, model, port, self.index, bootstrap)
+            self._run(what, command, lambda: port, sglang_environment(os.environ, self.address))
         return self.state()
 
 
@@ -183,15 +185,3 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _gpus() -> int:
-    """GPUs this process may use, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    return (
-        len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-        if Path("/proc/driver/nvidia/gpus").is_dir()
-        else 0
-    )

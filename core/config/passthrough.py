@@ -31,16 +31,29 @@ MEGATRON_ELSEWHERE = {
 }
 
 SGLANG_OWNED = (
-    "model_path",
-    "host",
     "port",
-    "tp_size",
     "base_gpu_id",
     "weight_version",
-    "enable_memory_saver",
     "skip_tokenizer_init",
-    "dtype",
+    "disaggregation_bootstrap_port",
+    "enable_draft_weights_cpu_backup",
 )
+
+SGLANG_ELSEWHERE = {
+    "model_path": "model.path",
+    "host": "engines.host",
+    "tp_size": "engines.gpus",
+    "dtype": "model.dtype",
+    "enable_memory_saver": "placement.colocate",
+    "disaggregation_mode": "engines.prefill",
+}
+
+_BIASED = "tokens would not be drawn from the distribution that their log-probabilities are of"
+
+SGLANG_REFUSED = {
+    "speculative_accept_threshold_single": _BIASED,
+    "speculative_accept_threshold_acc": _BIASED,
+}
 
 ROUTER_OWNED = (
     "host",
@@ -62,7 +75,7 @@ _LIMIT = "it refuses requests, and rollout.max_concurrency bounds them already"
 
 ROUTER_REFUSED = {
     "mini_lb": "it is another program, for debugging",
-    "pd_disaggregation": "engines that only prefill or only decode are not driven",
+    "pd_disaggregation": "the own dispatcher pairs them: set engines.prefill and leave engines.router out",
     "dp_aware": "it sends to parts of an engine, and an engine is used as a whole",
     "backend": _OTHER_ENGINES,
     "enable_igw": _OTHER_ENGINES,

@@ -68,6 +68,7 @@ class Layout:
     sequence: bool
     engine_kind: str
     engines: int
+    prefill: int
     gpus_an_engine: int
     gpus: int
     placement: str
@@ -173,6 +174,7 @@ def _layout(config: RunConfig, gpus: int) -> Layout:
         sequence=p.sequence,
         engine_kind=kind,
         engines=count,
+        prefill=e.prefill,
         gpus_an_engine=on_gpus,
         gpus=count * on_gpus + (config.trainer.world_size if cuda and not config.placement.colocate else 0),
         placement=config.placement.ray_address or "a Ray head on this host",

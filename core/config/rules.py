@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 from urllib.parse import urlsplit
 
-from core.config import algorithm_rules
-from core.config.model import Sampling, Source
+from core.config import algorithm_rules, engine_rules
+from core.config.model import Source
 from core.config.passthrough import (
     MEGATRON_ELSEWHERE,
     MEGATRON_REFUSED,
     ROUTER_OWNED,
     ROUTER_REFUSED,
+    SGLANG_ELSEWHERE,
     SGLANG_OWNED,
+    SGLANG_REFUSED,
 )
 from core.config.problems import Problem
 from core.config.run import RunConfig
 from core.config.training import EvalSet
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def problems(config: RunConfig) -> list[Problem]:
@@ -35,8 +35,8 @@ def problems(config: RunConfig) -> list[Problem]:
         filter=config.filter,
         steps_per_iteration=max(1, config.steps_per_iteration),
     )
-    found += [*_supervised(config), *_names(config), *_intervals(config), *_engines(config), *_places(config)]
-    found += [*_external(config), *_router(config), *_passthrough(config)]
+    found += [*_supervised(config), *_names(config), *_intervals(config), *_places(config)]
+    found += [*engine_rules.problems(config), *_passthrough(config)]
     return found
 
 
@@ -95,7 +95,7 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
     if not _embedded_possible(config):
         return
     held = config.engines.max_total_tokens
-    for field, sampling in _samplings(config):
+    for field, sampling in config.samplings:
         needed = config.data.max_prompt_tokens + sampling.max_new_tokens
         if needed > held:
             yield Problem(
@@ -107,16 +107,8 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
             return
 
 
-def _samplings(config: RunConfig) -> list[tuple[str, Sampling]]:
-    sets = config.evaluation.sets
-    return [
-        ("rollout.sampling", config.rollout.sampling),
-        *((f"evaluation.sets.{e.name}.sampling", e.sampling) for e in sets),
-    ]
-
-
 def _sampling(config: RunConfig) -> Iterator[Problem]:
-    for place, sampling in _samplings(config):
+    for place, sampling in config.samplings:
         if "" in sampling.stop:
             yield Problem(
                 f"{place}.stop",
@@ -231,128 +223,6 @@ def _embedded_possible(config: RunConfig) -> bool:
     return config.engines.kind in ("auto", "embedded") and config.algorithm.loss != "sft"
 
 
-def _engines(config: RunConfig) -> Iterator[Problem]:
-    e = config.engines
-    if e.kind == "embedded" and e.sglang:
-        yield Problem(
-            "engines.sglang",
-            e.sglang,
-            "engines.kind=embedded starts no SGLang",
-            "remove the options, or set engines.kind=sglang",
-        )
-    if e.kind == "embedded" and e.gpus > 1:
-        yield Problem(
-            "engines.gpus",
-            e.gpus,
-            "an embedded engine runs on one device",
-            "set it to 1, or engines.kind=sglang",
-        )
-    if config.placement.colocate and (e.kind == "embedded" or config.trainer.device == "cpu"):
-        yield Problem("placement.colocate", True, "without GPUs there is nothing to share", "set it to false")
-    elif config.placement.colocate and config.trainer.world_size != e.count * e.gpus:
-        yield Problem(
-            "trainer.world_size",
-            config.trainer.world_size,
-            f"the trainer shares GPUs with engines.count × engines.gpus = {e.count} × {e.gpus}",
-            "make both the number of GPUs, or set placement.colocate=false",
-        )
-    if config.sync.kind == "ipc" and not config.placement.colocate:
-        yield Problem(
-            "sync.kind",
-            "ipc",
-            "GPU memory is handed over within a GPU",
-            "set it to broadcast or disk, or set placement.colocate=true",
-        )
-    if config.sync.kind == "broadcast" and config.placement.colocate:
-        yield Problem("sync.kind", "broadcast", "NCCL joins no GPU to a group twice", "set it to ipc or disk")
-    on_cpu = e.kind == "embedded", config.trainer.device == "cpu"
-    if config.sync.kind == "broadcast" and e.kind != "external" and on_cpu[0] != on_cpu[1]:
-        yield Problem(
-            "sync.kind",
-            "broadcast",
-            f"trainer.device={config.trainer.device} and engines.kind={e.kind} may have no transport in common",
-            "set trainer.device=cuda and engines.kind=sglang, or trainer.device=cpu and engines.kind=embedded, or disk",
-        )
-
-
-def _external(config: RunConfig) -> Iterator[Problem]:
-    """Engines that somebody else runs: nothing of theirs is set here, and they read weights where the trainer writes."""
-    e = config.engines
-    if e.kind != "external":
-        if e.addresses:
-            yield Problem(
-                "engines.addresses",
-                e.addresses,
-                f"engines.kind={e.kind} starts its own",
-                "set engines.kind=external, or remove them",
-            )
-        return
-    parts = [urlsplit(address) for address in e.addresses]
-    bad = [
-        a
-        for a, at in zip(e.addresses, parts, strict=True)
-        if at.scheme not in ("http", "https") or not at.hostname
-    ]
-    if bad or not e.addresses or len(set(e.addresses)) < len(e.addresses):
-        yield Problem(
-            "engines.addresses",
-            bad or e.addresses,
-            "engines.kind=external needs the URL of each engine, once",
-            "give URLs as in http://host:30000",
-        )
-    elif e.count != len(e.addresses):
-        yield Problem(
-            "engines.count",
-            e.count,
-            f"engines.addresses has {len(e.addresses)}",
-            f"set it to {len(e.addresses)}",
-        )
-    if e.sglang:
-        yield Problem(
-            "engines.sglang",
-            e.sglang,
-            "external engines have the options they were started with",
-            "give them there, and remove them here",
-        )
-    if config.placement.colocate:
-        yield Problem(
-            "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
-        )
-    disk = config.sync_kind == "disk"
-    if disk and config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
-        yield Problem(
-            "sync.directory",
-            None,
-            "engines on other hosts do not see this host's shared memory, where weights go",
-            "name a folder that trainer and engines see under the same path",
-        )
-
-
-def _router(config: RunConfig) -> Iterator[Problem]:
-    """What sglang-router 0.3.2 does not do: see connectors.sglang.router."""
-    router = config.engines.router
-    if router is None:
-        return
-    if router.policy == "power_of_two" and config.engines.count < 2:
-        yield Problem(
-            "engines.router.policy",
-            router.policy,
-            f"it chooses between two engines, and engines.count = {config.engines.count}",
-            "take another policy, or more engines",
-        )
-    for place, sampling in _samplings(config):
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(sampling, name)
-            rounded = float(f"{value:.6g}")
-            if rounded != value:
-                yield Problem(
-                    f"{place}.{name}",
-                    value,
-                    "sglang-router keeps six digits of it, so engines would sample by another value than the trainer",
-                    f"set it to {rounded:g}, or leave engines.router out",
-                )
-
-
 def _places(config: RunConfig) -> Iterator[Problem]:
     root = config.storage.root
     if root.startswith("memory://"):
@@ -421,8 +291,15 @@ def _passthrough(config: RunConfig) -> Iterator[Problem]:
                 field, value, f"it follows from {MEGATRON_ELSEWHERE[name]}", "remove it and set that instead"
             )
     for name, value in config.engines.sglang.items():
+        field = f"engines.sglang.{name}"
         if name in SGLANG_OWNED:
-            yield Problem(f"engines.sglang.{name}", value, "millrace sets it itself", "remove it")
+            yield Problem(field, value, "millrace sets it itself", "remove it")
+        elif name in SGLANG_REFUSED:
+            yield Problem(field, value, f"not allowed: {SGLANG_REFUSED[name]}", "remove it")
+        elif name in SGLANG_ELSEWHERE:
+            yield Problem(
+                field, value, f"it follows from {SGLANG_ELSEWHERE[name]}", "remove it and set that instead"
+            )
     for name, value in (config.engines.router.options if config.engines.router else {}).items():
         field = f"engines.router.options.{name}"
         if name in ROUTER_OWNED:

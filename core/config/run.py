@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from core.config.algorithm import Algorithm
 from core.config.base import Section
-from core.config.model import Data, Filter, Model, Reward, Rollout, Run, Storage
+from core.config.model import Data, Filter, Model, Reward, Rollout, Run, Sampling, Storage
 from core.config.training import Checkpoint, Engines, Evaluation, Placement, Sync, Tracking, Trainer
 
 
@@ -52,6 +52,15 @@ class RunConfig(Section):
     def steps_per_iteration(self) -> int:
         """Optimizer steps that one iteration makes."""
         return self.samples_per_iteration // self.global_batch
+
+    @property
+    def samplings(self) -> list[tuple[str, Sampling]]:
+        """Every sampling that engines are asked for, by its field."""
+        sets = self.evaluation.sets
+        return [
+            ("rollout.sampling", self.rollout.sampling),
+            *((f"evaluation.sets.{e.name}.sampling", e.sampling) for e in sets),
+        ]
 
     @property
     def data_parallel(self) -> int:

@@ -97,6 +97,11 @@ class Engines(Section):
         description="URLs of external engines, as in http://host:30000, one an engine. They must serve model.path, for this run alone.",
     )
     count: int = Field(1, ge=1, description="Engines.")
+    prefill: int = Field(
+        0,
+        ge=0,
+        description="How many of them only prefill, the first ones; the others then only decode (sglang). SGLang moves the KV cache between them.",
+    )
     gpus: int = Field(1, ge=1, description="GPUs an engine (sglang).")
     host: str = Field(
         "127.0.0.1",
@@ -113,6 +118,11 @@ class Engines(Section):
     router: Router | None = Field(
         None, description="Requests go through an sglang-router; when not given, to the least loaded engine."
     )
+
+    @property
+    def generating(self) -> int:
+        """Engines that make tokens."""
+        return self.count - self.prefill
 
 
 class Placement(Section):

@@ -155,6 +155,21 @@ def test_no_heavy_library_is_imported(place: Path) -> None:
     assert done.stdout.splitlines()[-1] == "loaded: []"
 
 
+def test_more_gpus_than_this_host_has(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["trainer.world_size=2", "engines.gpus=2", "engines.count=2"]
+    assert check(load_config("run.yaml", overrides)) == []  # on CPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    (problem,) = check(load_config("run.yaml", overrides))
+    assert problem.field == "trainer.world_size"
+    assert "need 6 GPUs, and this host shows 4" in str(problem)
+    assert check(load_config("run.yaml", [*overrides, "placement.colocate=true", "engines.count=1"])) == []
+
+
+def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
+    (problem,) = check(load_config("run.yaml", ["engines.count=2", "engines.prefill=1"]))
+    assert problem.field == "engines.prefill"
+
+
 def test_the_recipes_that_ship_pass() -> None:
     recipes = Path(__file__).parents[2] / "deployments" / "recipes"
     for recipe in sorted(recipes.glob("*.yaml")):

@@ -12,11 +12,12 @@ import flow_runs
 import pytest
 import torch
 from flow_runs import Workplace, trained
-from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of
+from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, sglang_has, steps_of
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 
+needs_nixl = pytest.mark.skipif(not sglang_has("nixl"), reason="nixl is not installed where SGLang is")
 ITERATIONS = 2
 PATIENCE_S = 420
 BOTH = {"world_size": 2}
@@ -28,7 +29,10 @@ def complete(folder: Path, sync: str, shape: Mapping[str, Any] = MODEL, **change
     name = "two-" + folder.name.removeprefix("test_").rstrip("0123456789").replace("_", "-").strip("-")
     changes["run"] = {"name": name[:40], "iterations": ITERATIONS}
     changes["sync"] = {"kind": "auto", "verify": True, "bucket_mib": 64}
-    changes["engines"] = {**changes.get("engines", {}), "sglang": {**SGLANG, "mem_fraction_static": 0.15}}
+    sglang = {**SGLANG, "mem_fraction_static": 0.15}
+    changes["engines"] = {"sglang": sglang, **changes.get("engines", {})}
+    if changes["engines"].get("prefill"):
+        sglang["disaggregation_transfer_backend"] = "nixl"
     furnish(folder, shape=shape, **changes)
     place = Workplace(folder)
     try:
@@ -75,3 +79,14 @@ def test_experts_apart_share_gpus_with_two_engines(tmp_path: Path) -> None:
 def test_context_parallel_ranks_share_gpus_with_two_engines_behind_a_router(tmp_path: Path) -> None:
     engines = {"count": 2, "router": {"policy": "round_robin"}}
     complete(tmp_path, "ipc", trainer={**BOTH, "parallel": {"context": 2}}, engines=engines)
+
+
+@needs_nixl
+def test_an_engine_that_prefills_and_one_that_decodes_share_gpus_with_the_trainer(tmp_path: Path) -> None:
+    complete(tmp_path, "ipc", trainer=BOTH, engines={"count": 2, "prefill": 1})
+
+
+@needs_nixl
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
+def test_trainer_prefill_and_decode_on_a_gpu_each(tmp_path: Path) -> None:
+    complete(tmp_path, "broadcast", placement={"colocate": False}, engines={"count": 2, "prefill": 1})

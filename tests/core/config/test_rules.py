@@ -147,6 +147,22 @@ def test_these_agree(overrides: list[str]) -> None:
             "evaluation.sets.held.sampling.top_p",
         ),
         (["engines.router.policy=power_of_two"], "engines.router.policy"),
+        (["engines.prefill=1"], "engines.prefill"),
+        (["engines.prefill=1", "engines.count=2", "engines.kind=embedded"], "engines.prefill"),
+        (["engines.prefill=1", "engines.count=2", "engines.router={}"], "engines.router"),
+        (
+            ["engines.sglang.speculative_algorithm=NGRAM", "sync.kind=disk"],
+            "engines.sglang.speculative_algorithm",
+        ),
+        (
+            ["engines.kind=sglang", "engines.sglang.speculative_algorithm=NGRAM", "sync.verify=true"],
+            "sync.verify",
+        ),
+        (
+            ["engines.sglang.speculative_accept_threshold_acc=0.9"],
+            "engines.sglang.speculative_accept_threshold_acc",
+        ),
+        (["engines.sglang.weight_version=x"], "engines.sglang.weight_version"),
         (["engines.router.options.disable_retries=false"], "engines.router.options.disable_retries"),
         (["engines.router.options.dp_aware=true"], "engines.router.options.dp_aware"),
         (["engines.router.options.api_key=secret"], "engines.router.options.api_key"),

@@ -1,0 +1,114 @@
+"""A request on two engines at once: one prefills it, the other decodes it with the KV cache that SGLang moves between them.
+
+Owns pairing them. The tokens are the decoding engine's; the prefilling one's answer says only that it did its part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from connectors.sglang.client import EngineClient, Generation, Handoff, Look
+from connectors.sglang.dispatcher import Dispatcher
+from core.errors import EngineError, EngineLostError
+
+log = logging.getLogger(__name__)
+ROOM_BITS = 63
+
+
+class PairingDispatcher(Dispatcher):
+    """Chooses engines that prefill as a Dispatcher does, so that a group's prompt is prefilled once, and the least loaded
+    of those that decode. Both are put in doubt when a request is lost, since either may have failed it."""
+
+    def __init__(
+        self,
+        prefilling: Callable[[], Sequence[EngineClient]],
+        decoding: Callable[[], Sequence[EngineClient]],
+        recover: Callable[[int], Awaitable[None]],
+        doubt: Callable[[EngineClient, EngineLostError], None],
+        **settings: Any,
+    ) -> None:
+        super().__init__(prefilling, recover, doubt, **settings)
+        self._decoding = decoding
+
+    def _choose(self, session: str | None) -> EngineClient | None:
+        return super()._choose(session) if self._decoding() else None
+
+    async def _ask(
+        self,
+        engine: EngineClient,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        rid: str,
+        session: str | None,
+    ) -> Generation:
+        decoder = min(self._decoding(), key=lambda one: (one.in_flight, one.engine_id))
+        pair = engine, decoder
+        for one in pair:
+            one.in_flight += 1  # before the first wait: requests come in bursts
+        tasks: list[asyncio.Future[Generation]] = []
+        try:
+            handoff = await _meet(engine, decoder)
+            tasks += [
+                asyncio.ensure_future(
+                    one.generate(
+                        input_ids,
+                        params,
+                        rid=rid,
+                        progress_timeout_s=self.progress_timeout_s,
+                        look=self._look_at(engine, decoder),
+                        handoff=handoff,
+                    )
+                )
+                for one in pair
+            ]
+            prefilled, decoded = await asyncio.gather(*tasks)
+        except EngineLostError as error:
+            self._doubt(decoder, error)
+            raise
+        finally:
+            for one in pair:
+                one.in_flight -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if any(version != self.version for _, version in prefilled.weight_versions):
+            return prefilled  # whose version the caller refuses
+        return replace(decoded, cached_tokens=prefilled.cached_tokens)
+
+    def _look_at(self, *pair: EngineClient) -> Look:
+        """Asks whether either engine makes progress: one may wait for the other for as long as that has other work."""
+
+        async def look(before: Any, timeout_s: float) -> Any:
+            found = await asyncio.gather(*(engine.progress(timeout_s) for engine in pair))
+            now = [counts for counts, _ in found]
+            if now != before:
+                return now
+            for engine, (_, paused) in zip(pair, found, strict=True):
+                if not paused and not await engine.health(timeout_s, generating=True):
+                    error = engine.no_progress(timeout_s, paused)
+                    log.warning("%s", error)
+                    self._doubt(engine, error)
+            names = " and ".join(engine.engine_id for engine in pair)
+            raise EngineLostError(f"{names}: no token for {timeout_s:g} s (rollout.progress_timeout_s)")
+
+        return look
+
+
+async def _meet(prefill: EngineClient, decode: EngineClient) -> Handoff:
+    """Where and under which number the two meet. Raises EngineError for engines that were not started for this."""
+    parts = await asyncio.gather(prefill.part(), decode.part())
+    for engine, (part, _), wanted in zip((prefill, decode), parts, ("prefill", "decode"), strict=True):
+        if part != wanted:
+            raise EngineError(
+                f"{engine.engine_id} at {engine.url} is to {wanted} (engines.prefill), but runs with "
+                f"--disaggregation-mode {part}; start it with {wanted}, or change engines.prefill"
+            )
+    host = urlsplit(prefill.url).hostname
+    assert host is not None
+    return Handoff(host, parts[0][1], secrets.randbits(ROOM_BITS))

@@ -1,0 +1,58 @@
+"""Command lines of SGLang engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from local_handle import fleet_config
+
+from connectors.sglang.launch import sglang_command, sglang_environment
+
+
+def command(index: int, **changes: dict[str, Any]) -> list[str]:
+    engines = {"kind": "sglang", **changes.pop("engines", {})}
+    config = fleet_config(Path("/model"), engines=engines, **changes)
+    return sglang_command(config, "/model", 4000, index, 5000)
+
+
+def value(line: list[str], flag: str) -> str:
+    return line[line.index(flag) + 1]
+
+
+def test_options_go_by_their_own_names() -> None:
+    line = command(
+        0, engines={"gpus": 2, "sglang": {"mem_fraction_static": 0.7, "disable_radix_cache": True}}
+    )
+    assert value(line, "--tp-size") == "2"
+    assert value(line, "--mem-fraction-static") == "0.7"
+    assert "--disable-radix-cache" in line
+    assert "--disaggregation-mode" not in line
+    assert "--enable-memory-saver" not in line
+
+
+def test_the_first_engines_prefill_and_the_others_decode() -> None:
+    lines = [command(index, engines={"count": 3, "prefill": 2}) for index in range(3)]
+    assert [value(line, "--disaggregation-mode") for line in lines] == ["prefill", "prefill", "decode"]
+    ports = [value(line, "--disaggregation-bootstrap-port") for line in lines[:2]]
+    assert ports == ["5000", "5000"]  # as it was told; each engine has its own
+    assert "--disaggregation-bootstrap-port" not in lines[2]
+
+
+def test_a_draft_model_keeps_its_weights_where_memory_is_given_back() -> None:
+    speculative = {
+        "sglang": {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "/draft"}
+    }
+    shared = command(0, engines=speculative, placement={"colocate": True})
+    assert "--enable-draft-weights-cpu-backup" in shared
+    assert "--enable-memory-saver" in shared
+    assert value(shared, "--speculative-draft-model-path") == "/draft"
+    assert "--enable-draft-weights-cpu-backup" not in command(0, engines=speculative)
+
+
+def test_engines_meet_where_their_servers_listen() -> None:
+    assert sglang_environment({}, "127.0.0.1")["UCX_NET_DEVICES"] == "lo"
+    elsewhere = sglang_environment({"PATH": "p"}, "192.0.2.7")
+    assert (elsewhere["SGLANG_HOST_IP"], elsewhere["PATH"]) == ("192.0.2.7", "p")
+    assert "UCX_NET_DEVICES" not in elsewhere
+    assert sglang_environment({"UCX_NET_DEVICES": "mlx5_0:1"}, "127.0.0.1")["UCX_NET_DEVICES"] == "mlx5_0:1"

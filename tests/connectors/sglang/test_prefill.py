@@ -1,0 +1,244 @@
+"""Engines that only prefill, paired with those that decode. What SGLang demands of a pair is kept here by a gate in front
+of each embedded engine, which then answers; on a GPU the same is asked of SGLang (tests/gpu/test_prefill_on_gpus.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from engine_process import embedded_engine, reference_logprobs
+from local_handle import fleet_config
+from test_fleet import LONG, PROMPT, SHORT, recovery, serving
+
+from connectors.sglang.client import EngineClient, Generation
+from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.external import ExternalEngine
+from connectors.sglang.fleet import Fleet
+from core.errors import EngineError
+
+BOOTSTRAP_PORT = 8998
+MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+class Room:
+    """Where the halves of a request meet: one decodes when the other has prefilled, which goes when the first has room."""
+
+    def __init__(self) -> None:
+        self.prefilled, self.admitted = asyncio.Event(), asyncio.Event()
+
+
+class Rooms:
+    """All of them, and what was asked of whom."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[Any, ...], Room] = {}
+        self.gates: list[Gate] = []
+        self.prefills: Counter[str] = Counter()
+        self.decodes: Counter[str] = Counter()
+        self.lost = 0  # how many requests' caches do not arrive
+
+    def of(self, body: dict[str, Any]) -> Room:
+        key = tuple(body.pop(name) for name in MEETING)
+        assert key[:2] == ("127.0.0.1", BOOTSTRAP_PORT)
+        return self._rooms.setdefault(key, Room())
+
+
+class Gate:
+    """An engine that does its part of every request only."""
+
+    def __init__(self, engine: str, part: Literal["prefill", "decode"], rooms: Rooms) -> None:
+        self.engine, self.part, self.rooms = engine, part, rooms
+        self.url = ""
+        self.slots = asyncio.Semaphore(64)  # requests that it decodes at a time
+        rooms.gates.append(self)
+
+    async def generate(self, body: dict[str, Any]) -> web.Response:
+        room = self.rooms.of(body)
+        if self.part == "prefill":
+            self.rooms.prefills[self.url] += 1
+            body["sampling_params"]["max_new_tokens"] = 1
+            answer = await self.forward("POST", "/generate", body)
+            if self.rooms.lost:
+                self.rooms.lost -= 1
+            else:
+                await room.admitted.wait()
+                room.prefilled.set()
+            return answer
+        self.rooms.decodes[self.url] += 1
+        async with self.slots:
+            room.admitted.set()
+            await room.prefilled.wait()
+            return await self.forward("POST", "/generate", body)
+
+    async def forward(self, verb: str, path: str, body: Any) -> web.Response:
+        async with aiohttp.ClientSession() as http, http.request(verb, self.engine + path, json=body) as got:
+            if path != "/server_info":
+                return web.Response(body=await got.read(), status=got.status, content_type=got.content_type)
+            info = await got.json()
+        info["disaggregation_mode"] = self.part
+        info["disaggregation_bootstrap_port"] = BOOTSTRAP_PORT if self.part == "prefill" else None
+        return web.json_response(info)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        if request.path == "/generate":
+            return await self.generate(body)
+        return await self.forward(request.method, request.path, body)
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    folder = tmp_path_factory.mktemp("engines")
+    with contextlib.ExitStack() as stack:
+        logs = (folder / f"{index}.log" for index in range(4))
+        yield [stack.enter_context(embedded_engine(tiny_model, log=log))[0] for log in logs]
+
+
+Pairs = Callable[..., "tuple[Fleet, Rooms]"]
+
+
+@pytest_asyncio.fixture
+async def pairs(engines: list[str], tiny_model: Path) -> AsyncIterator[Pairs]:
+    """pairs(section={...}): a fleet of two engines that prefill and two that decode, and where they meet."""
+    async with contextlib.AsyncExitStack() as stack:
+        rooms, urls = Rooms(), []
+        for engine, part in zip(engines, ("prefill", "prefill", "decode", "decode"), strict=True):
+            gate = Gate(engine, part, rooms)  # type: ignore[arg-type]
+            app = web.Application(client_max_size=2**24)
+            app.router.add_route("*", "/{any:.*}", gate.handle)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            gate.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            urls.append(gate.url)
+
+        def make(**changes: dict[str, Any]) -> tuple[Fleet, Rooms]:
+            settings = {"kind": "external", "addresses": urls, "count": 4, "prefill": 2}
+            changes["engines"] = {**settings, **changes.get("engines", {})}
+            config = fleet_config(tiny_model, **changes)
+
+            async def handle(index: int) -> ExternalEngine:
+                return ExternalEngine(config, index)
+
+            fleet = Fleet(config, handle)
+            stack.push_async_callback(fleet.close)
+            return fleet, rooms
+
+        yield make
+
+
+async def generate(dispatcher: Dispatcher, count: int, params: Any, **more: Any) -> list[Generation]:
+    more = {"session": None, **more}
+    return await asyncio.gather(
+        *(dispatcher.generate(PROMPT, params, rid=f"{time.time()}-{n}", **more) for n in range(count))
+    )
+
+
+async def test_both_parts_give_what_one_engine_gives(pairs: Pairs, tiny_model: Path) -> None:
+    fleet, rooms = pairs()
+    dispatcher = await serving(fleet, tiny_model, 51)
+    for found in await generate(dispatcher, 4, SHORT):
+        expected = reference_logprobs(tiny_model, PROMPT, found.output_ids)
+        assert found.logprobs == pytest.approx(expected, abs=1e-4)
+        assert len(found.output_ids) == SHORT["max_new_tokens"]
+        assert found.weight_versions == [(0, 51)]
+        assert found.engine_id in ("engine-2", "engine-3")
+    assert dispatcher.retries == 0
+    assert sorted(rooms.prefills.values()) == sorted(rooms.decodes.values()) == [2, 2]
+
+
+async def test_a_group_is_prefilled_on_one_engine_and_decoded_on_all(pairs: Pairs, tiny_model: Path) -> None:
+    fleet, rooms = pairs()
+    dispatcher = await serving(fleet, tiny_model, 52)
+    await generate(dispatcher, 8, SHORT, session="a group")
+    assert list(rooms.prefills.values()) == [8]
+    assert list(rooms.decodes.values()) == [4, 4]
+
+
+async def test_a_cache_that_does_not_arrive_is_made_again(pairs: Pairs, tiny_model: Path) -> None:
+    fleet, rooms = pairs(rollout={"progress_timeout_s": 0.5})
+    dispatcher = await serving(fleet, tiny_model, 53)
+    (expected,) = await generate(dispatcher, 1, SHORT)
+    rooms.lost = 2
+    assert [g.output_ids for g in await generate(dispatcher, 6, SHORT)] == [expected.output_ids] * 6
+    assert dispatcher.retries >= 2
+    assert fleet.unconfirmed(53) == []
+    assert fleet.restarts == 0  # all of them answer: none was stalled
+
+
+async def test_one_engine_waits_as_long_as_the_other_has_work(pairs: Pairs, tiny_model: Path) -> None:
+    fleet, rooms = pairs(rollout={"progress_timeout_s": 0.2})
+    dispatcher = await serving(fleet, tiny_model, 54)
+    for gate in rooms.gates:
+        gate.slots = asyncio.Semaphore(1)
+    found = await generate(dispatcher, 3, LONG)
+    assert {len(g.output_ids) for g in found} == {LONG["max_new_tokens"]}
+    assert dispatcher.retries == 0
+
+
+@pytest.mark.parametrize("stale", [0, 2], ids=["prefill", "decode"])
+async def test_neither_part_is_done_by_another_version(
+    pairs: Pairs, tiny_model: Path, other_model: Path, stale: int
+) -> None:
+    fleet, _ = pairs(rollout={"attempts": 2})
+    dispatcher = await serving(fleet, tiny_model, 55)
+    for index in (stale, stale + 1):  # behind the fleet's back
+        await fleet._clients[index].update_weights_from_disk(str(other_model), 99)
+    with pytest.raises(EngineError, match="weight version 99, 55 is expected"):
+        await generate(dispatcher, 1, SHORT)
+
+
+async def test_a_lost_decoder_is_not_used_until_it_has_the_version_again(
+    pairs: Pairs, tiny_model: Path
+) -> None:
+    fleet, rooms = pairs()
+    recover = recovery(fleet, tiny_model)
+    await recover(56)
+    dispatcher = fleet.dispatcher(56, recover)
+    decoder = fleet._clients[2]
+    await decoder.update_weights_from_disk(str(tiny_model), 7)
+    fleet.doubt(decoder, EngineClient(decoder.url, "x").no_progress(1.0, paused=True))
+    await generate(dispatcher, 4, SHORT)
+    assert list(rooms.decodes.values()) == [4]
+    await recover(56)
+    await generate(dispatcher, 4, SHORT)
+    assert sorted(rooms.decodes.values()) == [2, 6]
+    assert dispatcher.retries == 0
+
+
+async def test_an_engine_that_does_another_part_is_named(pairs: Pairs, tiny_model: Path) -> None:
+    fleet, _ = pairs(engines={"prefill": 3})
+    dispatcher = await serving(fleet, tiny_model, 57)
+    with pytest.raises(EngineError, match=r"is to prefill \(engines.prefill\), but runs with .* decode"):
+        await generate(dispatcher, 3, SHORT)
+
+
+async def test_a_cancelled_request_ends_at_both_engines(pairs: Pairs, tiny_model: Path) -> None:
+    fleet, _ = pairs()
+    dispatcher = await serving(fleet, tiny_model, 58)
+    running = asyncio.create_task(generate(dispatcher, 2, LONG))
+    decoders = [fleet._clients[index] for index in (2, 3)]
+
+    async def until(running: list[int]) -> None:
+        for _ in range(6000):
+            found = [(await engine.server_info())["load"]["running"] for engine in decoders]
+            if found == running:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"the engines run {found}")
+
+    await until([1, 1])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await until([0, 0])
+    assert [engine.in_flight for engine in fleet._clients.values()] == [0, 0, 0, 0]
