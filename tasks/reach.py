@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from connectors.ray import cluster
 from core.config import RunConfig
-from core.config.rules import LOOPBACK
+from core.config.engine_rules import LOOPBACK
 from core.errors import ConfigError
 
 
