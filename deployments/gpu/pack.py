@@ -1,10 +1,12 @@
 """Wheels for a GPU host without a network, as archives of a bounded size.
 
-    python deployments/gpu/pack.py build PACK NAME==VERSION ... [--have torch,numpy] [--part-mib 55]
+    python deployments/gpu/pack.py build PACK millrace --lock requirements.lock --host host.txt [--part-mib 55]
+    python deployments/gpu/pack.py build PACK NAME==VERSION ...
     python deployments/gpu/pack.py unpack PACK DEST          # on the host, standard library only; prints DEST/site
 
-`build` takes the named wheels for Python 3.12 on x86-64 and, with --lock, all that they need at the versions of a
-constraints file, less what the host has (--have). SGLang goes in a pack of its own, since it pins other versions than
+`build` takes wheels for Python 3.12 on x86-64: those named with their versions, or, with --lock, all that the named
+installed packages need at the versions of a constraints file, less what the host has (--host, its `pip freeze`). millrace
+itself is not packed: its checkout is put on the host. SGLang goes in a pack of its own, since it pins other versions than
 millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH and only the server's process sees it.
 """
 
@@ -54,8 +56,7 @@ def main() -> None:
     build.add_argument("pack", type=Path)
     build.add_argument("names", nargs="+")
     build.add_argument("--lock", type=Path, help="constraints file: also take what the names need")
-    build.add_argument("--without", default="", help="packages to leave out, by comma")
-    build.add_argument("--have", default="", help="packages of the host, by comma")
+    build.add_argument("--host", type=Path, help="what the host has: its `pip freeze`")
     build.add_argument("--part-mib", type=int, default=55)
     unpack = commands.add_parser("unpack")
     unpack.add_argument("pack", type=Path)
@@ -64,20 +65,16 @@ def main() -> None:
     if given.command == "unpack":
         print(_unpack(given.pack, given.dest))
         return
-    _build(
-        given.pack,
-        given.names,
-        given.lock,
-        {_plain(name) for name in (given.have + "," + given.without).split(",")},
-        given.part_mib,
-    )
+    lines = given.host.read_text().splitlines() if given.host else []
+    has = {_plain(re.split(r"[=@ ]", line)[0]) for line in lines}
+    _build(given.pack, given.names, given.lock, has, given.part_mib)
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip().lower())
 
 
-def _build(pack: Path, names: list[str], lock: Path | None, have: set[str], part_mib: int) -> None:
+def _build(pack: Path, names: list[str], lock: Path | None, has: set[str], part_mib: int) -> None:
     site = pack / "site"
     shutil.rmtree(site, ignore_errors=True)
     for old in pack.glob("part-*"):
@@ -97,7 +94,7 @@ def _build(pack: Path, names: list[str], lock: Path | None, have: set[str], part
     ]
     command += ["--python-version", "3.12", "--implementation", "cp"]
     command += [x for platform in PLATFORMS for x in ("--platform", platform)]
-    wanted = _closure(names, lock, have) if lock else names
+    wanted = _closure(names, lock, has) if lock else names
     subprocess.run([*command, *wanted], check=True)
     chosen = {_plain(name.split("==")[0]) for name in wanted}
     for wheel in sorted(wheels.glob("*.whl")):
@@ -116,7 +113,7 @@ def _build(pack: Path, names: list[str], lock: Path | None, have: set[str], part
     _archive(pack, part_mib * 2**20)
 
 
-def _closure(names: list[str], lock: Path, have: set[str]) -> list[str]:
+def _closure(names: list[str], lock: Path, has: set[str]) -> list[str]:
     """The names and all they need, at locked versions, as this environment's installed metadata tells."""
     from importlib import metadata
 
@@ -139,10 +136,11 @@ def _closure(names: list[str], lock: Path, have: set[str]) -> list[str]:
     def visit(name: str, extras: Iterable[str]) -> None:
         plain = _plain(name)
         key = (plain, frozenset(extras))
-        if key in seen or plain in have or plain not in locked:
+        if key in seen or plain in has or (plain not in locked and name not in names):
             return
         seen.add(key)
-        found[plain] = locked[plain]
+        if plain in locked:
+            found[plain] = locked[plain]
         for text in metadata.requires(name) or []:
             need = Requirement(text)
             marks = (
