@@ -187,7 +187,7 @@ class Live:
         On shared GPUs the trainer's memory goes to the engines.
         """
         async with self._engines_lock:
-            fleet = await self._ensure_fleet()
+            fleet = await self._ensure_fleet(version)
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
@@ -209,7 +209,7 @@ class Live:
     async def publish(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase."""
         async with self._engines_lock:
-            fleet = await self._ensure_fleet()
+            fleet = await self._ensure_fleet(version)
             return await self._publish(fleet, version, fleet.unconfirmed(version))
 
     async def _recover(self, version: int) -> None:
@@ -282,11 +282,27 @@ class Live:
                 f"engines {wrong} hold other weights than the trainer's export of version {version}"
             )
 
-    async def _ensure_fleet(self) -> Fleet:
+    async def _ensure_fleet(self, version: int) -> Fleet:
+        """Have every engine running. Where all are new and share no GPU, the trainer, whose weights they need, is built meanwhile."""
         if self._fleet is None:
             self._fleet = Fleet(self.config, self._engine, self._router)
-        await self._fleet.ensure(self._settings["model"]["path"])
+        starting = self._fleet.ensure(self._settings["model"]["path"])
+        if self.config.placement.colocate or self._trainer or await self._engines_there():
+            await starting
+        else:
+            results = await asyncio.gather(starting, self.trainer(version), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
         return self._fleet
+
+    async def _engines_there(self) -> bool:
+        """Whether an engine outlived an earlier driver, or is run by somebody else."""
+        if self.config.engines.kind == "external":
+            return True
+        await self._join()
+        found = [await actors.find_alive("engine", index) for index in range(self.config.engines.count)]
+        return any(found)
 
     async def _engine(self, index: int) -> actors.Actor | ExternalEngine:
         """What stands for an engine: the actor that is there, or a new one; or an address."""

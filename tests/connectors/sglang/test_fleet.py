@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_process import reference_logprobs
 from local_handle import LocalHandle
 
+from connectors.sglang.client import Generation
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.fleet import Fleet
 from core.errors import EngineError, EngineLostError, EngineStalledError
@@ -41,6 +44,15 @@ async def serving(fleet: Fleet, model: Path, version: int) -> Dispatcher:
     recover = recovery(fleet, model)
     await recover(version)
     return fleet.dispatcher(version, recover)
+
+
+async def generate(
+    dispatcher: Dispatcher, count: int, params: dict[str, Any], session: str | None = None
+) -> list[Generation]:
+    """`count` samples at once."""
+    return await asyncio.gather(
+        *(dispatcher.generate(PROMPT, params, rid=uuid.uuid4().hex, session=session) for _ in range(count))
+    )
 
 
 async def until_generating(dispatcher: Dispatcher) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest_asyncio
 from aiohttp import web
 from engine_process import embedded_engine, reference_logprobs
 from local_handle import fleet_config
-from test_fleet import LONG, PROMPT, SHORT, recovery, serving
+from test_fleet import LONG, PROMPT, SHORT, generate, recovery, serving
 
-from connectors.sglang.client import EngineClient, Generation
-from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.client import EngineClient
 from connectors.sglang.external import ExternalEngine
 from connectors.sglang.fleet import Fleet
 from core.errors import EngineError
@@ -135,13 +133,6 @@ async def pairs(engines: list[str], tiny_model: Path) -> AsyncIterator[Pairs]:
             return fleet, rooms
 
         yield make
-
-
-async def generate(dispatcher: Dispatcher, count: int, params: Any, **more: Any) -> list[Generation]:
-    more = {"session": None, **more}
-    return await asyncio.gather(
-        *(dispatcher.generate(PROMPT, params, rid=f"{time.time()}-{n}", **more) for n in range(count))
-    )
 
 
 async def test_both_parts_give_what_one_engine_gives(pairs: Pairs, tiny_model: Path) -> None:

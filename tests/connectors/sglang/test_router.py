@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 from local_handle import LocalHandle, fleet_config
-from test_fleet import LONG, PROMPT, SHORT, serving, until_generating
+from test_fleet import LONG, SHORT, generate, serving, until_generating
 
-from connectors.sglang.client import SESSION, Generation
+from connectors.sglang.client import SESSION
 from connectors.sglang.dispatcher import Dispatcher
 from connectors.sglang.fleet import Fleet
 from connectors.sglang.process import RouterServer
@@ -33,15 +32,6 @@ async def tokens(dispatcher: Dispatcher) -> dict[str, int]:
     """Tokens that each serving engine has made since it was started."""
     counters = {e.engine_id: (await e.server_info())["counters"] for e in dispatcher._engines()}
     return {engine: found["tokens"] for engine, found in counters.items()}
-
-
-async def generate(
-    dispatcher: Dispatcher, count: int, params: dict[str, Any], **more: Any
-) -> list[Generation]:
-    more = {"session": None, **more}
-    return await asyncio.gather(
-        *(dispatcher.generate(PROMPT, params, rid=f"{time.time()}-{n}", **more) for n in range(count))
-    )
 
 
 async def made_by(dispatcher: Dispatcher, count: int, params: dict[str, Any], **more: Any) -> list[float]:
