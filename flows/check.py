@@ -17,7 +17,7 @@ from pathlib import Path
 
 import fsspec
 
-from connectors.sglang.launch import PYTHON_PATH, ROUTER_MISSING
+from connectors.sglang.launch import ROUTER_MISSING, sglang_finds
 from connectors.storage.store import Store
 from core.config import RunConfig, rules
 from core.config.plan import visible_gpus
@@ -32,6 +32,12 @@ from flows.plan_table import render as render
 PATIENCE_S = 5.0  # for a storage that takes the connection and then says nothing
 CONNECT_S = 1.0
 PROBE = re.compile(r"^\S*/\.millrace-probe-\w+: |/\.millrace-probe-\w+")
+
+TRANSFERS = {  # what SGLang imports to move KV caches, and what has it
+    "mooncake": ("mooncake", "mooncake-transfer-engine"),
+    "mooncake_tcp": ("mooncake", "mooncake-transfer-engine"),
+    "nixl": ("nixl", "nixl"),
+}
 
 Touch = Callable[[], list[Problem]]
 
@@ -170,7 +176,7 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
             "without a GPU engines are embedded ones, which do both",
             "set it to 0",
         )
-    if here and config.engines.kind == "sglang" and not _sglang_here():
+    if here and config.engines.kind == "sglang" and not sglang_finds("sglang"):
         yield Problem(
             "engines.kind",
             "sglang",
@@ -179,6 +185,8 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         )
     if here and config.engines.router and not importlib.util.find_spec("sglang_router"):
         yield Problem("engines.router", config.engines.router.policy, *ROUTER_MISSING)
+    if here and config.engines.prefill and config.engines.kind == "sglang":
+        yield from _transfers(config.engines.sglang.get("disaggregation_transfer_backend", "mooncake"))
     for address in config.engines.addresses:
         yield from _engine_answers(address)
     if here:
@@ -186,6 +194,17 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     folder = config.sync.directory
     if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+
+
+def _transfers(library: str) -> Iterator[Problem]:
+    package, wheel = TRANSFERS.get(library, (None, None))
+    if package and not sglang_finds(package):
+        yield Problem(
+            "engines.sglang.disaggregation_transfer_backend",
+            library,
+            f"it moves KV caches between engines, and SGLang does not find {package}",
+            f"install {wheel} where SGLang is, or name another",
+        )
 
 
 def _engine_answers(address: str) -> Iterator[Problem]:
@@ -199,10 +218,6 @@ def _engine_answers(address: str) -> Iterator[Problem]:
             f"no engine answers there: {error}",
             "start it, or correct the address",
         )
-
-
-def _sglang_here() -> bool:
-    return importlib.util.find_spec("sglang") is not None or PYTHON_PATH in os.environ
 
 
 def _listens(host: str) -> Iterator[Problem]:

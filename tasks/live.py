@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
-from core.errors import ActorLostError, EngineError, TrainerError, TrainerStalledError
+from core.errors import (
+    ActorLostError,
+    ConfigError,
+    EngineError,
+    TrainerError,
+    TrainerMemoryError,
+    TrainerStalledError,
+)
 from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
@@ -286,14 +293,11 @@ class Live:
         """Have every engine running. Where all are new and share no GPU, the trainer, whose weights they need, is built meanwhile."""
         if self._fleet is None:
             self._fleet = Fleet(self.config, self._engine, self._router)
-        starting = self._fleet.ensure(self._settings["model"]["path"])
+        model = self._settings["model"]["path"]
         if self.config.placement.colocate or self._trainer or await self._engines_there():
-            await starting
+            await self._fleet.ensure(model)
         else:
-            results = await asyncio.gather(starting, self.trainer(version), return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
+            await _both(self._fleet.ensure(model), self.trainer(version))
         return self._fleet
 
     async def _engines_there(self) -> bool:
@@ -352,6 +356,17 @@ class Live:
         cluster.leave()
         if self._weights:
             shutil.rmtree(self._weights, ignore_errors=True)
+
+
+async def _both(*starting: Awaitable[Any]) -> None:
+    """Wait for both. Of two errors the one that starting again does not mend is raised, and the other logged."""
+    results = await asyncio.gather(*starting, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    errors.sort(key=lambda error: not isinstance(error, ConfigError | TrainerMemoryError))
+    for error in errors[1:]:
+        log.error("%s: %s", type(error).__name__, error)
+    if errors:
+        raise errors[0]
 
 
 async def _versions(group: actors.ActorGroup) -> set[int | None]:

@@ -62,6 +62,8 @@ class EngineClient:
         self._closed = False
         self._session: aiohttp.ClientSession | None = None
         self._part: tuple[str, int] | None = None
+        self._asking = asyncio.Lock()
+        self.answered = 0
 
     async def generate(
         self,
@@ -97,6 +99,7 @@ class EngineClient:
             answer = await _watched(posting, look or self._look, progress_timeout_s)
         finally:
             self.in_flight -= 1
+        self.answered += 1
         return self._generation(answer)
 
     async def _look(self, before: Any, timeout_s: float) -> Any:
@@ -152,11 +155,12 @@ class EngineClient:
 
     async def part(self) -> tuple[str, int]:
         """What it does of a request (prefill, decode or null: all), and the port where engines that decode meet it."""
-        if self._part is None:
-            info = await self.server_info()
-            mode = info.get("disaggregation_mode") or "null"
-            self._part = mode, int(info.get("disaggregation_bootstrap_port") or 0)
-        return self._part
+        async with self._asking:  # once, whoever asks: SGLang answers between two batches
+            if self._part is None:
+                info = await self.server_info()
+                mode = info.get("disaggregation_mode") or "null"
+                self._part = mode, int(info.get("disaggregation_bootstrap_port") or 0)
+            return self._part
 
     async def weight_version(self) -> int | None:
         """The version the engine says it serves; None if it is none of the trainer's, or the engine is paused."""

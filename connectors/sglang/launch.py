@@ -7,6 +7,7 @@ ServerArgs.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -107,14 +108,17 @@ def router_command(config: RunConfig, port: int, metrics_port: int, engines: Seq
     return command + _arguments({"log_level": "warn", **router.options})
 
 
-def sglang_environment(given: Mapping[str, str], address: str) -> dict[str, str]:
+def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_s: float) -> dict[str, str]:
     """The server's environment: its own Python path where one is named, /health that answers at once, CUDA's runtime.
 
     SGLang pins versions that other parts do not take: with MILLRACE_SGLANG_PYTHONPATH it lives in a folder of its own.
     The memory saver loads CUDA's runtime library by name, which pip puts where the loader does not look. Engines that hand
-    KV caches to each other listen at `address`, where the server does, and UCX nowhere else if that is loopback.
+    KV caches to each other listen at `address`, where the server does, and UCX nowhere else if that is loopback; a request
+    waits for room where it is decoded as long as that makes progress, and for its cache as long as an engine may stall.
     """
     environment = dict(given)
+    environment.setdefault("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", str(FOREVER_S))
+    environment.setdefault("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", str(math.ceil(progress_timeout_s)))
     environment.setdefault("SGLANG_HOST_IP", address)
     if address in LOOPBACK:
         environment.setdefault("UCX_NET_DEVICES", "lo")
@@ -125,6 +129,12 @@ def sglang_environment(given: Mapping[str, str], address: str) -> dict[str, str]
     if libraries:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
     return environment
+
+
+def sglang_finds(package: str) -> bool:
+    """Whether a server would find a package: in SGLang's own folder, or beside millrace."""
+    folders = [Path(folder) for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
+    return any((folder / package).is_dir() for folder in folders) or bool(importlib.util.find_spec(package))
 
 
 def _cuda_runtime() -> list[str]:

@@ -86,7 +86,7 @@ class PairingDispatcher(Dispatcher):
 
         async def look(before: Any, timeout_s: float) -> Any:
             found = await asyncio.gather(*(engine.progress(timeout_s) for engine in pair))
-            now = [counts for counts, _ in found]
+            now = [(engine.answered, counts) for engine, (counts, _) in zip(pair, found, strict=True)]
             if now != before:
                 return now
             for engine, (_, paused) in zip(pair, found, strict=True):

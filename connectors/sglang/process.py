@@ -150,7 +150,8 @@ class EngineServer(_Server):
         else:
             port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
             command = sglang_command(self.config, model, port, self.index, bootstrap)
-            self._run(what, command, lambda: port, sglang_environment(os.environ, self.address))
+            patience = self.config.rollout.progress_timeout_s
+            self._run(what, command, lambda: port, sglang_environment(os.environ, self.address, patience))
         return self.state()
 
 

@@ -12,6 +12,8 @@ from core.config.problems import Problem
 from core.config.run import RunConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WITHOUT_LOGPROBS = ("DFLASH", "DSPARK")
+WITHOUT_HANDOFF = ("STANDALONE", "NGRAM")
 
 
 def problems(config: RunConfig) -> list[Problem]:
@@ -170,6 +172,13 @@ def _prefill(config: RunConfig) -> Iterator[Problem]:
             f"of engines.count = {e.count} none is left to decode",
             "raise engines.count, or lower it",
         )
+    if config.placement.colocate and e.sglang.get("disaggregation_transfer_backend") == "nixl":
+        yield Problem(
+            "engines.sglang.disaggregation_transfer_backend",
+            "nixl",
+            "SGLang does not take the KV cache out of nixl's hands before it gives its memory back",
+            "set it to mooncake, or placement.colocate=false",
+        )
     if e.router:
         yield Problem(
             "engines.router",
@@ -180,12 +189,31 @@ def _prefill(config: RunConfig) -> Iterator[Problem]:
 
 
 def _speculative(config: RunConfig) -> Iterator[Problem]:
-    """A draft model keeps its weights: SGLang would read the policy's folder into it."""
-    algorithm = config.engines.sglang.get("speculative_algorithm")
-    if algorithm is None:
+    """What SGLang's speculative decoding cannot do, or would do to samples without a word."""
+    e = config.engines
+    if e.sglang.get("speculative_algorithm") is None:
         return
-    field = "engines.sglang.speculative_algorithm"
-    what = "SGLang loads a folder of weights into the draft model too"
+    field, algorithm = "engines.sglang.speculative_algorithm", str(e.sglang["speculative_algorithm"]).upper()
+    if algorithm in WITHOUT_LOGPROBS:
+        yield Problem(
+            field, algorithm, "it gives no log-probabilities", "take EAGLE, EAGLE3, STANDALONE or NGRAM"
+        )
+    if e.prefill and algorithm in WITHOUT_HANDOFF:
+        yield Problem(
+            field,
+            algorithm,
+            "an engine that only decodes cannot begin with it",
+            "set engines.prefill=0, or take EAGLE or EAGLE3",
+        )
+    for place, sampling in config.samplings:
+        if sampling.min_p:
+            yield Problem(
+                f"{place}.min_p",
+                sampling.min_p,
+                "SGLang's speculative decoding samples without it",
+                "set it to 0, or leave speculative decoding out",
+            )
+    what = "SGLang loads no folder of weights into an engine that drafts, or the same into policy and draft"
     if config.sync_kind == "disk":
         yield Problem(field, algorithm, what, "set sync.kind=broadcast, or share GPUs (ipc)")
     if config.sync.verify:

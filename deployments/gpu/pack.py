@@ -65,16 +65,23 @@ def main() -> None:
     if given.command == "unpack":
         print(_unpack(given.pack, given.dest))
         return
-    lines = given.host.read_text().splitlines() if given.host else []
-    has = {_plain(re.split(r"[=@ ]", line)[0]) for line in lines}
-    _build(given.pack, given.names, given.lock, has, given.part_mib)
+    _build(given.pack, given.names, given.lock, _frozen(given.host) if given.host else {}, given.part_mib)
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip().lower())
 
 
-def _build(pack: Path, names: list[str], lock: Path | None, has: set[str], part_mib: int) -> None:
+def _frozen(path: Path) -> dict[str, str | None]:
+    """Versions by package of what `pip freeze` printed; None where it gives a place instead."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    found = [re.match(r"([\w.-]+)(?:==(\S+))?", line) for line in lines if not line.startswith(("#", "-"))]
+    return {_plain(match[1]): match[2] for match in found if match}
+
+
+def _build(
+    pack: Path, names: list[str], lock: Path | None, has: dict[str, str | None], part_mib: int
+) -> None:
     site = pack / "site"
     shutil.rmtree(site, ignore_errors=True)
     for old in pack.glob("part-*"):
@@ -113,12 +120,17 @@ def _build(pack: Path, names: list[str], lock: Path | None, has: set[str], part_
     _archive(pack, part_mib * 2**20)
 
 
-def _closure(names: list[str], lock: Path, has: set[str]) -> list[str]:
-    """The names and all they need, at locked versions, as this environment's installed metadata tells."""
+def _closure(names: list[str], lock: Path, has: dict[str, str | None]) -> list[str]:
+    """The names and all they need, at locked versions, as this environment's installed metadata tells.
+
+    Left out is what the host has at a version that is asked for; one that it has at another is packed, which it then finds
+    first.
+    """
     from importlib import metadata
 
     from packaging.markers import default_environment
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
     locked = {
         _plain(line.split("==")[0]): line.split("==")[1].strip()
@@ -133,11 +145,14 @@ def _closure(names: list[str], lock: Path, has: set[str]) -> list[str]:
     found: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()  # a package may be needed with other extras later
 
-    def visit(name: str, extras: Iterable[str]) -> None:
+    def visit(name: str, extras: Iterable[str], wanted: SpecifierSet) -> None:
         plain = _plain(name)
         key = (plain, frozenset(extras))
-        if key in seen or plain in has or (plain not in locked and name not in names):
+        there = plain in has and (has[plain] is None or wanted.contains(has[plain] or "", prereleases=True))
+        if key in seen or there or (plain not in locked and name not in names):
             return
+        if plain in has:
+            print(f"packed though the host has {has[plain]}, and {wanted} is needed: {plain}")
         seen.add(key)
         if plain in locked:
             found[plain] = locked[plain]
@@ -149,10 +164,10 @@ def _closure(names: list[str], lock: Path, has: set[str]) -> list[str]:
                 else [True]
             )
             if any(marks):
-                visit(need.name, need.extras)
+                visit(need.name, need.extras, need.specifier)
 
     for name in names:
-        visit(name, ())
+        visit(name, (), SpecifierSet())
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 

@@ -170,6 +170,20 @@ def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
     assert problem.field == "engines.prefill"
 
 
+def test_what_moves_kv_caches_is_looked_for(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
+    (tmp_path / "sglang").mkdir()
+    config = load_config("run.yaml", ["engines.kind=sglang", "engines.count=2", "engines.prefill=1"])
+    (problem,) = check(config)
+    assert problem.field == "engines.sglang.disaggregation_transfer_backend"
+    assert "install mooncake-transfer-engine" in str(problem)
+    (tmp_path / "mooncake").mkdir()
+    assert check(config) == []
+
+
 def test_the_recipes_that_ship_pass() -> None:
     recipes = Path(__file__).parents[2] / "deployments" / "recipes"
     for recipe in sorted(recipes.glob("*.yaml")):

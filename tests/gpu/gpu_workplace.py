@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import yaml
 
 from benchmarks.gpu import shapes
 from connectors.huggingface.tiny import build_tiny_model
-from connectors.sglang.launch import PYTHON_PATH
 
 SERVER = "sglang.launch_server"
 PROMPTS, GROUP, LONGEST = 32, 8, 512
@@ -69,14 +66,6 @@ def server_of(model: Path) -> psutil.Process | None:
             if parent is None or SERVER not in parent.cmdline():
                 return process
     return None
-
-
-def sglang_has(package: str) -> bool:
-    """Whether servers find a package: beside millrace, or in SGLang's own folder."""
-    folders = os.environ.get(PYTHON_PATH, "").split(os.pathsep)
-    return importlib.util.find_spec(package) is not None or any(
-        Path(f, package).is_dir() for f in folders if f
-    )
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -12,12 +12,14 @@ import flow_runs
 import pytest
 import torch
 from flow_runs import Workplace, trained
-from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, sglang_has, steps_of
+from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of
+
+from connectors.sglang.launch import sglang_finds
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 
-needs_nixl = pytest.mark.skipif(not sglang_has("nixl"), reason="nixl is not installed where SGLang is")
+needs_nixl = pytest.mark.skipif(not sglang_finds("nixl"), reason="nixl is not installed where SGLang is")
 ITERATIONS = 2
 PATIENCE_S = 420
 BOTH = {"world_size": 2}
@@ -79,11 +81,6 @@ def test_experts_apart_share_gpus_with_two_engines(tmp_path: Path) -> None:
 def test_context_parallel_ranks_share_gpus_with_two_engines_behind_a_router(tmp_path: Path) -> None:
     engines = {"count": 2, "router": {"policy": "round_robin"}}
     complete(tmp_path, "ipc", trainer={**BOTH, "parallel": {"context": 2}}, engines=engines)
-
-
-@needs_nixl
-def test_an_engine_that_prefills_and_one_that_decodes_share_gpus_with_the_trainer(tmp_path: Path) -> None:
-    complete(tmp_path, "ipc", trainer=BOTH, engines={"count": 2, "prefill": 1})
 
 
 @needs_nixl

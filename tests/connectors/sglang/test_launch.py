@@ -51,8 +51,16 @@ def test_a_draft_model_keeps_its_weights_where_memory_is_given_back() -> None:
 
 
 def test_engines_meet_where_their_servers_listen() -> None:
-    assert sglang_environment({}, "127.0.0.1")["UCX_NET_DEVICES"] == "lo"
-    elsewhere = sglang_environment({"PATH": "p"}, "192.0.2.7")
+    assert sglang_environment({}, "127.0.0.1", 60)["UCX_NET_DEVICES"] == "lo"
+    elsewhere = sglang_environment({"PATH": "p"}, "192.0.2.7", 60)
     assert (elsewhere["SGLANG_HOST_IP"], elsewhere["PATH"]) == ("192.0.2.7", "p")
     assert "UCX_NET_DEVICES" not in elsewhere
-    assert sglang_environment({"UCX_NET_DEVICES": "mlx5_0:1"}, "127.0.0.1")["UCX_NET_DEVICES"] == "mlx5_0:1"
+    assert (
+        sglang_environment({"UCX_NET_DEVICES": "mlx5_0:1"}, "127.0.0.1", 60)["UCX_NET_DEVICES"] == "mlx5_0:1"
+    )
+
+
+def test_sglang_gives_no_request_up_that_only_waits() -> None:
+    environment = sglang_environment({}, "127.0.0.1", 900.5)
+    assert int(environment["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"]) > 10**8
+    assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "901"

@@ -1,5 +1,5 @@
 """Engines that only prefill, paired with those that decode. What SGLang demands of a pair is kept here by a gate in front
-of each embedded engine, which then answers; on a GPU the same is asked of SGLang (tests/gpu/test_prefill_on_gpus.py)."""
+of each embedded engine, which then answers; on a GPU the same is asked of SGLang (tests/gpu/test_two_gpus.py)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def pairs(engines: list[str], tiny_model: Path) -> AsyncIterator[Pairs]:
             gate = Gate(engine, part, rooms)  # type: ignore[arg-type]
             app = web.Application(client_max_size=2**24)
             app.router.add_route("*", "/{any:.*}", gate.handle)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -220,6 +220,9 @@ async def test_a_cancelled_request_ends_at_both_engines(pairs: Pairs, tiny_model
     running = asyncio.create_task(generate(dispatcher, 2, LONG))
     decoders = [fleet._clients[index] for index in (2, 3)]
 
+    async def made() -> int:
+        return sum([(await engine.server_info())["counters"]["tokens"] for engine in decoders])
+
     async def until(running: list[int]) -> None:
         for _ in range(6000):
             found = [(await engine.server_info())["load"]["running"] for engine in decoders]
@@ -228,8 +231,10 @@ async def test_a_cancelled_request_ends_at_both_engines(pairs: Pairs, tiny_model
             await asyncio.sleep(0.01)
         raise AssertionError(f"the engines run {found}")
 
+    before = await made()
     await until([1, 1])
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await until([0, 0])
+    assert await made() - before < 2 * LONG["max_new_tokens"]  # they did not end by themselves
     assert [engine.in_flight for engine in fleet._clients.values()] == [0, 0, 0, 0]

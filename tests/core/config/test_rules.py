@@ -21,6 +21,9 @@ BASE: dict[str, Any] = {
 }
 
 
+SPECULATIVE = ["engines.kind=sglang", "engines.sglang.speculative_algorithm=STANDALONE"]
+
+
 def config(*overrides: str) -> RunConfig:
     values = copy.deepcopy(BASE)
     for override in overrides:
@@ -157,6 +160,29 @@ def test_these_agree(overrides: list[str]) -> None:
         (
             ["engines.kind=sglang", "engines.sglang.speculative_algorithm=NGRAM", "sync.verify=true"],
             "sync.verify",
+        ),
+        (
+            [*SPECULATIVE, "rollout.sampling.min_p=0.1", "algorithm.correction.kind=none"],
+            "rollout.sampling.min_p",
+        ),
+        ([*SPECULATIVE, "evaluation.sets.held.sampling={min_p: 0.1}"], "evaluation.sets.held.sampling.min_p"),
+        (
+            ["engines.kind=sglang", "engines.sglang.speculative_algorithm=DFLASH"],
+            "engines.sglang.speculative_algorithm",
+        ),
+        (
+            [*SPECULATIVE, "engines.prefill=1", "engines.count=2"],
+            "engines.sglang.speculative_algorithm",
+        ),
+        (
+            [
+                "engines.prefill=1",
+                "engines.count=2",
+                "trainer.world_size=2",
+                "placement.colocate=true",
+                "engines.sglang.disaggregation_transfer_backend=nixl",
+            ],
+            "engines.sglang.disaggregation_transfer_backend",
         ),
         (
             ["engines.sglang.speculative_accept_threshold_acc=0.9"],
