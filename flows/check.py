@@ -169,7 +169,7 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
             f"trainer and engines need {needed:g} GPUs, and this host shows {gpus}",
             "lower it, engines.count or engines.gpus, set placement.colocate=true, or join a cluster by placement.ray_address",
         )
-    if here and config.engines.prefill and not gpus:
+    if here and config.engines.prefill and config.engines.kind != "external" and not gpus:
         yield Problem(
             "engines.prefill",
             config.engines.prefill,

@@ -291,13 +291,14 @@ class Live:
 
     async def _ensure_fleet(self, version: int) -> Fleet:
         """Have every engine running. Where all are new and share no GPU, the trainer, whose weights they need, is built meanwhile."""
+        apart = self._fleet is None and not self.config.placement.colocate and not self._trainer
         if self._fleet is None:
             self._fleet = Fleet(self.config, self._engine, self._router)
         model = self._settings["model"]["path"]
-        if self.config.placement.colocate or self._trainer or await self._engines_there():
-            await self._fleet.ensure(model)
-        else:
+        if apart and not await self._engines_there():
             await _both(self._fleet.ensure(model), self.trainer(version))
+        else:
+            await self._fleet.ensure(model)
         return self._fleet
 
     async def _engines_there(self) -> bool:

@@ -61,9 +61,9 @@ class EngineClient:
         self.in_flight = 0
         self._closed = False
         self._session: aiohttp.ClientSession | None = None
-        self._part: tuple[str, int] | None = None
-        self._asking = asyncio.Lock()
         self.answered = 0
+        self.part = "null"  # what it does of a request: prefill, decode or null: all. Known once it told its weight version
+        self.bootstrap_port = 0  # where engines that decode meet it
 
     async def generate(
         self,
@@ -153,18 +153,12 @@ class EngineClient:
         info: dict[str, Any] = await self._get("/server_info", timeout_s)
         return info
 
-    async def part(self) -> tuple[str, int]:
-        """What it does of a request (prefill, decode or null: all), and the port where engines that decode meet it."""
-        async with self._asking:  # once, whoever asks: SGLang answers between two batches
-            if self._part is None:
-                info = await self.server_info()
-                mode = info.get("disaggregation_mode") or "null"
-                self._part = mode, int(info.get("disaggregation_bootstrap_port") or 0)
-            return self._part
-
     async def weight_version(self) -> int | None:
         """The version the engine says it serves; None if it is none of the trainer's, or the engine is paused."""
-        if (await self.server_info()).get("paused"):
+        settings = await self.server_info()
+        self.part = settings.get("disaggregation_mode") or "null"
+        self.bootstrap_port = int(settings.get("disaggregation_bootstrap_port") or 0)
+        if settings.get("paused"):
             return None
         info = await self._get("/model_info", INFO_TIMEOUT_S)
         found = _version(info.get("weight_version"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from connectors.sglang.client import EngineClient, Generation
@@ -98,9 +98,14 @@ class Dispatcher:
         held = self._sessions.get(session) if session else None
         if held in engines:
             return engines[held]
-        chosen = min(engines.values(), key=lambda engine: (engine.in_flight, engine.engine_id))
+        chosen = least_loaded(engines.values())
         if session:
             self._sessions[session] = chosen.engine_id
             if len(self._sessions) > SESSIONS:
                 self._sessions.popitem(last=False)
         return chosen
+
+
+def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:
+    """The one with the fewest requests in flight."""
+    return min(engines, key=lambda engine: (engine.in_flight, engine.engine_id))

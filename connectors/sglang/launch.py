@@ -81,7 +81,7 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstr
         command.append("--enable-memory-saver")
         if "mem_fraction_static" not in e.sglang:
             command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
-        if "speculative_algorithm" in e.sglang:  # nobody gives a draft model its weights again
+        if e.sglang.get("speculative_algorithm"):  # nobody gives a draft model its weights again
             command.append("--enable-draft-weights-cpu-backup")
     if e.prefill:
         command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]

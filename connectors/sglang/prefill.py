@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from connectors.sglang.client import EngineClient, Generation, Handoff, Look
-from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.dispatcher import Dispatcher, least_loaded
 from core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
@@ -47,26 +47,24 @@ class PairingDispatcher(Dispatcher):
         rid: str,
         session: str | None,
     ) -> Generation:
-        decoder = min(self._decoding(), key=lambda one: (one.in_flight, one.engine_id))
-        pair = engine, decoder
+        decoder = least_loaded(self._decoding())
+        handoff, pair = _meet(engine, decoder), (engine, decoder)
         for one in pair:
             one.in_flight += 1  # before the first wait: requests come in bursts
-        tasks: list[asyncio.Future[Generation]] = []
-        try:
-            handoff = await _meet(engine, decoder)
-            tasks += [
-                asyncio.ensure_future(
-                    one.generate(
-                        input_ids,
-                        params,
-                        rid=rid,
-                        progress_timeout_s=self.progress_timeout_s,
-                        look=self._look_at(engine, decoder),
-                        handoff=handoff,
-                    )
+        tasks = [
+            asyncio.ensure_future(
+                one.generate(
+                    input_ids,
+                    params,
+                    rid=rid,
+                    progress_timeout_s=self.progress_timeout_s,
+                    look=self._look_at(*pair),
+                    handoff=handoff,
                 )
-                for one in pair
-            ]
+            )
+            for one in pair
+        ]
+        try:
             prefilled, decoded = await asyncio.gather(*tasks)
         except EngineLostError as error:
             self._doubt(decoder, error)
@@ -100,15 +98,14 @@ class PairingDispatcher(Dispatcher):
         return look
 
 
-async def _meet(prefill: EngineClient, decode: EngineClient) -> Handoff:
+def _meet(prefill: EngineClient, decode: EngineClient) -> Handoff:
     """Where and under which number the two meet. Raises EngineError for engines that were not started for this."""
-    parts = await asyncio.gather(prefill.part(), decode.part())
-    for engine, (part, _), wanted in zip((prefill, decode), parts, ("prefill", "decode"), strict=True):
-        if part != wanted:
+    for engine, wanted in ((prefill, "prefill"), (decode, "decode")):
+        if engine.part != wanted:
             raise EngineError(
                 f"{engine.engine_id} at {engine.url} is to {wanted} (engines.prefill), but runs with "
-                f"--disaggregation-mode {part}; start it with {wanted}, or change engines.prefill"
+                f"--disaggregation-mode {engine.part}; start it with {wanted}, or change engines.prefill"
             )
     host = urlsplit(prefill.url).hostname
     assert host is not None
-    return Handoff(host, parts[0][1], secrets.randbits(ROOM_BITS))
+    return Handoff(host, prefill.bootstrap_port, secrets.randbits(ROOM_BITS))

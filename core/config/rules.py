@@ -6,8 +6,9 @@ Pure, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
+from typing import Any
 from urllib.parse import urlsplit
 
 from core.config import algorithm_rules, engine_rules
@@ -282,27 +283,28 @@ def _host(uri: str) -> str | None:
 
 
 def _passthrough(config: RunConfig) -> Iterator[Problem]:
-    for name, value in config.trainer.megatron.items():
-        field = f"trainer.megatron.{name}"
-        if name in MEGATRON_REFUSED:
-            yield Problem(field, value, f"not allowed: {MEGATRON_REFUSED[name]}", "remove it")
-        elif name in MEGATRON_ELSEWHERE:
-            yield Problem(
-                field, value, f"it follows from {MEGATRON_ELSEWHERE[name]}", "remove it and set that instead"
-            )
-    for name, value in config.engines.sglang.items():
-        field = f"engines.sglang.{name}"
-        if name in SGLANG_OWNED:
+    megatron, sglang, router = config.trainer.megatron, config.engines.sglang, config.engines.router
+    yield from _options("trainer.megatron", megatron, (), MEGATRON_REFUSED, MEGATRON_ELSEWHERE)
+    yield from _options("engines.sglang", sglang, SGLANG_OWNED, SGLANG_REFUSED, SGLANG_ELSEWHERE)
+    if router:
+        yield from _options("engines.router.options", router.options, ROUTER_OWNED, ROUTER_REFUSED, {})
+
+
+def _options(
+    place: str,
+    options: Mapping[str, Any],
+    owned: Sequence[str],
+    refused: Mapping[str, str],
+    elsewhere: Mapping[str, str],
+) -> Iterator[Problem]:
+    """What may not be passed through to upstream: millrace's own, what it refuses for a reason, and what other fields say."""
+    for name, value in options.items():
+        field = f"{place}.{name}"
+        if name in owned:
             yield Problem(field, value, "millrace sets it itself", "remove it")
-        elif name in SGLANG_REFUSED:
-            yield Problem(field, value, f"not allowed: {SGLANG_REFUSED[name]}", "remove it")
-        elif name in SGLANG_ELSEWHERE:
+        elif name in refused:
+            yield Problem(field, value, f"not allowed: {refused[name]}", "remove it")
+        elif name in elsewhere:
             yield Problem(
-                field, value, f"it follows from {SGLANG_ELSEWHERE[name]}", "remove it and set that instead"
+                field, value, f"it follows from {elsewhere[name]}", "remove it and set that instead"
             )
-    for name, value in (config.engines.router.options if config.engines.router else {}).items():
-        field = f"engines.router.options.{name}"
-        if name in ROUTER_OWNED:
-            yield Problem(field, value, "millrace sets it itself", "remove it")
-        elif name in ROUTER_REFUSED:
-            yield Problem(field, value, f"not allowed: {ROUTER_REFUSED[name]}", "remove it")

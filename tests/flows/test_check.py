@@ -166,8 +166,14 @@ def test_more_gpus_than_this_host_has(place: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
-    (problem,) = check(load_config("run.yaml", ["engines.count=2", "engines.prefill=1"]))
+    parts = ["engines.count=2", "engines.prefill=1"]
+    (problem,) = check(load_config("run.yaml", parts))
     assert problem.field == "engines.prefill"
+    elsewhere = ["engines.kind=external", "engines.addresses=['http://127.0.0.1:1','http://127.0.0.1:2']"]
+    fields = {problem.field for problem in check(load_config("run.yaml", [*parts, *elsewhere]))}
+    assert fields == {
+        "engines.addresses"
+    }  # nobody answers there: whether this host has a GPU says nothing of them
 
 
 def test_what_moves_kv_caches_is_looked_for(
