@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from connectors.ray.cluster import ADDRESS_FILE
 
 PATIENCE_S = 120
 STARTED = "Ray runtime started"
@@ -81,12 +84,11 @@ class RayNodes:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mr-", dir="/tmp"))  # sockets allow no long path
-        self.address = f"127.0.0.2:{_free_port('127.0.0.2')}"
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
         self.nodes: list[Node] = []
 
     def add(self, cpus: int, gpus: int = 0, **environment: str) -> Node:
-        """Start the head, or one more node; does not wait for it."""
+        """Start the head, or one more node once the head runs; does not wait for it."""
         number = len(self.nodes)
         address = f"127.0.0.{2 + number}"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
@@ -95,7 +97,7 @@ class RayNodes:
         if number:
             command += [f"--address={self.address}"]
         else:
-            command += ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
+            command += ["--head", "--port=0", "--include-dashboard=false"]
             command += [f"--temp-dir={self.folder}", f"--ray-client-server-port={_free_port(address)}"]
         quiet = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
         log = self.folder / f"node-{number}.log"
@@ -111,6 +113,11 @@ class RayNodes:
         node = Node(address, process, log)
         self.nodes.append(node)
         return node
+
+    @property
+    def address(self) -> str:
+        """The head's, once it runs."""
+        return (self.folder / ADDRESS_FILE).read_text()
 
     def close(self) -> None:
         """End all nodes."""
@@ -132,6 +139,9 @@ def ray_nodes(cpus: int, gpus: int = 0) -> Iterator[RayNodes]:
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system gives out, so that none of this host's processes takes it by chance."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise AssertionError(f"no port of {address} is free")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from connectors.storage.local import locked
 from core.errors import MillraceError
 
 START_TIMEOUT_S = 120
+ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
@@ -130,11 +131,12 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def _start() -> str:
-    port = _free_port()
-    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"millrace-ray-{os.getuid()}-{port}"
+    parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"millrace-ray-{os.getuid()}-", dir=parent))
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     command += [
-        f"--port={port}",
+        "--port=0",  # Ray binds the port that it picks: one picked here might be another's by then
         "--include-dashboard=false",
         "--disable-usage-stats",
         f"--temp-dir={folder}",
@@ -159,7 +161,8 @@ def _start() -> str:
     if done.returncode:
         raise MillraceError(f"Ray did not start:\n{(done.stdout + done.stderr)[-2000:]}")
     pids = [p.pid for p in psutil.process_iter() if _belongs(p, str(folder))]
-    record: dict[str, Any] = {"address": f"127.0.0.1:{port}", "pids": pids, "folder": str(folder)}
+    address = (folder / ADDRESS_FILE).read_text()
+    record: dict[str, Any] = {"address": address, "pids": pids, "folder": str(folder)}
     record["created"] = [psutil.Process(pid).create_time() for pid in pids]
     _path().parent.mkdir(parents=True, exist_ok=True)
     _path().write_text(json.dumps(record))
@@ -200,9 +203,3 @@ def _python_path() -> str:
     return os.pathsep.join(
         dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

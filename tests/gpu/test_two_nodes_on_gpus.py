@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import flow_runs
@@ -24,9 +25,10 @@ PATIENCE_S = 420
 def test_a_run_across_two_nodes_with_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_runs, "PATIENCE_S", PATIENCE_S)
     (tmp_path / "weights").mkdir()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     place, cluster = Workplace(tmp_path), RayNodes()
     try:
-        nodes = [cluster.add(cpus=4, gpus=1, CUDA_VISIBLE_DEVICES=str(gpu)).wait() for gpu in range(2)]
+        nodes = [cluster.add(cpus=4, gpus=1, CUDA_VISIBLE_DEVICES=gpu).wait() for gpu in gpus[:2]]
         furnish(
             tmp_path,
             run={"name": "nodes", "iterations": 3},
@@ -43,7 +45,7 @@ def test_a_run_across_two_nodes_with_a_gpu_each(tmp_path: Path, monkeypatch: pyt
         wait_until(lambda: process.poll() is not None or all(node.actors() for node in nodes), PATIENCE_S)
         assert process.poll() is None, process.communicate()[0]
         (engine_node,) = [number for number, node in enumerate(nodes) if host.pid in node.actors()]
-        assert server.environ()["CUDA_VISIBLE_DEVICES"] == str(engine_node)
+        assert server.environ()["CUDA_VISIBLE_DEVICES"] == gpus[engine_node]
         (rank,) = nodes[1 - engine_node].actors()
         assert psutil.Process(rank).is_running()
         out, _ = process.communicate(timeout=PATIENCE_S)
