@@ -137,7 +137,12 @@ class Live:
             return self._trainer
 
     async def _build_trainer(self, version: int) -> actors.ActorGroup:
-        """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it."""
+        """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it.
+
+        Engines that wait for these weights leave shared GPUs to them meanwhile: one that has just started, above all.
+        """
+        if self.config.engines_rest and self._fleet is not None:
+            await self._fleet.rest(self._fleet.unconfirmed(version))
         marks = [time.perf_counter()]
         world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
         settings = self._settings
@@ -191,7 +196,7 @@ class Live:
     async def engines(self, version: int) -> Dispatcher:
         """A dispatcher over engines that have all confirmed `version`; publishes it to those that have not.
 
-        On shared GPUs the trainer's memory goes to the engines.
+        On shared GPUs they have all their memory then, and the trainer has left its own to them (placement.offload_trainer).
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
@@ -199,17 +204,18 @@ class Live:
             if missing:
                 await self._publish(fleet, version, missing)
             if self.config.placement.colocate and (fleet.resting or not self._parked):
-                await (await self.trainer(version)).call("park")
+                if self.config.trainer_parks:
+                    await (await self.trainer(version)).call("park")
                 await fleet.wake()
                 self._parked = True
             self.ready()
             return fleet.dispatcher(version, self._recover)
 
     async def rest_engines(self) -> None:
-        """On shared GPUs, have engines leave their memory to the trainer until they are next asked for."""
+        """On shared GPUs, have engines leave their memory to the trainer until they are next asked for (placement.offload_engines)."""
         if self.config.placement.colocate:
             async with self._engines_lock:
-                if self._fleet is not None:
+                if self._fleet is not None and self.config.engines_rest:
                     await self._fleet.rest()
                 self._parked = False
 
@@ -293,13 +299,26 @@ class Live:
         """Have every engine running. Where all are new and share no GPU, the trainer, whose weights they need, is built meanwhile."""
         apart = self._fleet is None and not self.config.placement.colocate and not self._trainer
         if self._fleet is None:
-            self._fleet = Fleet(self.config, self._engine, self._router)
+            self._fleet = Fleet(self.config, self._engine, self._router, self._make_room)
         model = self._settings["model"]["path"]
         if apart and not await self._engines_there():
             await _both(self._fleet.ensure(model), self.trainer(version))
         else:
             await self._fleet.ensure(model)
         return self._fleet
+
+    async def _make_room(self) -> None:
+        """On shared GPUs, have ranks that live leave their memory to an engine that starts."""
+        if not self.config.trainer_parks:
+            return
+        group = self._trainer or actors.find_group("trainer", self.config.trainer.world_size)
+        try:
+            if group and None not in await _versions(
+                group
+            ):  # else it is lost or half built, and will be ended
+                await group.call("park")
+        except ActorLostError as error:
+            log.warning("%s", error)  # what is lost holds no memory; who needs it next builds it anew
 
     async def _engines_there(self) -> bool:
         """Whether an engine outlived an earlier driver, or is run by somebody else."""

@@ -19,9 +19,10 @@ def out_of_memory(what: str, rank: int, config: RunConfig, reason: str) -> str:
     ways.append("trainer.parallel.tensor, .pipeline or .context (more GPUs a model)")
     if config.placement.colocate:
         share = config.engines.sglang.get("mem_fraction_static", "its default")
-        ways.append(
-            f"engines.sglang.mem_fraction_static (now {share}, if the memory went while engines generate)"
-        )
+        how = ", if the memory went while engines generate" if config.engines_rest else ": lower it"
+        ways.append(f"engines.sglang.mem_fraction_static (now {share}{how})")
+        if not config.engines_rest:
+            ways.append("placement.offload_engines (now false: true)")
     return (
         f"rank {rank} ran out of GPU memory in {what}: {_first(reason)} Change one of: {'; '.join(ways)}. "
         "Then start the run again: it goes on from the newest checkpoint, and what was generated is kept"

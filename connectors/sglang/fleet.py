@@ -38,10 +38,13 @@ class Fleet:
         config: RunConfig,
         handle: Callable[[int], Awaitable[Handle]],
         router: Callable[[], Awaitable[Handle]] | None = None,
+        make_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`make_room` is called before an engine's process is started: SGLang sizes its KV cache by the memory it finds."""
         self.config = config
         self.restarts = 0
         self._handle = handle
+        self._make_room = make_room
         self._handles: dict[int, Handle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
@@ -82,6 +85,8 @@ class Fleet:
                     if state["starts"]:
                         self._count_restart(f"engine {index}")
                     self._tell(index, Event.STARTED)
+                    if self._make_room:
+                        await self._make_room()
                     state = await handle.call("start", self._model)
                     if not await self._answers(index, state["url"]):
                         continue
@@ -220,12 +225,14 @@ class Fleet:
 
     # GPU memory
 
-    async def rest(self) -> None:
-        """Have every idle engine give back its GPU memory; what still runs on one is ended. None serves until published to.
+    async def rest(self, only: list[int] | None = None) -> None:
+        """Have idle engines give back their GPU memory; what still runs on one is ended. None serves until published to.
 
         The engine itself forgets its version, so that no driver, however late, takes it to hold those weights.
         """
         for index, client in list(self._clients.items()):
+            if only is not None and index not in only:
+                continue
             health = self._health[index]
             if health.state not in (State.SERVING, State.REFITTING) or self._released.get(index):
                 continue

@@ -77,10 +77,10 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstr
     ]
     command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed"]
     command += [str(config.run.seed + index), "--weight-version", "initial"]
-    if config.placement.colocate:
+    if config.placement.colocate and "mem_fraction_static" not in e.sglang:
+        command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
+    if config.engines_rest:
         command.append("--enable-memory-saver")
-        if "mem_fraction_static" not in e.sglang:
-            command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
         if e.sglang.get("speculative_algorithm"):  # nobody gives a draft model its weights again
             command.append("--enable-draft-weights-cpu-backup")
     if e.prefill:

@@ -172,12 +172,12 @@ def _prefill(config: RunConfig) -> Iterator[Problem]:
             f"of engines.count = {e.count} none is left to decode",
             "raise engines.count, or lower it",
         )
-    if config.placement.colocate and e.sglang.get("disaggregation_transfer_backend") == "nixl":
+    if config.engines_rest and e.sglang.get("disaggregation_transfer_backend") == "nixl":
         yield Problem(
             "engines.sglang.disaggregation_transfer_backend",
             "nixl",
             "SGLang does not take the KV cache out of nixl's hands before it gives its memory back",
-            "set it to mooncake, or placement.colocate=false",
+            "set it to mooncake, or placement.offload_engines=false",
         )
     if e.router:
         yield Problem(

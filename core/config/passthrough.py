@@ -44,7 +44,7 @@ SGLANG_ELSEWHERE = {
     "host": "engines.host",
     "tp_size": "engines.gpus",
     "dtype": "model.dtype",
-    "enable_memory_saver": "placement.colocate",
+    "enable_memory_saver": "placement.offload_engines",
     "disaggregation_mode": "engines.prefill",
 }
 

@@ -69,6 +69,16 @@ class RunConfig(Section):
         return self.trainer.world_size // (p.tensor * p.pipeline * p.context)
 
     @property
+    def engines_rest(self) -> bool:
+        """Whether engines release their GPU memory while the trainer works."""
+        return self.placement.colocate and self.placement.offload_engines
+
+    @property
+    def trainer_parks(self) -> bool:
+        """Whether the trainer leaves GPU memory to engines while they generate."""
+        return self.placement.colocate and self.placement.offload_trainer
+
+    @property
     def sync_kind(self) -> Literal["disk", "ipc", "broadcast"]:
         """How weights reach the engines: sync.kind, or what auto takes."""
         if self.sync.kind != "auto":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from gpu_workplace import server_of
 from trainer_ranks import samples, write_batch
 
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
@@ -33,11 +34,15 @@ def total() -> int:
 
 
 @pytest_asyncio.fixture
-async def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Live]:
+async def live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Live]:
+    """A colocated run's live parts; a test's parameter: the engine's share of the GPU, and more of `placement`."""
+    share, placement = getattr(request, "param", (SHARE, {}))
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PREFECT_API_URL", ensure_server())
     model = model_folder("0.6b", tmp_path / "0.6b")
-    sglang = {**SGLANG, "mem_fraction_static": SHARE, "cuda_graph_max_bs_decode": 16}
+    sglang = {**SGLANG, "mem_fraction_static": share, "cuda_graph_max_bs_decode": 16}
     values = configuration(
         model,
         tmp_path,
@@ -46,12 +51,21 @@ async def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         rollout={"prompts": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 16}},
         sync={"kind": "ipc"},
     )
+    values["placement"].update(placement)
     made = Live(RunConfig.model_validate(values))
     await made.open()
     yield made
     await made.close(end_actors=True)
     stop_server()
     os.environ.pop("PREFECT_API_URL", None)
+
+
+async def stepped(live: Live, folder: Path, version: int) -> dict[str, Any]:
+    """What a train step to a version answers, with engines at rest as in a run."""
+    batch = write_batch(folder / f"batch-{version}", samples(version, logprob=-math.log(151936)))
+    await live.rest_engines()
+    answer: dict[str, Any] = (await (await live.trainer(version - 1)).call("train", version, batch, None))[0]
+    return answer
 
 
 async def test_the_bytes_come_back_to_whoever_works(live: Live, tmp_path: Path) -> None:
@@ -84,3 +98,45 @@ async def test_the_bytes_come_back_to_whoever_works(live: Live, tmp_path: Path) 
     await live.rest_engines()
     answer = (await (await live.trainer(1)).call("train", 2, second, None))[0]
     assert math.isfinite(answer["grad_norm"])  # the optimizer's state came back
+
+
+def nearly_all() -> float:
+    """A share of the GPU beside which a trainer of the 0.6B shape has no room, and a parked one has."""
+    trainer = (STATE_BYTES + 2) * 600_000_000
+    return 1 - 0.8 * trainer / total()
+
+
+@pytest.mark.parametrize("live", [(nearly_all(), {})], indirect=True)
+async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_built(
+    live: Live, tmp_path: Path
+) -> None:
+    prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    await live.engines(0)  # builds the trainer
+    serving = used()
+    assert math.isfinite((await stepped(live, tmp_path, 1))["grad_norm"])
+    server = server_of(tmp_path / "0.6b")
+    assert server is not None
+    server.kill()
+    server.wait()
+    engines = await live.engines(1)  # a new engine, which finds as much room as the first
+    assert used() == pytest.approx(serving, rel=0.1)
+    after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
+    assert after.weight_versions[0][1] == 1
+
+
+@pytest.mark.parametrize(
+    "live", [(SHARE, {"offload_engines": False, "offload_trainer": False})], indirect=True
+)
+async def test_both_keep_their_memory_where_they_are_told_to(live: Live, tmp_path: Path) -> None:
+    await live.engines(0)
+    serving = used()
+    await live.rest_engines()
+    assert used() == pytest.approx(serving, rel=0.02)
+    assert math.isfinite((await stepped(live, tmp_path, 1))["grad_norm"])
+    training = used()
+    engines = await live.engines(1)
+    assert used() == pytest.approx(training, rel=0.02)
+    after = await engines.generate(
+        [10, 20, 30], {"max_new_tokens": 8, "ignore_eos": True}, rid="a", session=None
+    )
+    assert after.weight_versions[0][1] == 1

@@ -39,6 +39,17 @@ def test_only_what_can_still_be_changed_is_named(held: str, named: str | None) -
     assert (named in told) if named else ("trainer.recompute" not in told)
 
 
+@pytest.mark.parametrize("rest", [True, False])
+def test_engines_on_the_same_gpu_are_named(rest: bool) -> None:
+    values = configuration("model", device="cuda")
+    values["placement"] = {"colocate": True, "offload_engines": rest}
+    values["engines"] = {"kind": "sglang", "sglang": {"mem_fraction_static": 0.6}}
+    told = out_of_memory("train", 0, RunConfig.model_validate(values), TOLD)
+    lower = "engines.sglang.mem_fraction_static (now 0.6: lower it)"
+    assert ("placement.offload_engines (now false: true)" in told) == (lower in told) == (not rest)
+    assert ("now 0.6, if the memory went while engines generate" in told) == rest
+
+
 def test_a_step_that_ran_out_of_memory_is_not_tried_again_and_any_other_is() -> None:
     assert train_step.retry_condition_fn is not None
     for error, again in ((TrainerMemoryError("full"), False), (TrainerError("other"), True)):

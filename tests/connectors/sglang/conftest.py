@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,13 @@ def routers() -> Iterator[dict[str, LocalHandle]]:
 async def make_fleet(
     handles: list[LocalHandle], routers: dict[str, LocalHandle], tiny_model: Path
 ) -> AsyncIterator[Callable[..., Fleet]]:
-    """make_fleet(section={...}): a fleet over the two engines, behind a router where engines.router is given."""
+    """make_fleet(make_room, section={...}): a fleet over the two engines, behind a router where engines.router is given."""
     made: list[Fleet] = []
 
     async def handle(index: int) -> LocalHandle:
         return handles[index]
 
-    def make(**changes: dict[str, Any]) -> Fleet:
+    def make(make_room: Callable[[], Awaitable[None]] | None = None, **changes: dict[str, Any]) -> Fleet:
         config = fleet_config(tiny_model, **changes)
         key = str(config.engines.router)
 
@@ -54,7 +54,7 @@ async def make_fleet(
                 routers[key] = LocalHandle(config, 0, RouterServer)
             return routers[key]
 
-        made.append(Fleet(config, handle, router))
+        made.append(Fleet(config, handle, router, make_room))
         return made[-1]
 
     yield make

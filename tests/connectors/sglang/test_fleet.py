@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from engine_process import reference_logprobs
 from local_handle import LocalHandle
@@ -115,6 +116,40 @@ async def test_an_engine_that_gave_its_weights_back_holds_no_version_for_anybody
     assert not fleet.resting
     after = await dispatcher.generate(PROMPT, SHORT, rid="after", session=None)
     assert after.output_ids == before.output_ids
+
+
+async def test_engines_that_serve_nothing_can_rest_while_others_go_on(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    fleet = make_fleet()
+    dispatcher = await serving(fleet, tiny_model, 22)
+    await fleet.rest([1])
+    assert fleet.unconfirmed(22) == [1]
+    made = [await dispatcher.generate(PROMPT, SHORT, rid=f"{n}", session=None) for n in range(3)]
+    assert {one.engine_id for one in made} == {"engine-0"}
+    await serving(fleet, tiny_model, 22)
+    assert await fleet.wake()
+    assert fleet.unconfirmed(22) == []
+
+
+async def test_room_is_made_before_a_server_starts_and_only_then(
+    make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
+) -> None:
+    alive: list[list[bool]] = []
+
+    async def make_room() -> None:
+        alive.append([handle.server.state()["alive"] for handle in handles])
+
+    fleet = make_fleet(make_room)
+    await serving(fleet, tiny_model, 23)
+    alive.clear()
+    await fleet.ensure(str(tiny_model))
+    assert alive == []
+    server = psutil.Process(handles[1].server.state()["pid"])
+    server.kill()
+    server.wait(timeout=20)
+    await fleet.ensure(str(tiny_model))
+    assert alive == [[True, False]]
 
 
 async def test_load_is_spread_and_sessions_stay(make_fleet: MakeFleet, tiny_model: Path) -> None:

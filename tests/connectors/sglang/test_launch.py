@@ -7,7 +7,7 @@ from typing import Any
 
 from local_handle import fleet_config
 
-from connectors.sglang.launch import sglang_command, sglang_environment
+from connectors.sglang.launch import COLOCATED_MEMORY, sglang_command, sglang_environment
 
 
 def command(index: int, **changes: dict[str, Any]) -> list[str]:
@@ -48,6 +48,12 @@ def test_a_draft_model_keeps_its_weights_where_memory_is_given_back() -> None:
     assert "--enable-memory-saver" in shared
     assert value(shared, "--speculative-draft-model-path") == "/draft"
     assert "--enable-draft-weights-cpu-backup" not in command(0, engines=speculative)
+
+
+def test_engines_that_keep_their_memory_leave_the_trainer_the_same_share() -> None:
+    kept = command(0, placement={"colocate": True, "offload_engines": False})
+    assert value(kept, "--mem-fraction-static") == str(COLOCATED_MEMORY)
+    assert "--enable-memory-saver" not in kept
 
 
 def test_engines_meet_where_their_servers_listen() -> None:

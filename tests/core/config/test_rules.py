@@ -184,6 +184,7 @@ def test_these_agree(overrides: list[str]) -> None:
             ],
             "engines.sglang.disaggregation_transfer_backend",
         ),
+        (["engines.sglang.enable_memory_saver=true"], "engines.sglang.enable_memory_saver"),
         (
             ["engines.sglang.speculative_accept_threshold_acc=0.9"],
             "engines.sglang.speculative_accept_threshold_acc",
@@ -208,6 +209,12 @@ def test_these_agree(overrides: list[str]) -> None:
 )
 def test_these_clash(overrides: list[str], field: str) -> None:
     assert fields(*overrides) == [field]
+
+
+def test_engines_that_keep_their_memory_may_move_caches_by_nixl() -> None:
+    prefill = ["engines.prefill=1", "engines.count=2", "engines.sglang.disaggregation_transfer_backend=nixl"]
+    shared = ["trainer.world_size=2", "placement.colocate=true", "placement.offload_engines=false"]
+    assert fields(*prefill, *shared) == []
 
 
 def test_a_password_is_not_repeated() -> None:

@@ -44,7 +44,11 @@ def reads() -> set[str]:
     return found
 
 
-IN_CORE_CONFIG = {"algorithm.preset"}  # read where the other fields are filled from it
+IN_CORE_CONFIG = {
+    "algorithm.preset",  # the other fields are filled from it
+    "placement.offload_engines",  # RunConfig.engines_rest
+    "placement.offload_trainer",  # RunConfig.trainer_parks
+}
 
 
 @pytest.mark.parametrize("path", [path for path in all_fields() if path not in IN_CORE_CONFIG])
