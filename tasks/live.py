@@ -139,10 +139,10 @@ class Live:
     async def _build_trainer(self, version: int) -> actors.ActorGroup:
         """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it.
 
-        Engines that wait for these weights leave shared GPUs to them meanwhile: one that has just started, above all.
+        On shared GPUs all engines leave their memory to them meanwhile, or, while engines generate, those that wait for weights.
         """
         if self.config.engines_rest and self._fleet is not None:
-            await self._fleet.rest(self._fleet.unconfirmed(version))
+            await self._fleet.rest(self._fleet.unconfirmed(version) if self._parked else None)
         marks = [time.perf_counter()]
         world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
         settings = self._settings
@@ -200,6 +200,8 @@ class Live:
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
+            if self.config.placement.colocate and not self._parked:
+                await self.trainer(version)  # one that is built anew sends every engine to rest
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
