@@ -10,7 +10,7 @@ from trainer_ranks import configuration
 
 from connectors.megatron.memory import out_of_memory
 from core.config import RunConfig
-from core.errors import TrainerError, TrainerMemoryError
+from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
 from tasks.train_step import train_step
 
 TOLD = (
@@ -39,7 +39,8 @@ def test_only_what_can_still_be_changed_is_named(held: str, named: str | None) -
     assert (named in told) if named else ("trainer.recompute" not in told)
 
 
-def test_a_step_that_ran_out_of_memory_is_not_tried_again_and_any_other_is() -> None:
+def test_a_step_that_fails_alike_every_time_is_not_tried_again_and_any_other_is() -> None:
     assert train_step.retry_condition_fn is not None
-    for error, again in ((TrainerMemoryError("full"), False), (TrainerError("other"), True)):
+    lasting = TrainerMemoryError("full"), RefusedStepError("the loss is nan")
+    for error, again in (*((error, False) for error in lasting), (TrainerError("other"), True)):
         assert train_step.retry_condition_fn(train_step, None, Failed(data=error)) is again  # type: ignore[arg-type]
