@@ -39,6 +39,10 @@ class TrainerMemoryError(TrainerError):
     """A rank's GPU memory does not suffice; the message names the fields to change. Trying again cannot help."""
 
 
+class RefusedStepError(TrainerError):
+    """A train step was refused by what its batch gives, and nothing was applied. Trying again gives the same."""
+
+
 class TrainerStalledError(TrainerError):
     """A rank does not come back from a call. It must be ended and made anew."""
 
@@ -57,3 +61,7 @@ class EngineLostError(EngineError):
 
 class EngineStalledError(EngineLostError):
     """An engine answers but generates nothing, although it has requests and is not paused."""
+
+
+LASTING = ConfigError | TrainerMemoryError | RefusedStepError
+"""Errors that come again as long as nothing is changed."""

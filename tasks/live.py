@@ -31,14 +31,7 @@ from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
-from core.errors import (
-    ActorLostError,
-    ConfigError,
-    EngineError,
-    TrainerError,
-    TrainerMemoryError,
-    TrainerStalledError,
-)
+from core.errors import LASTING, ActorLostError, EngineError, TrainerError, TrainerStalledError
 from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
@@ -384,7 +377,7 @@ async def _both(*starting: Awaitable[Any]) -> None:
     """Wait for both. Of two errors the one that starting again does not mend is raised, and the other logged."""
     results = await asyncio.gather(*starting, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
-    errors.sort(key=lambda error: not isinstance(error, ConfigError | TrainerMemoryError))
+    errors.sort(key=lambda error: not isinstance(error, LASTING))
     for error in errors[1:]:
         log.error("%s: %s", type(error).__name__, error)
     if errors:

@@ -23,7 +23,7 @@ from pydantic import Field
 from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from connectors.storage.store import Store
-from core.errors import ConfigError, CorruptFileError, MissingFileError, StorageError, TrainerMemoryError
+from core.errors import LASTING, CorruptFileError, MissingFileError, StorageError
 from tasks.context import IterationContext
 from tasks.holds import stop_point
 
@@ -84,8 +84,8 @@ async def record_storage(root: str) -> RecordStorage:
 
 
 def may_help(_task: Any, _task_run: Any, state: Any) -> bool:
-    """Whether trying a task again can help: a configuration stays wrong, and where a rank's memory ran out others may wait for it."""
-    return not isinstance(state.data, ConfigError | TrainerMemoryError)
+    """Whether trying a task again can help; where a rank's memory ran out, others may wait for it besides."""
+    return not isinstance(state.data, LASTING)
 
 
 async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:

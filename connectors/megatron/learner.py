@@ -26,7 +26,7 @@ from core.algorithms.estimate import token_advantages
 from core.algorithms.objective import Objective, derived, on_policy_guard
 from core.algorithms.schedule import KLController, shape_rewards
 from core.config import RunConfig
-from core.errors import TrainerError
+from core.errors import RefusedStepError, TrainerError
 
 
 class Learner:
@@ -190,7 +190,7 @@ class Learner:
     def guard(self, share: Share, version: int, metrics: dict[str, float]) -> None:
         """Check an iteration's first step: its ratio is against the very weights that are trained.
 
-        Raises TrainerError if the ratio is not exactly 1 or the KL not 0 where the reference equals the policy.
+        Raises RefusedStepError if the ratio is not exactly 1 or the KL not 0 where the reference equals the policy.
         """
         a = self.algorithm
         o = self.objective
@@ -202,7 +202,7 @@ class Learner:
         try:
             on_policy_guard({**metrics, "first_kl": metrics["kl"]} if same else metrics)
         except TrainerError as error:
-            raise TrainerError(
+            raise RefusedStepError(
                 f"step {version}: {error}; nothing was applied. algorithm.on_policy_guard=false trains on regardless"
             ) from error
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from core.errors import TrainerError, TrainerMemoryError
+from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,8 +84,9 @@ class TrainerRank:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
         Answers from memory if the version is held already. `guard`: largest mean |engine - trainer| log-probability
-        difference with which the step is applied. Raises TrainerError for any other version, a gap above the guard, a
-        loss or gradient that is not finite, or too little GPU memory; the weights are then as before.
+        difference with which the step is applied. Raises RefusedStepError for a gap above the guard, a loss or a gradient
+        that is not finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
+        are then as before.
         """
         if version == self.version and self.last is not None:
             return self.last
@@ -136,15 +137,16 @@ class TrainerRank:
 
     def _check(self, metrics: dict[str, float], version: int, guard: float | None) -> None:
         if not math.isfinite(metrics["loss"]):
-            raise TrainerError(
+            raise RefusedStepError(
                 f"step {version}: the loss is {metrics['loss']}; nothing was applied. Look at the batch's log-probabilities"
             )
         gap = metrics["logprob_gap_mean"]
         if guard is not None and not gap <= guard:
-            raise TrainerError(
+            raise RefusedStepError(
                 f"step {version}: engine and trainer disagree: mean log-probability difference {gap:.3g} (largest "
                 f"{metrics['logprob_gap_max']:.3g}), sync.max_logprob_gap is {guard:g}; nothing was applied. Check that the "
-                "engines hold the synced weights and sample at the same temperature and dtype"
+                "engines hold the synced weights (sync.verify=true compares them) and sample at the same temperature and "
+                "dtype. Where the dtype alone makes the difference, raise sync.max_logprob_gap"
             )
 
     def _apply(self, version: int, metrics: dict[str, float], samples: int) -> dict[str, float]:
@@ -154,7 +156,7 @@ class TrainerRank:
         for prefix, trained in moved:
             norm = trained.gradient_norm()
             if not math.isfinite(norm):
-                raise TrainerError(
+                raise RefusedStepError(
                     f"step {version}: the {prefix.replace('_', ' ')}gradient norm is {norm}; nothing was applied. "
                     "Lower the learning rate or look at the batch"
                 )

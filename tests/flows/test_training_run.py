@@ -155,3 +155,16 @@ def test_a_run_may_go_on_with_other_data_when_told(workplace: Workplace, whole: 
     workplace.train(tmp_path, "run.iterations=4", "data.allow_changes=true", "data.sources.0.path=more.jsonl")
     assert [span["since"] for span in json.loads((tmp_path / "a" / "run.json").read_text())["data"]] == [0, 3]
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
+
+
+def test_a_refused_step_names_its_limit_and_with_another_the_run_goes_on_from_what_was_generated(
+    workplace: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    out = workplace.train(tmp_path, "sync.max_logprob_gap=1e-12", expect=2)
+    assert "raise sync.max_logprob_gap" in out
+    parts = tmp_path / "a" / "iterations" / "000000" / "rollouts"
+    generated = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
+    assert generated
+    assert "3 iterations complete, 3 of them now" in workplace.train(tmp_path)
+    assert {path.name: path.stat().st_mtime_ns for path in parts.iterdir()} == generated
+    assert trained(tmp_path / "a") == trained(whole)

@@ -10,7 +10,7 @@ from trainer_ranks import configuration
 
 from connectors.megatron.memory import out_of_memory
 from core.config import RunConfig
-from core.errors import TrainerError, TrainerMemoryError
+from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
 from tasks.train_step import train_step
 
 TOLD = (
@@ -50,7 +50,8 @@ def test_engines_on_the_same_gpu_are_named(rest: bool) -> None:
     assert ("now 0.6, if the memory went while engines generate" in told) == rest
 
 
-def test_a_step_that_ran_out_of_memory_is_not_tried_again_and_any_other_is() -> None:
+def test_a_step_that_fails_alike_every_time_is_not_tried_again_and_any_other_is() -> None:
     assert train_step.retry_condition_fn is not None
-    for error, again in ((TrainerMemoryError("full"), False), (TrainerError("other"), True)):
+    lasting = TrainerMemoryError("full"), RefusedStepError("the loss is nan")
+    for error, again in (*((error, False) for error in lasting), (TrainerError("other"), True)):
         assert train_step.retry_condition_fn(train_step, None, Failed(data=error)) is again  # type: ignore[arg-type]
