@@ -16,21 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from connectors.megatron.bucket import Bucket, Entry
 from connectors.megatron.model import PolicyModel
 from connectors.megatron.weights import hf_names, hf_tensors, writes
 
 DEVICE = 6  # which of the arguments of torch's rebuild_cuda_tensor names the device
-Entry = tuple[str, tuple[int, ...], str, int, int]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Whole tensors laid end to end. `entries`: name, shape, dtype, first and past-the-end byte."""
-
-    entries: list[Entry]
-    bytes: int
-    last: bool
-    handle: bytes  # how another process on this GPU opens the buffer; empty where none was asked for
 
 
 @dataclass(frozen=True)

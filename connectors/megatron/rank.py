@@ -19,7 +19,8 @@ from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from connectors.megatron.buckets import Bucket, BucketStream
+    from connectors.megatron.bucket import Bucket
+    from connectors.megatron.buckets import BucketStream
     from connectors.megatron.engine_group import EngineGroup
     from connectors.megatron.packs import Row
     from core.config import RunConfig
