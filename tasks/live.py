@@ -53,6 +53,7 @@ class Live:
         self.recovery: dict[str, float] = {}  # seconds from this process's start until it works, by phase
         self._reservation = placement.Reservation(config)
         self._trainer: actors.ActorGroup | None = None
+        self._ranks: actors.ActorGroup | None = None  # new ones, which hold nothing yet
         self._fleet: Fleet | None = None
         self._parked = False  # whether the trainer has left shared GPUs to the engines
         self._trainer_lock = asyncio.Lock()
@@ -118,16 +119,37 @@ class Live:
         """The trainer ranks, holding weight version `version`, or one of up to `ahead` steps later."""
         async with self._trainer_lock:
             await self._join()
-            group = self._trainer or actors.find_group("trainer", self.config.trainer.world_size)
+            group = self._trainer or (None if self._ranks else self._found_ranks())
             if group:
                 held = await _versions(group)
                 if len(held) == 1 and _reaches(held, version, ahead):
                     self._trainer = group
                     return group
                 log.warning("trainer ranks hold versions %s, %d is wanted: rebuilding them", held, version)
-            await actors.end("trainer")
+            if not self._ranks:
+                await actors.end("trainer")
             self._trainer = await self._build_trainer(version)
             return self._trainer
+
+    def _found_ranks(self) -> actors.ActorGroup | None:
+        return actors.find_group("trainer", self.config.trainer.world_size)
+
+    async def _make_ranks(self) -> actors.ActorGroup:
+        places = await asyncio.to_thread(self._reservation.places, "trainer")
+        check_reach(self.config, [place.address for place in places])
+        world, settings = self.config.trainer.world_size, self._settings
+        return actors.ActorGroup(
+            [actors.make("trainer", i, world, TrainerRank, settings, place) for i, place in enumerate(places)]
+        )
+
+    async def _prepare_ranks(self) -> None:
+        """Unless ranks are there, make new ones and have them do what of their start takes no memory of a GPU."""
+        async with self._trainer_lock:
+            await self._join()
+            if not self._found_ranks():
+                await actors.end("trainer")
+                self._ranks = await self._make_ranks()
+                await self._ranks.call("prepare")
 
     async def _build_trainer(self, version: int) -> actors.ActorGroup:
         """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it.
@@ -137,13 +159,8 @@ class Live:
         if self.config.engines_rest and self._fleet is not None:
             await self._fleet.rest(self._fleet.unconfirmed(version) if self._parked else None)
         marks = [time.perf_counter()]
-        world, steps = self.config.trainer.world_size, self.config.steps_per_iteration
-        settings = self._settings
-        places = await asyncio.to_thread(self._reservation.places, "trainer")
-        check_reach(self.config, [place.address for place in places])
-        group = actors.ActorGroup(
-            [actors.make("trainer", i, world, TrainerRank, settings, place) for i, place in enumerate(places)]
-        )
+        steps = self.config.steps_per_iteration
+        group, self._ranks = self._ranks or await self._make_ranks(), None
         master = await group.actors[0].call("address")
         await group.call("setup", master)
         marks.append(time.perf_counter())
@@ -291,22 +308,27 @@ class Live:
             )
 
     async def _ensure_fleet(self, version: int) -> Fleet:
-        """Have every engine running. Where all are new and share no GPU, the trainer, whose weights they need, is built meanwhile."""
-        apart = self._fleet is None and not self.config.placement.colocate and not self._trainer
+        """Have every engine running. Where all are new, the trainer, whose weights they need, is built meanwhile.
+
+        On shared GPUs it is only prepared: a new engine takes its share of the memory that it finds.
+        """
+        new = self._fleet is None and not self._trainer
         if self._fleet is None:
             self._fleet = Fleet(self.config, self._engine, self._router, self._make_room)
         model = self._settings["model"]["path"]
-        if apart and not await self._engines_there():
-            await _both(self._fleet.ensure(model), self.trainer(version))
+        if new and not await self._engines_there():
+            shared = self.config.placement.colocate
+            meanwhile = self._prepare_ranks() if shared else self.trainer(version)
+            await _both(self._fleet.ensure(model), meanwhile)
         else:
             await self._fleet.ensure(model)
         return self._fleet
 
     async def _make_room(self) -> None:
         """On shared GPUs, have ranks that live leave their memory to an engine that starts."""
-        if not self.config.trainer_parks:
+        if not self.config.trainer_parks or self._ranks:
             return
-        group = self._trainer or actors.find_group("trainer", self.config.trainer.world_size)
+        group = self._trainer or self._found_ranks()
         try:
             if group and None not in await _versions(
                 group

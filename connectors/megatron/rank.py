@@ -53,12 +53,17 @@ class TrainerRank:
         """What the rank holds and does; answers while it trains."""
         return {"rank": self.rank, "version": self.version, "busy": self.busy, "pid": os.getpid()}
 
-    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
-        """Join the other ranks, build the model from model.path and hold version 0."""
+    def prepare(self) -> None:
+        """Load the libraries. Takes no memory of a GPU."""
         if self.settings.get("trainer", {}).get("device") == "cpu":
             os.environ.setdefault(
                 "TORCHDYNAMO_DISABLE", "1"
             )  # it would compile for seconds to save microseconds
+        from connectors.megatron import learner, parking, world  # noqa: F401
+
+    def setup(self, master: tuple[str, int]) -> dict[str, Any]:
+        """Join the other ranks, build the model from model.path and hold version 0."""
+        self.prepare()
         from connectors.megatron import world
         from core.config import RunConfig
 
