@@ -39,6 +39,7 @@ class Dispatcher:
         self._recover = recover
         self._doubt = doubt
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._failing: set[str] = set()  # engines that have answered nothing since they last failed
 
     async def generate(
         self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
@@ -56,6 +57,7 @@ class Dispatcher:
             else:
                 wrong = [version for _, version in result.weight_versions if version != self.version]
                 if not wrong and result.finish != "abort":
+                    self._failing.discard(engine.engine_id)
                     return result
                 last = EngineError(
                     f"{engine.engine_id}: aborted by somebody else"
@@ -63,7 +65,10 @@ class Dispatcher:
                     else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self.version} is expected"
                 )
             self.retries += 1
-            log.warning("request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
+            told = engine.engine_id in self._failing  # what dies takes all its requests with it
+            self._failing.add(engine.engine_id)
+            level = logging.INFO if told else logging.WARNING
+            log.log(level, "request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
             if session:
                 self._sessions.pop(session, None)
             await self._recover(self.version)

@@ -168,7 +168,10 @@ async def test_load_is_spread_and_sessions_stay(make_fleet: MakeFleet, tiny_mode
 
 
 async def test_a_killed_engines_requests_are_made_again_and_it_is_rebuilt(
-    make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
+    make_fleet: MakeFleet,
+    tiny_model: Path,
+    handles: list[LocalHandle],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = make_fleet()
     dispatcher = await serving(fleet, tiny_model, 4)
@@ -181,6 +184,7 @@ async def test_a_killed_engines_requests_are_made_again_and_it_is_rebuilt(
     handles[0].signal(signal.SIGKILL)
     found = await asyncio.gather(*running)
     assert dispatcher.retries == 4
+    assert sum("attempt 1 of" in record.message for record in caplog.records) == 1  # not one a request
     assert all(g.output_ids == undisturbed.output_ids for g in found)  # the same seed is the same sample
     assert {g.weight_versions[0] for g in found} == {(0, 4)}
     assert fleet.restarts == 1
