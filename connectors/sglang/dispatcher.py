@@ -67,7 +67,7 @@ class Dispatcher:
             self.retries += 1
             told = engine.engine_id in self._failing  # what dies takes all its requests with it
             self._failing.add(engine.engine_id)
-            level = logging.INFO if told else logging.WARNING
+            level = logging.DEBUG if told else logging.WARNING
             log.log(level, "request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
             if session:
                 self._sessions.pop(session, None)
