@@ -220,7 +220,7 @@ def test_a_first_step_off_policy_is_refused_unless_the_guard_is_off(
     with workers.group(configuration(model(), algorithm=algorithm)) as group:
         group.run(move_weights_after_the_old_logprobs)
         if checked:
-            with pytest.raises(RankFailedError, match=r"TrainerError: step 1.*ratio must be exactly 1"):
+            with pytest.raises(RankFailedError, match=r"RefusedStepError: step 1.*ratio must be exactly 1"):
                 group.call("train", 1, batch.format(1))
             assert group.call("state")[0]["version"] == 0
         else:
@@ -237,7 +237,7 @@ def test_a_first_step_with_another_reference_than_the_weights_is_refused(
 ) -> None:
     with workers.group(configuration(model(), algorithm={"kl_coef": 0.1})) as group:
         group.run(other_reference)
-        with pytest.raises(RankFailedError, match=r"TrainerError: step 1.*first_kl must be below 1e-09"):
+        with pytest.raises(RankFailedError, match=r"RefusedStepError: step 1.*first_kl must be below 1e-09"):
             group.call("train", 1, batch.format(1))
 
 
