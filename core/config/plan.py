@@ -259,9 +259,15 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
         tokens = min(config.engines.max_total_tokens, config.engines.max_running * longest)
     else:
         tokens = config.rollout.max_concurrency * longest
+    waits = (
+        ", all that may be in flight: what finds no room waits" if layout.engine_kind != "embedded" else ""
+    )
     return [
         Part(f"weights, {config.model.dtype}", shape.parameters * width // devices),
-        Part(f"KV cache of {tokens} tokens", tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads)),
+        Part(
+            f"KV cache of {tokens} tokens{waits}",
+            tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads),
+        ),
     ]
 
 
