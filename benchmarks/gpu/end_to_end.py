@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512,2048] [--samples 128] [--iterations 4]
 
-Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of all
-iterations but the first. Generation: at least one request is out, less the wait for engines. Training: what the ranks
+Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of the
+iterations after the second (with two, of the second): in the first kernels are tuned, in the second the trainer's whole
+optimizer state leaves the GPU for the first time. Generation: at least one request is out, less the wait for engines. Training: what the ranks
 report. Memory: engines rest, the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is
 left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
 GPU-busy: mean of NVML's utilisation over the same iterations. JSON to stdout.
@@ -90,10 +91,12 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
                 [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
             )
     splits = [split(run, index) for index in range(1, given.iterations)]
-    mean = {part: sum(one[part] for one in splits) / len(splits) for part in splits[0]}
+    settled = splits[1:] or splits
+    mean = {part: sum(one[part] for one in settled) / len(settled) for part in settled[0]}
     wall = mean["iteration_s"]
     parts = ("generation_s", "training_s", "memory_s", "sync_s", "orchestration_s")
-    first, last = run.manifest(0), run.manifest(given.iterations - 1)
+    first = run.manifest(given.iterations - len(settled) - 1)
+    last = run.manifest(given.iterations - 1)
     assert first is not None
     assert last is not None
     return {
