@@ -4,9 +4,11 @@
 
 Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of the
 iterations after the second (with two, of the second): in the first kernels are tuned, in the second the trainer's whole
-optimizer state leaves the GPU for the first time. Generation: at least one request is out, less the wait for engines. Training: what the ranks
-report. Memory: engines rest, the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is
-left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
+optimizer state leaves the GPU for the first time.
+
+Generation: at least one request is out, less the wait for engines. Training: what the ranks report. Memory: engines rest,
+the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is left is the orchestration:
+prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
 GPU-busy: mean of NVML's utilisation over the same iterations. JSON to stdout.
 """
 
