@@ -187,6 +187,14 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         yield Problem("engines.router", config.engines.router.policy, *ROUTER_MISSING)
     if here and config.engines.prefill and config.engines.kind == "sglang":
         yield from _transfers(config.engines.sglang.get("disaggregation_transfer_backend", "mooncake"))
+    algorithm = str(config.engines.sglang.get("speculative_algorithm") or "NGRAM")
+    if here and gpus and algorithm.upper() != "NGRAM" and not sglang_finds("deep_gemm"):
+        yield Problem(
+            "engines.sglang.speculative_algorithm",
+            algorithm,
+            "SGLang imports deep_gemm when it starts with a draft model, and does not find it",
+            "install sgl-deep-gemm where SGLang is, or set it to NGRAM",
+        )
     for address in config.engines.addresses:
         yield from _engine_answers(address)
     if here:

@@ -197,6 +197,21 @@ def test_what_moves_kv_caches_is_looked_for(
     assert check(config) == []
 
 
+def test_what_a_draft_model_takes_is_looked_for(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
+    (tmp_path / "sglang").mkdir()
+    sglang = ["engines.kind=sglang", "engines.sglang.speculative_algorithm="]
+    assert check(load_config("run.yaml", [sglang[0], sglang[1] + "NGRAM"])) == []
+    config = load_config("run.yaml", [sglang[0], sglang[1] + "STANDALONE"])
+    (problem,) = check(config)
+    assert "install sgl-deep-gemm" in str(problem)
+    (tmp_path / "deep_gemm").mkdir()
+    assert check(config) == []
+
+
 def test_the_recipes_that_ship_pass() -> None:
     recipes = Path(__file__).parents[2] / "deployments" / "recipes"
     for recipe in sorted(set(recipes.glob("*.yaml")) - set(recipes.glob("qwen3*.yaml"))):
