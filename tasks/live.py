@@ -149,15 +149,18 @@ class Live:
             if not self._found_ranks():
                 await actors.end("trainer")
                 self._ranks = await self._make_ranks()
-                await self._ranks.call("prepare")
+                try:
+                    await self._ranks.call("prepare")
+                except ActorLostError:
+                    self._ranks = None
+                    raise
 
     async def _build_trainer(self, version: int) -> actors.ActorGroup:
         """New ranks, brought to `version` by the newest complete checkpoint and replay of the batches after it.
 
-        On shared GPUs all engines leave their memory to them meanwhile, or, while engines generate, those that wait for weights.
+        On shared GPUs engines leave their memory to them meanwhile; what one still generates is ended, and made again.
         """
-        if self.config.engines_rest and self._fleet is not None:
-            await self._fleet.rest(self._fleet.unconfirmed(version) if self._parked else None)
+        await self._rest()
         marks = [time.perf_counter()]
         steps = self.config.steps_per_iteration
         group, self._ranks = self._ranks or await self._make_ranks(), None
@@ -210,7 +213,7 @@ class Live:
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
-            if self.config.placement.colocate and not self._parked:
+            if self.config.placement.colocate:
                 await self.trainer(version)  # one that is built anew sends every engine to rest
             missing = fleet.unconfirmed(version)
             if missing:
@@ -227,9 +230,21 @@ class Live:
         """On shared GPUs, have engines leave their memory to the trainer until they are next asked for (placement.offload_engines)."""
         if self.config.placement.colocate:
             async with self._engines_lock:
-                if self._fleet is not None and self.config.engines_rest:
-                    await self._fleet.rest()
+                await self._rest()
                 self._parked = False
+
+    async def _rest(self) -> None:
+        """Have engines rest, also those that an earlier driver left awake."""
+        if not self.config.engines_rest:
+            return
+        if self._fleet is None:
+            await self._join()
+            found = [await actors.find_alive("engine", index) for index in range(self.config.engines.count)]
+            if not any(found):
+                return
+            self._fleet = self._new_fleet()
+            await self._fleet.attach({index: engine for index, engine in enumerate(found) if engine})
+        await self._fleet.rest()
 
     async def publish(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase."""
@@ -314,7 +329,7 @@ class Live:
         """
         new = self._fleet is None and not self._trainer
         if self._fleet is None:
-            self._fleet = Fleet(self.config, self._engine, self._router, self._make_room)
+            self._fleet = self._new_fleet()
         model = self._settings["model"]["path"]
         if new and not await self._engines_there():
             shared = self.config.placement.colocate
@@ -324,18 +339,22 @@ class Live:
             await self._fleet.ensure(model)
         return self._fleet
 
+    def _new_fleet(self) -> Fleet:
+        return Fleet(self.config, self._engine, self._router, self._make_room)
+
     async def _make_room(self) -> None:
         """On shared GPUs, have ranks that live leave their memory to an engine that starts."""
-        if not self.config.trainer_parks or self._ranks:
-            return
+        if not self.config.trainer_parks or self._ranks or self._trainer_lock.locked():
+            return  # ranks that are only prepared hold none
         group = self._trainer or self._found_ranks()
         try:
-            if group and None not in await _versions(
-                group
-            ):  # else it is lost or half built, and will be ended
+            if group and None not in await _versions(group):
                 await group.call("park")
+                return
         except ActorLostError as error:
-            log.warning("%s", error)  # what is lost holds no memory; who needs it next builds it anew
+            log.warning("%s", error)
+        self._trainer = None
+        await actors.end("trainer")  # what a driver that died left half built, or half of which is lost
 
     async def _engines_there(self) -> bool:
         """Whether an engine outlived an earlier driver, or is run by somebody else."""

@@ -85,7 +85,13 @@ async def record_storage(root: str) -> RecordStorage:
 
 def may_help(_task: Any, _task_run: Any, state: Any) -> bool:
     """Whether trying a task again can help; where a rank's memory ran out, others may wait for it besides."""
-    return not isinstance(state.data, LASTING)
+    return not _lasts(state.data)
+
+
+def _lasts(error: object) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_lasts(one) for one in error.exceptions)
+    return isinstance(error, LASTING)
 
 
 async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:

@@ -116,8 +116,12 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """The head's, once it runs."""
-        return (self.folder / ADDRESS_FILE).read_text()
+        """The head's, which Ray notes a moment after it says that it runs."""
+        file, deadline = self.folder / ADDRESS_FILE, time.monotonic() + PATIENCE_S
+        while not (file.exists() and file.read_text()):
+            assert time.monotonic() < deadline, self.nodes[0].wait()
+            time.sleep(0.05)
+        return file.read_text()
 
     def close(self) -> None:
         """End all nodes."""

@@ -98,6 +98,10 @@ def stop_local_head() -> bool:
     if not record or not _alive(record):
         return False
     processes = [psutil.Process(pid) for pid in record["pids"] if psutil.pid_exists(pid)]
+    served = (
+        f"--address={record['address']}"  # by Ray's server for remote clients, whose life is not the head's
+    )
+    processes += [process for process in psutil.process_iter() if _belongs(process, served)]
     everything = {child for process in processes for child in process.children(recursive=True)} | set(
         processes
     )

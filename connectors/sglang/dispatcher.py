@@ -39,7 +39,7 @@ class Dispatcher:
         self._recover = recover
         self._doubt = doubt
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._failing: set[str] = set()  # engines that have answered nothing since they last failed
+        self._failing: set[tuple[str, type]] = set()  # engines that answered nothing since they so failed
 
     async def generate(
         self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
@@ -57,7 +57,7 @@ class Dispatcher:
             else:
                 wrong = [version for _, version in result.weight_versions if version != self.version]
                 if not wrong and result.finish != "abort":
-                    self._failing.discard(engine.engine_id)
+                    self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
                     return result
                 last = EngineError(
                     f"{engine.engine_id}: aborted by somebody else"
@@ -65,8 +65,9 @@ class Dispatcher:
                     else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self.version} is expected"
                 )
             self.retries += 1
-            told = engine.engine_id in self._failing  # what dies takes all its requests with it
-            self._failing.add(engine.engine_id)
+            failure = engine.engine_id, type(last)
+            told = failure in self._failing  # what dies takes all its requests with it
+            self._failing.add(failure)
             level = logging.DEBUG if told else logging.WARNING
             log.log(level, "request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
             if session:

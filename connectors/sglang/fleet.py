@@ -40,7 +40,10 @@ class Fleet:
         router: Callable[[], Awaitable[Handle]] | None = None,
         make_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`make_room` is called before an engine's process is started: SGLang sizes its KV cache by the memory it finds."""
+        """`make_room` is called before an engine's process is started: SGLang sizes its KV cache by the memory it finds.
+
+        Where engines rest (RunConfig.engines_rest), one that has started gives its memory back at once.
+        """
         self.config = config
         self.restarts = 0
         self._handle = handle
@@ -76,11 +79,9 @@ class Fleet:
                 if index not in self._handles:
                     self._handles[index] = await self._handle(index)
                 handle = self._handles[index]
-                state = await handle.state()
-                if state["alive"] and not await self._answers(index, state["url"]):
-                    await handle.call("kill")
-                    state = await handle.state()
-                if not state["alive"]:
+                state = await self._alive(index, handle)
+                started = not state["alive"]
+                if started:
                     await self._drop(index)
                     if state["starts"]:
                         self._count_restart(f"engine {index}")
@@ -91,12 +92,33 @@ class Fleet:
                     if not await self._answers(index, state["url"]):
                         continue
                 self._released[index] = state.get("released", [])
+                if started and self.config.engines_rest:
+                    await self.rest([index])
                 return
             except ActorLostError as error:
                 log.warning("engine %d: %s", index, error)
                 self._handles.pop(index, None)
                 await self._drop(index)
                 self._count_restart(f"engine {index}")
+
+    async def attach(self, handles: Mapping[int, Handle]) -> None:
+        """Take up engines that run already, and start none. One that lives but does not answer is ended."""
+        for index, handle in handles.items():
+            self._handles[index] = handle
+            try:
+                state = await self._alive(index, handle)
+            except ActorLostError as error:
+                log.warning("engine %d: %s", index, error)
+                continue
+            self._released[index] = state.get("released", [])
+
+    async def _alive(self, index: int, handle: Handle) -> dict[str, Any]:
+        """State of an engine's process, which has been killed if it lived and did not answer."""
+        state = await handle.state()
+        if state["alive"] and not await self._answers(index, state["url"]):
+            await handle.call("kill")
+            state = await handle.state()
+        return state
 
     async def _answers(self, index: int, url: str) -> bool:
         """Whether the engine at this URL answers; one that is new here, or was in doubt, says what it serves."""

@@ -34,8 +34,10 @@ def main() -> None:
     points = _points(args)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="millrace-soak-"))
     shares = [points[number :: args.jobs] for number in range(args.jobs)]
+    shares = [share for share in shares if share]
+    sites = [_site(folder / f"site-{number}") for number in range(len(shares))]
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(_work, [folder / f"site-{n}" for n in range(args.jobs)], shares)
+        found = pool.map(_work, sites, shares)
         outcomes = [outcome for share in found for outcome in share]
     report = [{**asdict(outcome), "name": str(outcome.point)} for outcome in outcomes]
     args.out.write_text(json.dumps(report, indent=1))
@@ -54,12 +56,14 @@ def _points(args: argparse.Namespace) -> list[Point]:
     return list(islice(chosen, args.kills))
 
 
-def _work(folder: Path, points: list[Point]) -> list[Outcome]:
-    """Make the kills of one workplace, one after the other."""
-    if not points:
-        return []
+def _site(folder: Path) -> Site:
+    """One after the other: transformers cannot be imported by two threads at once."""
     folder.mkdir(parents=True)
-    site = Site(make_workplace(folder))
+    return Site(make_workplace(folder))
+
+
+def _work(site: Site, points: list[Point]) -> list[Outcome]:
+    """Make the kills of one workplace, one after the other."""
     outcomes = []
     try:
         for point in points:

@@ -52,6 +52,7 @@ def test_engines_on_the_same_gpu_are_named(rest: bool) -> None:
 
 def test_a_step_that_fails_alike_every_time_is_not_tried_again_and_any_other_is() -> None:
     assert train_step.retry_condition_fn is not None
-    lasting = TrainerMemoryError("full"), RefusedStepError("the loss is nan")
+    lasting = [TrainerMemoryError("full"), RefusedStepError("the loss is nan")]
+    lasting.append(ExceptionGroup("of tasks at once", [ExceptionGroup("of them", lasting[:1])]))
     for error, again in (*((error, False) for error in lasting), (TrainerError("other"), True)):
         assert train_step.retry_condition_fn(train_step, None, Failed(data=error)) is again  # type: ignore[arg-type]

@@ -123,10 +123,15 @@ async def test_engines_that_serve_nothing_can_rest_while_others_go_on(
 ) -> None:
     fleet = make_fleet()
     dispatcher = await serving(fleet, tiny_model, 22)
+    running = asyncio.create_task(dispatcher.generate(PROMPT, LONG, rid="long", session=None))
+    await asyncio.sleep(0)
     await fleet.rest([1])
     assert fleet.unconfirmed(22) == [1]
-    made = [await dispatcher.generate(PROMPT, SHORT, rid=f"{n}", session=None) for n in range(3)]
-    assert {one.engine_id for one in made} == {"engine-0"}
+    made = await generate(
+        dispatcher, 4, SHORT
+    )  # more than the other engine, which is busy, would get by its load
+    assert {one.engine_id for one in [*made, await running]} == {"engine-0"}
+    assert dispatcher.retries == 0
     await serving(fleet, tiny_model, 22)
     assert await fleet.wake()
     assert fleet.unconfirmed(22) == []

@@ -1,0 +1,158 @@
+"""Who holds memory while trainer and engine share GPUs, on a node that says it has one: the parts are real and on the CPU."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from ray._private.authentication_test_utils import reset_auth_token_state
+from trainer_ranks import samples, write_batch
+
+from connectors.ray import actors
+from core.config import RunConfig
+from flows.server import ensure_server, stop_server
+from tasks.live import Live
+from tests.ray_nodes import RayNodes
+
+if sys.platform != "linux":
+    pytest.skip("other systems have one loopback address", allow_module_level=True)
+
+BOTH, GREEDY = ["weights", "kv_cache"], {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+VOCAB = 96  # of the model that engines serve in tests
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
+    cluster = RayNodes()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MILLRACE_HOME", str(tmp_path_factory.mktemp("home")))
+        try:
+            cluster.add(cpus=4, gpus=1).wait()
+            for name, value in cluster.environment.items():
+                environment.setenv(name, value)
+            reset_auth_token_state()  # Ray read the environment when it was imported
+            with temporary_settings({PREFECT_API_URL: ensure_server()}):  # Prefect too
+                yield cluster
+        finally:
+            cluster.close()
+            stop_server()
+    reset_auth_token_state()
+
+
+class Watched(Live):
+    """Notes what the engine has given back when ranks have been built."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.found: list[list[str]] = []
+
+    async def _build_trainer(self, version: int) -> actors.ActorGroup:
+        group = await super()._build_trainer(version)
+        self.found.append(await released())
+        return group
+
+
+async def released() -> list[str]:
+    engine = await actors.find_alive("engine", 0)
+    assert engine is not None
+    return sorted((await engine.state())["released"], reverse=True)
+
+
+async def kill(role: str) -> None:
+    """`kill -9` of the engine's server, or of the rank."""
+    actor = await actors.find_alive(role, 0)
+    assert actor is not None
+    state = await actor.state()
+    process = psutil.Process(state["pid"] if role == "engine" else state["actor_pid"])
+    process.send_signal(signal.SIGKILL)
+    psutil.wait_procs([process], timeout=20)
+
+
+@pytest_asyncio.fixture
+async def drivers(node: RayNodes, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Any]:
+    """Drivers of one run, each started as the one before it died."""
+    values = {
+        "run": {"name": tmp_path.name.replace("_", "-")[:40].strip("-"), "iterations": 3},
+        "model": {"path": str(tiny_model)},
+        "data": {"sources": [{"path": "none.jsonl"}]},
+        "storage": {"root": str(tmp_path / "runs")},
+        "rollout": {"prompts": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 16}},
+        "trainer": {"device": "cpu", "threads": 1},
+        "engines": {"kind": "embedded", "threads": 1},
+        "sync": {"kind": "disk"},
+        "placement": {"colocate": True, "ray_address": node.address},
+    }
+    made: list[Live] = []
+
+    async def start() -> Watched:
+        made.append(driver := Watched(RunConfig.model_validate(values)))
+        await driver.open()
+        return driver
+
+    yield start
+    for driver in made[:-1]:
+        if driver._fleet:
+            await driver._fleet.close()
+    await made[-1].close(end_actors=True)
+
+
+async def step(driver: Live, folder: Path, version: int) -> None:
+    rows = samples(version)
+    for row in rows:
+        row["tokens"] = [token % VOCAB for token in row["tokens"]]
+    batch = write_batch(folder / f"batch-{version}", rows)
+    await (await driver.trainer(version - 1)).call("train", version, batch, None)
+
+
+async def test_an_engine_rests_from_its_start_until_it_is_asked(drivers: Any, tmp_path: Path) -> None:
+    driver = await drivers()
+    engines = await driver.engines(0)
+    assert driver.found == [BOTH]
+    assert await released() == []
+    before = await engines.generate([10, 20, 30], GREEDY, rid="a", session=None)
+    await driver.rest_engines()
+    assert await released() == BOTH
+    await step(driver, tmp_path, 1)
+    await kill("engine")
+    await driver.publish(
+        1
+    )  # to a new engine, which leaves room for whatever the trainer does before the next rollout
+    assert await released() == ["kv_cache"]
+    after = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
+    assert await released() == []
+    assert len(after.output_ids) == len(before.output_ids)
+    assert after.weight_versions[0][1] == 1
+
+
+async def test_engines_that_an_earlier_driver_left_awake_rest_before_ranks_work(
+    drivers: Any, tmp_path: Path
+) -> None:
+    await (await drivers()).engines(0)
+    assert await released() == []
+    second = await drivers()
+    await second.rest_engines()  # what a train step asks first; the rollout was committed
+    assert await released() == BOTH
+    await second.engines(0)
+    await kill("trainer")
+    third = await drivers()
+    assert await released() == []
+    await step(third, tmp_path, 1)
+    assert third.found == [BOTH]
+
+
+async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_with_it(drivers: Any) -> None:
+    driver = await drivers()
+    await driver.engines(0)
+    await kill("trainer")
+    engines = await driver.engines(0)
+    assert driver.found == [BOTH, BOTH]
+    assert await released() == []
+    answer = await engines.generate([10, 20, 30], GREEDY, rid="c", session=None)
+    assert answer.weight_versions[0][1] == 0
