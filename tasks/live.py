@@ -238,12 +238,11 @@ class Live:
         if not self.config.engines_rest:
             return
         if self._fleet is None:
-            await self._join()
-            found = [await actors.find_alive("engine", index) for index in range(self.config.engines.count)]
-            if not any(found):
+            found = await self._living_engines()
+            if not found:
                 return
             self._fleet = self._new_fleet()
-            await self._fleet.attach({index: engine for index, engine in enumerate(found) if engine})
+            await self._fleet.attach(found)
         await self._fleet.rest()
 
     async def publish(self, version: int) -> dict[str, float]:
@@ -360,9 +359,13 @@ class Live:
         """Whether an engine outlived an earlier driver, or is run by somebody else."""
         if self.config.engines.kind == "external":
             return True
+        return bool(await self._living_engines())
+
+    async def _living_engines(self) -> dict[int, actors.Actor]:
+        """Actors of engines that are there, by index."""
         await self._join()
         found = [await actors.find_alive("engine", index) for index in range(self.config.engines.count)]
-        return any(found)
+        return {index: engine for index, engine in enumerate(found) if engine is not None}
 
     async def _engine(self, index: int) -> actors.Actor | ExternalEngine:
         """What stands for an engine: the actor that is there, or a new one; or an address."""

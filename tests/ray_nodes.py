@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
+from ray._private.authentication_test_utils import reset_auth_token_state
 
 from connectors.ray.cluster import ADDRESS_FILE
 
@@ -140,6 +142,17 @@ def ray_nodes(cpus: int, gpus: int = 0) -> Iterator[RayNodes]:
         yield cluster
     finally:
         cluster.close()
+
+
+@contextlib.contextmanager
+def token_of(cluster: RayNodes) -> Iterator[None]:
+    """This process may join the cluster meanwhile: Ray reads the environment when it is imported, and here again."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in cluster.environment.items():
+            environment.setenv(name, value)
+        reset_auth_token_state()
+        yield
+    reset_auth_token_state()
 
 
 def _free_port(address: str) -> int:

@@ -63,10 +63,23 @@ def write_model(shape: str, folder: Path) -> None:
 def random_model(shape: str, **special: Any) -> Any:
     """A Hugging Face model of a shape with random weights, on the GPU where there is one; `special`: its config's tokens."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
+
+    config = model_config(shape, **special)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def model_config(shape: str, **special: Any) -> Any:
+    """The Hugging Face configuration of a shape; `special`: its tokens."""
+    from transformers import Qwen3Config
 
     sizes = SHAPES[shape]
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=sizes["hidden"],
         intermediate_size=sizes["ffn"],
@@ -81,12 +94,6 @@ def random_model(shape: str, **special: Any) -> Any:
         attn_implementation="sdpa",
         **special,
     )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return model
 
 
 def weight_bytes(folder: Path) -> int:

@@ -56,9 +56,8 @@ class TrainerRank:
     def prepare(self) -> None:
         """Load the libraries. Takes no memory of a GPU."""
         if self.settings.get("trainer", {}).get("device") == "cpu":
-            os.environ.setdefault(
-                "TORCHDYNAMO_DISABLE", "1"
-            )  # it would compile for seconds to save microseconds
+            # it would compile for seconds to save microseconds
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from connectors.megatron import learner, parking, world  # noqa: F401
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:

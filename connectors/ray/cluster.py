@@ -98,9 +98,8 @@ def stop_local_head() -> bool:
     if not record or not _alive(record):
         return False
     processes = [psutil.Process(pid) for pid in record["pids"] if psutil.pid_exists(pid)]
-    served = (
-        f"--address={record['address']}"  # by Ray's server for remote clients, whose life is not the head's
-    )
+    # Ray's server for remote clients, which may have died alone and so is not in the record.
+    served = f"--address={record['address']}"
     processes += [process for process in psutil.process_iter() if _belongs(process, served)]
     everything = {child for process in processes for child in process.children(recursive=True)} | set(
         processes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 from wrong_configs import TEXTS, WRONG, write_good
 
-from benchmarks.gpu.shapes import SHAPES, VOCAB
+from benchmarks.gpu.shapes import model_config
 from connectors.huggingface.tiny import build_tokenizer
 from core.architecture import architecture, read_hf_config
 from core.config.load import load_config
@@ -39,6 +38,15 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"AWS_{'ACCESS_KEY_' + name if name == 'ID' else 'SECRET_ACCESS_KEY'}", "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages in which SGLang is found, on a host with three GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path / "packages"))
+    (tmp_path / "packages" / "sglang").mkdir(parents=True)
+    return tmp_path / "packages"
 
 
 def run(*arguments: str) -> Result:
@@ -183,32 +191,22 @@ def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
     }  # nobody answers there: whether this host has a GPU says nothing of them
 
 
-def test_what_moves_kv_caches_is_looked_for(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
-    (tmp_path / "sglang").mkdir()
+def test_what_moves_kv_caches_is_looked_for(place: Path, sglang: Path) -> None:
     config = load_config("run.yaml", ["engines.kind=sglang", "engines.count=2", "engines.prefill=1"])
     (problem,) = check(config)
     assert problem.field == "engines.sglang.disaggregation_transfer_backend"
     assert "install mooncake-transfer-engine" in str(problem)
-    (tmp_path / "mooncake").mkdir()
+    (sglang / "mooncake").mkdir()
     assert check(config) == []
 
 
-def test_what_a_draft_model_takes_is_looked_for(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
-    (tmp_path / "sglang").mkdir()
-    sglang = ["engines.kind=sglang", "engines.sglang.speculative_algorithm="]
-    assert check(load_config("run.yaml", [sglang[0], sglang[1] + "NGRAM"])) == []
-    config = load_config("run.yaml", [sglang[0], sglang[1] + "STANDALONE"])
+def test_what_a_draft_model_takes_is_looked_for(place: Path, sglang: Path) -> None:
+    options = ["engines.kind=sglang", "engines.sglang.speculative_algorithm="]
+    assert check(load_config("run.yaml", [options[0], options[1] + "NGRAM"])) == []
+    config = load_config("run.yaml", [options[0], options[1] + "STANDALONE"])
     (problem,) = check(config)
     assert "install sgl-deep-gemm" in str(problem)
-    (tmp_path / "deep_gemm").mkdir()
+    (sglang / "deep_gemm").mkdir()
     assert check(config) == []
 
 
@@ -223,53 +221,23 @@ def test_the_recipes_that_ship_pass() -> None:
 
 def hollow_model(folder: Path, shape: str) -> None:
     """A checkpoint of a real size whose weights are a hole on the disk."""
-    sizes = SHAPES[shape]
-    hidden, ffn, kv, head = sizes["hidden"], sizes["ffn"], 8, 128
-    queries = sizes["heads"] * head
-    tensors = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
-    for layer in range(sizes["layers"]):
-        for name, size in {
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (kv * head, hidden),
-            "self_attn.v_proj": (kv * head, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = size
+    from torch import device
+    from transformers import Qwen3ForCausalLM
+
+    config = model_config(shape)
+    with device("meta"):
+        tensors = Qwen3ForCausalLM(config).state_dict()
+    del tensors["lm_head.weight"]  # tied
     header, end = {}, 0
-    for name, size in tensors.items():
-        start, end = end, end + 2 * math.prod(size)
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+    for name, tensor in tensors.items():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     folder.mkdir()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": kv,
-        "head_dim": head,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    config.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 
@@ -277,13 +245,11 @@ def hollow_model(folder: Path, shape: str) -> None:
     ("recipe", "shape", "gpus"), [("qwen3_0.6b_one_gpu", "0.6b", 1), ("qwen3_4b_eight_gpus", "4b", 8)]
 )
 def test_the_recipes_for_real_models_pass_with_models_of_their_size(
-    recipe: str, shape: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, shape: str, gpus: int, tmp_path: Path, sglang: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hollow_model(tmp_path / "model", shape)
     rows = [{"prompt": f"{n} + 1 =", "label": str(n + 1)} for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "sglang").mkdir()
-    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     paths = [f"model.path={tmp_path / 'model'}", f"storage.root={tmp_path / 'runs'}"]
     paths += [f"{which}.path={tmp_path / 'rows.jsonl'}" for which in ("data.sources.0", "evaluation.sets.0")]

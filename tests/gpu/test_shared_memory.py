@@ -94,9 +94,7 @@ async def test_the_bytes_come_back_to_whoever_works(live: Live, tmp_path: Path) 
     assert after.weight_versions[0][1] == 1
     assert len(after.output_ids) == len(before.output_ids) == 8
 
-    second = write_batch(tmp_path / "second", samples(2, logprob=-math.log(151936)))
-    await live.rest_engines()
-    answer = (await (await live.trainer(1)).call("train", 2, second, None))[0]
+    answer = await stepped(live, tmp_path, 2)
     assert math.isfinite(answer["grad_norm"])  # the optimizer's state came back
 
 

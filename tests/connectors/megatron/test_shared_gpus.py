@@ -12,14 +12,13 @@ import psutil
 import pytest
 import pytest_asyncio
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from ray._private.authentication_test_utils import reset_auth_token_state
 from trainer_ranks import samples, write_batch
 
 from connectors.ray import actors
 from core.config import RunConfig
 from flows.server import ensure_server, stop_server
 from tasks.live import Live
-from tests.ray_nodes import RayNodes
+from tests.ray_nodes import RayNodes, token_of
 
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
@@ -35,15 +34,11 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         environment.setenv("MILLRACE_HOME", str(tmp_path_factory.mktemp("home")))
         try:
             cluster.add(cpus=4, gpus=1).wait()
-            for name, value in cluster.environment.items():
-                environment.setenv(name, value)
-            reset_auth_token_state()  # Ray read the environment when it was imported
-            with temporary_settings({PREFECT_API_URL: ensure_server()}):  # Prefect too
+            with token_of(cluster), temporary_settings({PREFECT_API_URL: ensure_server()}):
                 yield cluster
         finally:
             cluster.close()
             stop_server()
-    reset_auth_token_state()
 
 
 class Watched(Live):
@@ -121,9 +116,8 @@ async def test_an_engine_rests_from_its_start_until_it_is_asked(drivers: Any, tm
     assert await released() == BOTH
     await step(driver, tmp_path, 1)
     await kill("engine")
-    await driver.publish(
-        1
-    )  # to a new engine, which leaves room for whatever the trainer does before the next rollout
+    # to a new engine, which leaves room for whatever the trainer does before the next rollout
+    await driver.publish(1)
     assert await released() == ["kv_cache"]
     after = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
     assert await released() == []

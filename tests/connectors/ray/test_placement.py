@@ -12,13 +12,12 @@ import pytest
 import pytest_asyncio
 import ray
 from held_parts import Counter
-from ray._private.authentication_test_utils import reset_auth_token_state
 
 from connectors.ray import actors, cluster, placement
 from core.config import RunConfig
 from core.errors import ActorLostError, ConfigError
 from tasks.reach import check_reach
-from tests.ray_nodes import RayNodes, ray_nodes
+from tests.ray_nodes import RayNodes, ray_nodes, token_of
 
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
@@ -30,12 +29,8 @@ HELD = {"start": 1}
 def nodes() -> Iterator[RayNodes]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
-        with ray_nodes(cpus=4, gpus=2) as found:
-            for name, value in found.environment.items():
-                environment.setenv(name, value)
-            reset_auth_token_state()  # Ray read the environment when it was imported
+        with ray_nodes(cpus=4, gpus=2) as found, token_of(found):
             yield found
-    reset_auth_token_state()
 
 
 @pytest_asyncio.fixture
