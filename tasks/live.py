@@ -55,7 +55,6 @@ class Live:
         self._trainer: actors.ActorGroup | None = None
         self._ranks: actors.ActorGroup | None = None  # new ones, which hold nothing yet
         self._fleet: Fleet | None = None
-        self._parked = False  # whether the trainer has left shared GPUs to the engines
         self._trainer_lock = asyncio.Lock()
         self._engines_lock = asyncio.Lock()
         self._ray_lock = asyncio.Lock()
@@ -213,16 +212,11 @@ class Live:
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
-            if self.config.placement.colocate:
-                await self.trainer(version)  # one that is built anew sends every engine to rest
+            await self._park_trainer(version)
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
-            if self.config.placement.colocate and (fleet.resting or not self._parked):
-                if self.config.trainer_parks:
-                    await (await self.trainer(version)).call("park")
-                await fleet.wake()
-                self._parked = True
+            await fleet.wake()
             self.ready()
             return fleet.dispatcher(version, self._recover)
 
@@ -231,7 +225,6 @@ class Live:
         if self.config.placement.colocate:
             async with self._engines_lock:
                 await self._rest()
-                self._parked = False
 
     async def _rest(self) -> None:
         """Have engines rest, also those that an earlier driver left awake."""
@@ -245,11 +238,28 @@ class Live:
             await self._fleet.attach(found)
         await self._fleet.rest()
 
+    async def _park_trainer(self, version: int) -> None:
+        """On shared GPUs, have a trainer that holds `version` and have it leave all but the weights to the engines.
+
+        One that is built anew for that sends every engine to rest.
+        """
+        if self.config.placement.colocate:
+            trainer = await self.trainer(version)
+            if self.config.trainer_parks:
+                await trainer.call("park")
+
     async def publish(self, version: int) -> dict[str, float]:
-        """Bring every engine to the trainer's weights of `version`; seconds by phase."""
+        """Bring every engine to the trainer's weights of `version`; seconds by phase.
+
+        On shared GPUs the trainer parks before: beside its gradients, its optimizer and what PyTorch keeps of a step there
+        may be no room for the engines' weights.
+        """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
-            return await self._publish(fleet, version, fleet.unconfirmed(version))
+            started = time.perf_counter()
+            await self._park_trainer(version)
+            parked = {"park": time.perf_counter() - started} if self.config.trainer_parks else {}
+            return parked | await self._publish(fleet, version, fleet.unconfirmed(version))
 
     async def _recover(self, version: int) -> None:
         """Have every engine running and at `version` again, after a request was lost."""

@@ -120,16 +120,18 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     step = folder.read_json("step.json")
     fetch = sum(one["seconds"]["fetch"] for one in step["steps"])
     engines_s = _found(folder.read_json("results/rollout.json"), "engines_s")
+    park = manifest.tasks["metrics"].get("time/sync_park_s", 0.0)
     generation, training = whole["generation"] - engines_s, whole["training"] - fetch
     return {
         "iteration_s": whole["iteration"],
         "generation_s": generation,
         "training_s": training,
-        "memory_s": engines_s + step["rest_s"] + fetch,
+        "memory_s": engines_s + step["rest_s"] + fetch + park,
         "rest_s": step["rest_s"],
         "fetch_s": fetch,
+        "park_s": park,
         "engines_s": engines_s,
-        "sync_s": whole["sync"],
+        "sync_s": whole["sync"] - park,
         "orchestration_s": whole["overhead"] - step["rest_s"],
         "rollout_tokens_s": sum(lengths.to_pylist()) / generation,
         "train_tokens_s": sum(one["tokens"] for one in step["steps"]) / training,

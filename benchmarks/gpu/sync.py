@@ -4,8 +4,8 @@
 
 Random weights; the engine starts with weights of its own. A pass is what an iteration does after its train step: the
 engines rest, then the held weights are published through the buckets of CUDA IPC (wake, pause, load = gather + transfer,
-resume, confirm). `serve` is what follows when the next rollout asks for engines: the trainer parks, the KV cache comes
-back. JSON to stdout.
+resume, confirm). The trainer has parked before; benchmarks.gpu.end_to_end shows what that takes. `serve` is what
+follows when the next rollout asks for engines: the KV cache comes back. JSON to stdout.
 """
 
 from __future__ import annotations

@@ -281,11 +281,6 @@ class Fleet:
                 raise result
         return bool(resting)
 
-    @property
-    def resting(self) -> bool:
-        """Whether an engine has given memory back."""
-        return any(self._released.get(index) for index in self._clients)
-
     async def _take_memory(self, client: EngineClient, *tags: str) -> None:
         index = next(i for i, held in self._clients.items() if held is client)
         wanted = [tag for tag in self._released.get(index, []) if tag in tags]

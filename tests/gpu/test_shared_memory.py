@@ -96,6 +96,11 @@ async def test_the_bytes_come_back_to_whoever_works(live: Live, tmp_path: Path) 
 
     answer = await stepped(live, tmp_path, 2)
     assert math.isfinite(answer["grad_norm"])  # the optimizer's state came back
+    trained = used()
+    assert (await live.publish(2))["park"] > 0
+    assert trained - used() > 0.9 * freed - 2 * weight_bytes(
+        tmp_path / "0.6b"
+    )  # the engine's weights took its place
 
 
 def nearly_all() -> float:
@@ -115,7 +120,6 @@ async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_b
     server = server_of(tmp_path / "0.6b")
     assert server is not None
     server.kill()
-    server.wait()
     engines = await live.engines(1)  # a new engine, which finds as much room as the first
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,11 @@ async def kill(role: str) -> None:
     state = await actor.state()
     process = psutil.Process(state["pid"] if role == "engine" else state["actor_pid"])
     process.send_signal(signal.SIGKILL)
-    psutil.wait_procs([process], timeout=20)
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:  # until its parent looks
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture
@@ -117,7 +124,8 @@ async def test_an_engine_rests_from_its_start_until_it_is_asked(drivers: Any, tm
     await step(driver, tmp_path, 1)
     await kill("engine")
     # to a new engine, which leaves room for whatever the trainer does before the next rollout
-    await driver.publish(1)
+    phases = await driver.publish(1)
+    assert list(phases)[0] == "park"
     assert await released() == ["kv_cache"]
     after = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
     assert await released() == []
