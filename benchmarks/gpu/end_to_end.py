@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512,2048] [--samples 128] [--iterations 4]
 
 Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of the
-iterations after the second (with two, of the second): in the first kernels are tuned, in the second the trainer's whole
-optimizer state leaves the GPU for the first time.
+iterations after the second (with two, of the second): in the first kernels are tuned and host memory is pinned for the
+trainer's state, in the second the driver tidies up what its imports left.
 
 Generation: at least one request is out, less the wait for engines. Training: what the ranks report. Memory: engines rest,
 the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is left is the orchestration:

@@ -276,6 +276,7 @@ class Fleet:
         )
         for client, result in zip(resting, results, strict=True):
             if isinstance(result, EngineLostError):
+                log.warning("%s", result)
                 self.doubt(client, result)
             elif isinstance(result, BaseException):
                 raise result
@@ -285,8 +286,19 @@ class Fleet:
         index = next(i for i, held in self._clients.items() if held is client)
         wanted = [tag for tag in self._released.get(index, []) if tag in tags]
         if wanted:
-            await client.resume_memory(wanted)
+            try:
+                await client.resume_memory(wanted)
+            except EngineLostError as error:
+                raise EngineLostError(f"{error}; {self._no_room()}") from None
             await self._note_released(index, [tag for tag in self._released[index] if tag not in wanted])
+
+    def _no_room(self) -> str:
+        """What SGLang, which ends when it finds too little, does not say."""
+        share = self.config.engines.sglang.get("mem_fraction_static", "its default")
+        ways = [f"lower engines.sglang.mem_fraction_static (now {share})"]
+        if self.config.placement.colocate and not self.config.trainer_parks:
+            ways.append("set placement.offload_trainer to true")
+        return f"if its log says that the GPU's memory ran out, {' or '.join(ways)}"
 
     async def _note_released(self, index: int, tags: list[str]) -> None:
         self._released[index] = tags

@@ -116,6 +116,21 @@ async def test_an_engine_that_gave_its_weights_back_holds_no_version_for_anybody
     assert after.output_ids == before.output_ids
 
 
+async def test_an_engine_that_ends_as_it_takes_its_memory_is_replaced_and_the_fields_for_more_room_are_told(
+    make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle], caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = make_fleet(placement={"colocate": True, "offload_trainer": False})
+    await serving(fleet, tiny_model, 24)
+    await fleet.rest()
+    handles[0].signal(signal.SIGKILL)
+    await fleet.wake()
+    assert (
+        "lower engines.sglang.mem_fraction_static (now its default) or set placement.offload" in caplog.text
+    )
+    dispatcher = await serving(fleet, tiny_model, 24)
+    assert {one.engine_id for one in await generate(dispatcher, 8, SHORT)} == {"engine-0", "engine-1"}
+
+
 async def test_engines_that_serve_nothing_can_rest_while_others_go_on(
     make_fleet: MakeFleet, tiny_model: Path
 ) -> None:
