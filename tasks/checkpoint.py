@@ -30,6 +30,7 @@ async def checkpoint(ctx: IterationContext) -> Record:
         trainer = await ctx.live.trainer(ctx.version_after)
         path = ctx.run_folder.checkpoint_path(done)
         if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
+            await ctx.live.rest_engines()  # all of the trainer's state comes back to be saved
             await trainer.call("save", ctx.run_folder.store.url_of(path))
             await stop_point(ctx.index, "checkpoint", "in")
         record["saved"] = path

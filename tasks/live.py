@@ -216,6 +216,9 @@ class Live:
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
+                await self._park_trainer(
+                    version
+                )  # the bucket, or all of a rank that was built anew meanwhile
             await fleet.wake()
             self.ready()
             return fleet.dispatcher(version, self._recover)
@@ -238,15 +241,19 @@ class Live:
             await self._fleet.attach(found)
         await self._fleet.rest()
 
-    async def _park_trainer(self, version: int) -> None:
+    async def _park_trainer(self, version: int) -> dict[str, float]:
         """On shared GPUs, have a trainer that holds `version` and have it leave all but the weights to the engines.
 
-        One that is built anew for that sends every engine to rest.
+        One that is built anew for that sends every engine to rest. Returns the seconds that parking took.
         """
-        if self.config.placement.colocate:
-            trainer = await self.trainer(version)
-            if self.config.trainer_parks:
-                await trainer.call("park")
+        if not self.config.placement.colocate:
+            return {}
+        trainer = await self.trainer(version)
+        if not self.config.trainer_parks:
+            return {}
+        started = time.perf_counter()
+        await trainer.call("park")
+        return {"park": time.perf_counter() - started}
 
     async def publish(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase.
@@ -256,9 +263,7 @@ class Live:
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
-            started = time.perf_counter()
-            await self._park_trainer(version)
-            parked = {"park": time.perf_counter() - started} if self.config.trainer_parks else {}
+            parked = await self._park_trainer(version)
             return parked | await self._publish(fleet, version, fleet.unconfirmed(version))
 
     async def _recover(self, version: int) -> None:

@@ -4,7 +4,7 @@
 
 Weights are bf16 normals, so that no checkpoint is needed; the tokenizer is one of a token a character. Every sample runs to
 its full length, since the end token is one of 151,936. The normals' width falls with the root of the model's: logits then
-spread alike at every shape, and bf16 computes their log-probabilities to within 0.01 (0.02 at every width: 0.02 at 1.7b).
+spread alike at every shape, and bf16 computes their log-probabilities to about 0.01 (0.02 at every width: 0.02 at 1.7b).
 """
 
 from __future__ import annotations

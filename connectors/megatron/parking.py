@@ -25,10 +25,17 @@ class Parking:
         self._hosts: list[Tensor] = []  # pinned memory, kept for the next time
 
     def park(self) -> int:
-        """Give the memory back; returns bytes of the GPU that are free again. Does nothing the second time."""
-        if self.parked or not torch.cuda.is_available():
+        """Give the memory back, and what PyTorch keeps of memory that is free; returns bytes of the GPU that are free again."""
+        if not torch.cuda.is_available():
             return 0
         before = torch.cuda.mem_get_info()[0]
+        if not self.parked:
+            self._leave()
+        torch.cuda.ipc_collect()  # buckets that engines have let go of
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0] - before)
+
+    def _leave(self) -> None:
         kept, dropped = self._storages()
         self._away = [(storage, storage.nbytes(), None) for storage in dropped]
         for number, storage in enumerate(kept):
@@ -38,9 +45,7 @@ class Parking:
         torch.cuda.synchronize()
         for storage, _, _ in self._away:
             storage.resize_(0)
-        torch.cuda.empty_cache()
         self.parked = True
-        return int(torch.cuda.mem_get_info()[0] - before)
 
     def fetch(self) -> None:
         """Take the memory again, with what it held; gradients are zero."""

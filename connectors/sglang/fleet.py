@@ -256,13 +256,14 @@ class Fleet:
             if only is not None and index not in only:
                 continue
             health = self._health[index]
-            if health.state not in (State.SERVING, State.REFITTING) or self._released.get(index):
+            held = [tag for tag in (WEIGHTS, CACHE) if tag not in self._released.get(index, [])]
+            if health.state not in (State.SERVING, State.REFITTING) or not held:
                 continue
             try:
                 await _idle(client)
                 await client.forget_version()
                 await self._note_released(index, [WEIGHTS, CACHE])
-                await client.release_memory([WEIGHTS, CACHE])
+                await client.release_memory(held)
             except EngineLostError as error:
                 self.doubt(client, error)
                 continue
@@ -289,16 +290,18 @@ class Fleet:
             try:
                 await client.resume_memory(wanted)
             except EngineLostError as error:
-                raise EngineLostError(f"{error}; {self._no_room()}") from None
+                raise EngineLostError(f"{error}{self._no_room(wanted)}") from None
             await self._note_released(index, [tag for tag in self._released[index] if tag not in wanted])
 
-    def _no_room(self) -> str:
+    def _no_room(self, wanted: list[str]) -> str:
         """What SGLang, which ends when it finds too little, does not say."""
-        share = self.config.engines.sglang.get("mem_fraction_static", "its default")
-        ways = [f"lower engines.sglang.mem_fraction_static (now {share})"]
-        if self.config.placement.colocate and not self.config.trainer_parks:
+        ways = []
+        if CACHE in wanted:
+            share = self.config.engines.sglang.get("mem_fraction_static", "its default")
+            ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
+        if not self.config.placement.offload_trainer:
             ways.append("set placement.offload_trainer to true")
-        return f"if its log says that the GPU's memory ran out, {' or '.join(ways)}"
+        return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""
 
     async def _note_released(self, index: int, tags: list[str]) -> None:
         self._released[index] = tags

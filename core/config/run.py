@@ -75,7 +75,7 @@ class RunConfig(Section):
 
     @property
     def trainer_parks(self) -> bool:
-        """Whether the trainer leaves GPU memory to engines while they generate."""
+        """Whether the trainer leaves GPU memory to engines while they take new weights and generate."""
         return self.placement.colocate and self.placement.offload_trainer
 
     @property

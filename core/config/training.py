@@ -130,7 +130,7 @@ class Placement(Section):
 
     colocate: bool = Field(
         False,
-        description="Trainer and engines share GPUs and release memory in turn: engines their weights and KV cache while the trainer steps, the trainer its optimizer state and gradients while they generate.",
+        description="Trainer and engines share GPUs and release memory in turn: engines their weights and KV cache while the trainer steps, the trainer its optimizer state and gradients while they take new weights and generate.",
     )
     offload_engines: bool = Field(
         True,
@@ -138,7 +138,7 @@ class Placement(Section):
     )
     offload_trainer: bool = Field(
         True,
-        description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines generate. Where GPU memory suffices for both, keeping it there saves that way.",
+        description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines take new weights and generate. Where GPU memory suffices for both, keeping it there saves that way.",
     )
     ray_address: str | None = Field(
         None, description="Ray cluster to join; a local one is started when not given."

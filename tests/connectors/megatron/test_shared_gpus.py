@@ -20,6 +20,8 @@ from trainer_ranks import samples, write_batch
 from connectors.ray import actors
 from core.config import RunConfig
 from flows.server import ensure_server, stop_server
+from tasks.checkpoint import checkpoint
+from tasks.context import IterationContext
 from tasks.live import Live
 from tests.ray_nodes import RayNodes, token_of
 
@@ -89,6 +91,7 @@ async def drivers(node: RayNodes, tiny_model: Path, tmp_path: Path) -> AsyncIter
         "trainer": {"device": "cpu", "threads": 1},
         "engines": {"kind": "embedded", "threads": 1},
         "sync": {"kind": "disk"},
+        "checkpoint": {"every": 1},
         "placement": {"colocate": True, "ray_address": node.address},
     }
     made: list[Live] = []
@@ -131,6 +134,22 @@ async def test_an_engine_rests_from_its_start_until_it_is_asked(drivers: Any, tm
     assert await released() == []
     assert len(after.output_ids) == len(before.output_ids)
     assert after.weight_versions[0][1] == 1
+
+
+async def test_engines_rest_while_a_checkpoint_is_saved_and_take_the_weights_again(
+    drivers: Any, tmp_path: Path
+) -> None:
+    driver = await drivers()
+    await driver.engines(0)
+    await driver.rest_engines()
+    await step(driver, tmp_path, 1)
+    await driver.publish(1)
+    assert await released() == ["kv_cache"]
+    record = await checkpoint.fn(IterationContext(driver.config, 0, driver))
+    assert record["saved"] == "checkpoints/000001"
+    assert await released() == BOTH
+    answer = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="d", session=None)
+    assert answer.weight_versions[0][1] == 1
 
 
 async def test_engines_that_an_earlier_driver_left_awake_rest_before_ranks_work(
