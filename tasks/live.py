@@ -49,7 +49,6 @@ class Live:
         self.config = config
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.record_storage: Any = None  # where Prefect keeps task records; set by open
-        self.guarded = False  # whether engine and trainer log-probabilities were compared in this process
         self.recovery: dict[str, float] = {}  # seconds from this process's start until it works, by phase
         self._reservation = placement.Reservation(config)
         self._trainer: actors.ActorGroup | None = None

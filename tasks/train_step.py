@@ -27,11 +27,11 @@ async def train_step(ctx: IterationContext) -> Record:
     rested = time.perf_counter() - started
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
         trainer = await ctx.live.trainer(version - 1, ahead=1)  # it answers from memory what it made before
-        first = not ctx.live.guarded and ctx.config.algorithm.loss != "sft"
-        guard = ctx.config.sync.max_logprob_gap if first else None
+        # the iteration's first step trains the weights that sampled its batch; the later ones are off-policy by design
+        on_policy = version == ctx.version_before + 1 and ctx.config.algorithm.loss != "sft"
+        guard = ctx.config.sync.max_logprob_gap if on_policy else None
         ctx.live.ready()
         answers = await trainer.call("train", version, url, guard)
-        ctx.live.guarded = True
         steps.append(answers[0])
         await stop_point(ctx.index, "train_step", "in")
     record = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
 
+from connectors.megatron.memory import ran_out
 from core.errors import TrainerError
 
 MEET_TIMEOUT = timedelta(seconds=120)
@@ -78,6 +79,8 @@ class EngineGroup:
                 time.sleep(POLL_S)
             work.wait()
         except RuntimeError as error:
+            if ran_out(error):
+                raise  # not an engine's fault
             raise TrainerError(
                 f"broadcast of {flat.numel()} bytes to engines failed: {str(error)[:300]}"
             ) from error

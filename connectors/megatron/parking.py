@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from connectors.megatron.memory import out_of_host_memory, ran_out
 from connectors.megatron.trained import Trained
+from core.errors import TrainerMemoryError
 
 
 class Parking:
@@ -25,7 +27,10 @@ class Parking:
         self._hosts: list[Tensor] = []  # pinned memory, kept for the next time
 
     def park(self) -> int:
-        """Give the memory back, and what PyTorch keeps of memory that is free; returns bytes of the GPU that are free again."""
+        """Give the memory back, and what PyTorch keeps of memory that is free; returns bytes of the GPU that are free again.
+
+        Raises TrainerMemoryError if the host has no room; all is then where it was.
+        """
         if not torch.cuda.is_available():
             return 0
         before = torch.cuda.mem_get_info()[0]
@@ -63,9 +68,9 @@ class Parking:
 
     def _host(self, number: int, size: int) -> Tensor:
         if number == len(self._hosts):
-            self._hosts.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            self._hosts.append(_pinned(size))
         elif self._hosts[number].numel() != size:
-            self._hosts[number] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._hosts[number] = _pinned(size)
         return self._hosts[number]
 
     def _storages(self) -> tuple[list[Any], list[Any]]:
@@ -94,6 +99,15 @@ class Parking:
                     yield from group["params"]
                 for state in adam.state.values():
                     yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _pinned(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        raise TrainerMemoryError(out_of_host_memory(size, str(error))) from None
 
 
 def _bytes(storage: Any) -> Tensor:

@@ -268,7 +268,10 @@ class TrainerRank:
         self._engines = None
 
     def park(self) -> int:
-        """Leave GPU memory to engines until the rank next needs it; returns bytes freed."""
+        """Leave GPU memory to engines until the rank next needs it; returns bytes freed.
+
+        Raises TrainerMemoryError if the host has no room for what is kept.
+        """
         self.learner.forget()
         return self.parking.park()
 
@@ -295,10 +298,8 @@ class TrainerRank:
 
         Raises TrainerMemoryError where the GPU's memory runs out.
         """
-        import torch
-
         from connectors.megatron import world
-        from connectors.megatron.memory import out_of_memory
+        from connectors.megatron.memory import out_of_memory, ran_out
 
         self.busy = what
         try:
@@ -308,7 +309,9 @@ class TrainerRank:
                 self.fetch_s = time.perf_counter() - started
             with world.device_context(self.device):
                 yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             raise TrainerMemoryError(out_of_memory(what, self.rank, self.config, str(error))) from None
         finally:
             self.busy = None

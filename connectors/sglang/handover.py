@@ -17,7 +17,14 @@ from urllib.parse import urlsplit
 from connectors.sglang.bucket import Entry, payload
 from connectors.sglang.client import EngineClient
 from connectors.sglang.fleet import Load
-from core.errors import EngineError, EngineLostError, EngineStalledError, TrainerError, TrainerStalledError
+from core.errors import (
+    EngineError,
+    EngineLostError,
+    EngineStalledError,
+    TrainerError,
+    TrainerMemoryError,
+    TrainerStalledError,
+)
 
 BUCKET_TIMEOUT_S = 60.0  # longest broadcast of one bucket
 LATE_S = 10.0  # how much longer engines have
@@ -175,7 +182,8 @@ async def _within(seconds: float, calls: list[Awaitable[None]], main: asyncio.Fu
         raise TrainerStalledError(
             f"trainer rank 0 does not come back from a broadcast of weights; {reasons or 'the engines say nothing'}"
         )
-    if (error := main.exception()) and not isinstance(error, TrainerError):
+    error = main.exception()
+    if error and (not isinstance(error, TrainerError) or isinstance(error, TrainerMemoryError)):
         raise error
     stalled = EngineStalledError("an engine did not come to the end of a broadcast of weights")
     return [stalled if isinstance(result, asyncio.CancelledError) else result for result in results]

@@ -164,7 +164,7 @@ class Sync(Section):
     bucket_mib: int = Field(
         512,
         ge=1,
-        description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank. MiB.",
+        description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank, where no tensor is larger. MiB.",
     )
     verify: bool = Field(
         False,
@@ -173,7 +173,7 @@ class Sync(Section):
     max_logprob_gap: float = Field(
         0.02,
         gt=0,
-        description="Largest mean difference of engine and trainer log-probabilities before the first step; above it the run stops.",
+        description="Largest mean difference of engine and trainer log-probabilities at each iteration's first step; above it the run stops.",
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from prefect.states import Failed
 from trainer_ranks import configuration
 
 from connectors.megatron.memory import out_of_memory
+from connectors.megatron.parking import Parking
+from connectors.megatron.rank import TrainerRank
 from core.config import RunConfig
 from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
 from tasks.train_step import train_step
@@ -48,6 +51,54 @@ def test_engines_on_the_same_gpu_are_named(rest: bool) -> None:
     lower = "engines.sglang.mem_fraction_static (now 0.6: lower it)"
     assert ("placement.offload_engines (now false: true)" in told) == (lower in told) == (not rest)
     assert ("now 0.6, if the memory went while engines generate" in told) == rest
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [
+        (TOLD, True),
+        (
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com",
+            True,
+        ),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("unhandled cuda error, NCCL version 2.27.5\nLast error:\nCuda failure 2 'out of memory'", True),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.\nFailed to CUDA calloc async 24 bytes", True),
+        ("ncclSystemError: System call failed.\nLast error:\nCuda failure 'out of memory'", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("out of resource: shared memory, Required: 262144, Hardware limit: 232448", False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("ncclSystemError: socketStartConnect: Connect failed: Connection refused", False),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", False),
+    ],
+)
+def test_memory_that_ran_out_in_a_library_is_told_like_pytorchs(text: str, memory: bool) -> None:
+    rank = TrainerRank({}, 0, 1)
+    rank.config, rank.device = RunConfig.model_validate(configuration("model")), torch.device("cpu")
+    with (
+        pytest.raises(TrainerMemoryError if memory else RuntimeError) as told,
+        rank._working("bucket", everything=False),
+    ):
+        raise RuntimeError(text)
+    assert ("rank 0 ran out of GPU memory in bucket" in str(told.value)) == memory
+    assert rank.busy is None
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_host_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch, memory: bool) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "CUDA error: out of memory" if memory else "CUDA error: unspecified launch failure"
+        )
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    with pytest.raises(TrainerMemoryError if memory else RuntimeError) as told:
+        Parking([])._host(0, 3 * 2**20)
+    named = ("to pin 3 MiB", "memory of the host", "placement.offload_trainer=false (now true)")
+    assert all((words in str(told.value)) == memory for words in named)
 
 
 def test_a_step_that_fails_alike_every_time_is_not_tried_again_and_any_other_is() -> None:
