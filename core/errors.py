@@ -36,7 +36,7 @@ class TrainerError(MillraceError):
 
 
 class TrainerMemoryError(TrainerError):
-    """A rank's memory, of the GPU or the host, does not suffice; the message names the fields to change. Trying again cannot help."""
+    """A rank's memory, of GPU or host, does not suffice; the message names the fields to change. Trying again cannot help."""
 
 
 class RefusedStepError(TrainerError):
