@@ -17,7 +17,8 @@ from pathlib import Path
 
 import fsspec
 
-from connectors.sglang.launch import ROUTER_MISSING, sglang_finds
+from connectors.sglang.launch import ROUTER_MISSING
+from connectors.sglang.server_args import sglang_finds
 from connectors.storage.store import Store
 from core.config import RunConfig, rules
 from core.config.plan import visible_gpus

@@ -6,27 +6,28 @@ Upstream's options are compared with the source of the installed versions, which
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from connectors.sglang.server_args import option_problems
 from core.config import RunConfig
 from core.config.passthrough import (
     MEGATRON_ELSEWHERE,
     MEGATRON_REFUSED,
     ROUTER_OWNED,
     ROUTER_REFUSED,
+    SGLANG_ELSEWHERE,
     SGLANG_OWNED,
+    SGLANG_REFUSED,
 )
-from core.config.problems import Problem
+from core.config.problems import Problem, nearest
 from core.errors import ConfigError
 from core.hooks import load
 
 MEGATRON = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
-SGLANG = ("srt/server_args.py",)
 ROUTER = ("router_args.py",)
 
 
@@ -92,13 +93,8 @@ def check_passthrough(config: RunConfig) -> Iterator[Problem]:
         ("megatron", MEGATRON, ("TransformerConfig", "ModelParallelConfig")),
         "megatron-core's TransformerConfig",
     )
-    sglang = set(config.engines.sglang) - set(SGLANG_OWNED)
-    yield from _unknown(
-        "engines.sglang",
-        {name: config.engines.sglang[name] for name in sorted(sglang)},
-        ("sglang", SGLANG, ("ServerArgs",)),
-        "SGLang's ServerArgs",
-    )
+    refused = {*SGLANG_OWNED, *SGLANG_REFUSED, *SGLANG_ELSEWHERE}
+    yield from option_problems({k: v for k, v in config.engines.sglang.items() if k not in refused})
     options = config.engines.router.options if config.engines.router else {}
     yield from _unknown(
         "engines.router.options",
@@ -119,13 +115,11 @@ def _unknown(
         return
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}?" if near else "remove it"
             yield Problem(
                 f"{section}.{name}",
                 value,
                 f"the installed version's {what[what.index(' ') + 1 :]} has no such field",
-                remedy,
+                nearest(name, known),
             )
 
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from connectors.sglang.server_args import PYTHON_PATH, argument, option_arguments, option_problems
 from core.config import RunConfig
 from core.config.engine_rules import LOOPBACK
 from core.errors import ConfigError
 
-PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
 ROUTER_MISSING = (
     "sglang-router is not installed",
     "pip install 'millrace[router]', or leave it out: the own dispatcher needs nothing",
@@ -87,7 +87,7 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstr
         command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
         if index < e.prefill:
             command += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
-    return command + passthrough(e.sglang)
+    return command + _options(e.sglang)
 
 
 def router_command(config: RunConfig, port: int, metrics_port: int, engines: Sequence[str]) -> list[str]:
@@ -105,7 +105,9 @@ def router_command(config: RunConfig, port: int, metrics_port: int, engines: Seq
     command += ["--policy", router.policy, "--disable-retries", "--disable-circuit-breaker"]
     command += ["--disable-health-check", "--request-timeout-secs", str(FOREVER_S)]
     command += ["--worker-startup-timeout-secs", "10", "--worker-urls", *engines]
-    return command + _arguments({"log_level": "warn", **router.options})
+    for name, value in {"log_level": "warn", **router.options}.items():
+        command += argument(f"--{name.replace('_', '-')}", value)
+    return command
 
 
 def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_s: float) -> dict[str, str]:
@@ -131,12 +133,6 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
     return environment
 
 
-def sglang_finds(package: str) -> bool:
-    """Whether a server would find a package: in SGLang's own folder, or beside millrace."""
-    folders = [Path(folder) for folder in os.environ.get(PYTHON_PATH, "").split(os.pathsep) if folder]
-    return any((folder / package).is_dir() for folder in folders) or bool(importlib.util.find_spec(package))
-
-
 def _cuda_runtime() -> list[str]:
     """Folders of this Python's CUDA runtime."""
     found = importlib.util.find_spec("nvidia")
@@ -144,32 +140,8 @@ def _cuda_runtime() -> list[str]:
     return sorted({str(path.parent) for root in roots for path in Path(root).glob("*/lib/libcudart.so*")})
 
 
-def passthrough(options: dict[str, Any]) -> list[str]:
-    """engines.sglang as arguments, by upstream's own names."""
-    known = _server_args()
-    for name in options:
-        if known is not None and name not in known:
-            raise ConfigError(f"engines.sglang.{name}: the installed SGLang has no such ServerArgs field")
-    return _arguments(options)
-
-
-def _arguments(options: Mapping[str, Any]) -> list[str]:
-    arguments: list[str] = []
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            arguments.append(flag)
-        elif isinstance(value, list):
-            arguments += [flag, *map(str, value)]
-        elif value is not False and value is not None:
-            arguments += [flag, str(value)]
-    return arguments
-
-
-def _server_args() -> set[str] | None:
-    """Field names of the installed SGLang's ServerArgs; None where SGLang lives in the server's environment only."""
-    try:
-        from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    return set(ServerArgs.__dataclass_fields__)
+def _options(options: dict[str, Any]) -> list[str]:
+    """engines.sglang as arguments. Raises ConfigError for the first that the installed version does not take."""
+    for problem in option_problems(options):
+        raise ConfigError(str(problem))
+    return option_arguments(options)

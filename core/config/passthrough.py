@@ -50,10 +50,32 @@ SGLANG_ELSEWHERE = {
 
 _BIASED = "tokens would not be drawn from the distribution that their log-probabilities are of"
 
+_LOCKED = "a configuration is stored with the run, and a secret must not be"
+_ALONE = "let engines listen where nobody else does (engines.host)"
+_KEY = f"{_LOCKED}, and requests bring none: {_ALONE}"
+_PLAIN = f"engines are reached over plain HTTP: {_ALONE}"
+_HTTP = "engines are spoken to over HTTP"
+_ONE_HOST = "an engine is one process on one host, which places itself: set engines.gpus and engines.count"
+
 SGLANG_REFUSED = {
     "speculative_accept_threshold_single": _BIASED,
     "speculative_accept_threshold_acc": _BIASED,
+    "api_key": _KEY,
+    "admin_api_key": _KEY,
+    "ssl_keyfile": _PLAIN,
+    "ssl_certfile": _PLAIN,
+    "ssl_ca_certs": _PLAIN,
+    "ssl_keyfile_password": f"{_LOCKED}, and engines are reached over plain HTTP",
+    "enable_ssl_refresh": _PLAIN,
+    "grpc_mode": _HTTP,
+    "smg_grpc_mode": _HTTP,
+    "nnodes": _ONE_HOST,
+    "node_rank": _ONE_HOST,
+    "dist_init_addr": _ONE_HOST,
+    "pp_size": "all GPUs of an engine (engines.gpus) share each layer, and none is left for another stage",
 }
+
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "control_plane_api_keys")
 
 ROUTER_OWNED = (
     "host",
@@ -70,7 +92,6 @@ ROUTER_OWNED = (
 )
 
 _OTHER_ENGINES = "it is for engines that are not this run's"
-_LOCKED = "a configuration is stored with the run, and a secret must not be"
 _LIMIT = "it refuses requests, and rollout.max_concurrency bounds them already"
 
 ROUTER_REFUSED = {

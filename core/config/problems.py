@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 ROWS = 22  # of a screen of 24, one for the command and one for the prompt
@@ -39,6 +40,12 @@ def render_problems(problems: Sequence[Problem], rows: int = ROWS, columns: int 
             return "\n".join([*lines, f"  and {len(rest)} more: {named}"])
         lines += block
     return "\n".join(lines)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The remedy for a name that is none of those known."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else "remove it"
 
 
 def _short(value: Any) -> str:

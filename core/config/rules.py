@@ -18,6 +18,7 @@ from core.config.passthrough import (
     MEGATRON_REFUSED,
     ROUTER_OWNED,
     ROUTER_REFUSED,
+    SECRETS,
     SGLANG_ELSEWHERE,
     SGLANG_OWNED,
     SGLANG_REFUSED,
@@ -286,6 +287,13 @@ def _passthrough(config: RunConfig) -> Iterator[Problem]:
     megatron, sglang, router = config.trainer.megatron, config.engines.sglang, config.engines.router
     yield from _options("trainer.megatron", megatron, (), MEGATRON_REFUSED, MEGATRON_ELSEWHERE)
     yield from _options("engines.sglang", sglang, SGLANG_OWNED, SGLANG_REFUSED, SGLANG_ELSEWHERE)
+    if sglang.get("dp_size", 1) != 1 and not sglang.get("enable_dp_attention"):
+        yield Problem(
+            "engines.sglang.dp_size",
+            sglang["dp_size"],
+            "all GPUs of an engine (engines.gpus) hold one copy of the model, and none is left for another",
+            "remove it and raise engines.count, or set engines.sglang.enable_dp_attention=true",
+        )
     if router:
         yield from _options("engines.router.options", router.options, ROUTER_OWNED, ROUTER_REFUSED, {})
 
@@ -303,7 +311,8 @@ def _options(
         if name in owned:
             yield Problem(field, value, "millrace sets it itself", "remove it")
         elif name in refused:
-            yield Problem(field, value, f"not allowed: {refused[name]}", "remove it")
+            shown = "***" if name in SECRETS else value
+            yield Problem(field, shown, f"not allowed: {refused[name]}", "remove it")
         elif name in elsewhere:
             yield Problem(
                 field, value, f"it follows from {elsewhere[name]}", "remove it and set that instead"

@@ -210,6 +210,22 @@ def test_what_a_draft_model_takes_is_looked_for(place: Path, sglang: Path) -> No
     assert check(config) == []
 
 
+def test_an_option_that_sglang_in_its_own_folder_does_not_have(place: Path, sglang: Path) -> None:
+    """Only an SGLang beside millrace was looked at: with the documented install nothing was checked."""
+    (sglang / "sglang" / "srt").mkdir()
+    (sglang / "sglang" / "srt" / "server_args.py").write_text(
+        "import cuda_only\nclass ServerArgs:\n    disable_radix_cache: A[bool, 'help'] = False\n"
+    )
+    (sglang / "sglang-0.5.17.dist-info").mkdir()
+    (sglang / "sglang-0.5.17.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
+    kind, option = "engines.kind=sglang", "engines.sglang.disable_radix_cache=true"
+    assert check(load_config("run.yaml", [kind, option])) == []
+    (problem,) = check(load_config("run.yaml", [kind, option.replace("cache", "cach")]))
+    assert problem.field == "engines.sglang.disable_radix_cach"
+    for part in ("SGLang 0.5.17", "did you mean disable_radix_cache?"):
+        assert part in str(problem)
+
+
 def test_the_recipes_that_ship_pass() -> None:
     recipes = Path(__file__).parents[2] / "deployments" / "recipes"
     for recipe in sorted(set(recipes.glob("*.yaml")) - set(recipes.glob("qwen3*.yaml"))):

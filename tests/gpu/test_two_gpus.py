@@ -14,7 +14,7 @@ import torch
 from flow_runs import Workplace, trained
 from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of
 
-from connectors.sglang.launch import sglang_finds
+from connectors.sglang.server_args import sglang_finds
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)

@@ -190,6 +190,20 @@ def test_these_agree(overrides: list[str]) -> None:
             "engines.sglang.speculative_accept_threshold_acc",
         ),
         (["engines.sglang.weight_version=x"], "engines.sglang.weight_version"),
+        (["engines.sglang.api_key=secret"], "engines.sglang.api_key"),
+        (["engines.sglang.admin_api_key=secret"], "engines.sglang.admin_api_key"),
+        (["engines.sglang.ssl_keyfile=k"], "engines.sglang.ssl_keyfile"),
+        (["engines.sglang.ssl_certfile=c"], "engines.sglang.ssl_certfile"),
+        (["engines.sglang.ssl_ca_certs=c"], "engines.sglang.ssl_ca_certs"),
+        (["engines.sglang.ssl_keyfile_password=secret"], "engines.sglang.ssl_keyfile_password"),
+        (["engines.sglang.enable_ssl_refresh=true"], "engines.sglang.enable_ssl_refresh"),
+        (["engines.sglang.grpc_mode=true"], "engines.sglang.grpc_mode"),
+        (["engines.sglang.smg_grpc_mode=true"], "engines.sglang.smg_grpc_mode"),
+        (["engines.sglang.nnodes=2"], "engines.sglang.nnodes"),
+        (["engines.sglang.node_rank=1"], "engines.sglang.node_rank"),
+        (["engines.sglang.dist_init_addr='10.0.0.1:5000'"], "engines.sglang.dist_init_addr"),
+        (["engines.sglang.pp_size=2"], "engines.sglang.pp_size"),
+        (["engines.sglang.dp_size=2"], "engines.sglang.dp_size"),
         (["engines.router.options.disable_retries=false"], "engines.router.options.disable_retries"),
         (["engines.router.options.dp_aware=true"], "engines.router.options.dp_aware"),
         (["engines.router.options.api_key=secret"], "engines.router.options.api_key"),
@@ -220,6 +234,18 @@ def test_engines_that_keep_their_memory_may_move_caches_by_nixl() -> None:
 def test_a_password_is_not_repeated() -> None:
     values = {**BASE, "tracking": {"uri": "http://me:hush@host"}}
     assert "hush" not in str(problems(RunConfig.model_validate(values))[0])
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key", "ssl_keyfile_password"])
+def test_an_engines_secret_is_not_repeated(name: str) -> None:
+    assert "hush" not in str(
+        problems(RunConfig.model_validate({**BASE, "engines": {"sglang": {name: "hush"}}}))[0]
+    )
+
+
+def test_attention_may_be_data_parallel_within_an_engine() -> None:
+    engine = ["engines.kind=sglang", "engines.gpus=2", "engines.sglang.dp_size=2"]
+    assert fields(*engine, "engines.sglang.enable_dp_attention=true") == []
 
 
 def test_all_come_at_once() -> None:

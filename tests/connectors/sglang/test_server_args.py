@@ -1,0 +1,109 @@
+"""Options of the installed SGLang: found in its source, and given on its command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_handle import fleet_config
+
+from connectors.sglang.launch import sglang_command
+from connectors.sglang.server_args import option_arguments, option_problems, server_args
+from core.errors import ConfigError
+
+SOURCE = '''
+import package_for_cuda
+
+@dataclasses.dataclass
+class ServerArgs:
+    """Fields as SGLang 0.5.17 writes them, and older ones."""
+
+    model_path: A[str, Arg(help="model", aliases=["--model"]), NS("model")]
+    json_model_override_args: A[str, "JSON", NS("model")] = "{}"
+    disable_radix_cache: A[bool, "help", NS("memory")] = False
+    enable_multimodal: A[Optional[bool], "help", NS("mm")] = None
+    dllm_fdfo: A[bool, Arg(help="help", action=argparse.BooleanOptionalAction), NS("x")] = True
+    always_on: A[bool, "help"] = True
+    fp8_gemm_runner_backend: A[str, Arg(help="help", cli_name="--fp8-gemm-backend")] = "auto"
+    cuda_graph_bs_decode: A[Optional[List[int]], "help"] = None
+    forward_hooks: A[Optional[List[dict[str, Any]]], Arg(help="help", type_parser=json_list_type)] = None
+    lora_paths: A[Optional[List[dict[str, str]]], Arg(action=LoRAPathAction, action_kwargs={"nargs": "*"})] = None
+    older: bool = False
+    either: Union[bool, str] = "auto"
+
+    def not_a_field(self) -> None:
+        local: int = 1
+'''
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages with an SGLang that cannot be imported here."""
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(SOURCE)
+    (tmp_path / "sglang-0.5.17.dist-info").mkdir()
+    (tmp_path / "sglang-0.5.17.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_version_and_fields_come_from_the_folder_that_a_server_uses(packages: Path) -> None:
+    version, fields = server_args()
+    assert version == "0.5.17"
+    assert {"model_path", "older", "dllm_fdfo"} < set(fields)
+    assert not {"not_a_field", "local"} & set(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "arguments"),
+    [
+        ("disable_radix_cache", True, ["--disable-radix-cache"]),
+        ("disable_radix_cache", False, []),  # which it is anyway
+        ("older", False, []),
+        ("dllm_fdfo", True, ["--dllm-fdfo"]),
+        ("dllm_fdfo", False, ["--no-dllm-fdfo"]),  # was dropped, and stayed true
+        ("either", True, ["--either"]),
+        ("either", "x", ["--either", "x"]),
+        ("enable_multimodal", None, []),
+        ("fp8_gemm_runner_backend", "triton", ["--fp8-gemm-backend", "triton"]),
+        ("json_model_override_args", {"a": True}, ["--json-model-override-args", '{"a": true}']),
+        ("json_model_override_args", '{"a": 1}', ["--json-model-override-args", '{"a": 1}']),
+        ("cuda_graph_bs_decode", [1, 2], ["--cuda-graph-bs-decode", "1", "2"]),
+        ("forward_hooks", [{"a": None}], ["--forward-hooks", '[{"a": null}]']),
+        ("lora_paths", [{"a": "b"}, {"c": "d"}], ["--lora-paths", '{"a": "b"}', '{"c": "d"}']),
+    ],
+)
+def test_a_value_goes_out_as_sglang_reads_it(
+    packages: Path, name: str, value: Any, arguments: list[str]
+) -> None:
+    assert list(option_problems({name: value})) == []
+    assert option_arguments({name: value}) == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parts"),
+    [
+        ("disable_radix_cach", True, ["SGLang 0.5.17", "did you mean disable_radix_cache?"]),
+        ("nothing_like_it", 1, ["no such ServerArgs field", "remove it"]),
+        ("enable_multimodal", False, ["SGLang 0.5.17 cannot say false to it", "remove it"]),
+        ("always_on", False, ["cannot say false to it"]),
+        ("older", "yes", ["it takes true or false"]),
+        ("fp8_gemm_runner_backend", False, ["not true or false", "in quotes"]),
+    ],
+)
+def test_what_sglang_cannot_be_told_is_named(packages: Path, name: str, value: Any, parts: list[str]) -> None:
+    (problem,) = option_problems({name: value})
+    assert problem.field == f"engines.sglang.{name}"
+    for part in parts:
+        assert part in str(problem)
+    config = fleet_config(Path("/model"), engines={"kind": "sglang", "sglang": {name: value}})
+    with pytest.raises(ConfigError, match=name):
+        sglang_command(config, "/model", 4000, 0, 5000)
+
+
+def test_without_its_source_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang").mkdir()
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path))
+    assert list(option_problems({"anything": 1})) == []
+    assert option_arguments({"any_thing": {"a": 1}}) == ["--any-thing", '{"a": 1}']
