@@ -6,6 +6,7 @@ Owns requests, answers and their errors; decides nothing about where a request g
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +21,9 @@ CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
 SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
-Look = Callable[[Any, float], Awaitable[Any]]
-"""Given what it answered before and a timeout: something else, or EngineLostError."""
+LOOKS = 4  # in a progress_timeout_s: a stall is noticed so much of it late
+Look = Callable[[float, float], Awaitable[None]]
+"""Given when a request was sent and a timeout: raises EngineLostError if nothing was generated for that long since."""
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
@@ -64,6 +66,13 @@ class EngineClient:
         self.answered = 0
         self.part = "null"  # what it does of a request: prefill, decode or null: all. Known once it told its weight version
         self.bootstrap_port = 0  # where engines that decode meet it
+        self._paused = False  # by this client: SGLang does not tell
+        self._looking = asyncio.Lock()
+        self._seen: Any = None  # by the last look that was answered
+        self._silent: EngineLostError | None = None  # why the last look was not
+        self._looked = 0.0
+        self._heard = self._moved = time.monotonic()
+        self._held = False  # whether it was paused then
 
     async def generate(
         self,
@@ -78,7 +87,7 @@ class EngineClient:
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
 
-        session: what a router may keep together. look: asked each progress_timeout_s instead of this engine's progress.
+        session: what a router may keep together. look: asked instead of this engine's progress.
         handoff: for an engine that only prefills, and the one that goes on from there.
         Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
         """
@@ -102,12 +111,36 @@ class EngineClient:
         self.answered += 1
         return self._generation(answer)
 
-    async def _look(self, before: Any, timeout_s: float) -> Any:
-        """How far the engine is. A paused engine that stays paused is given up too, but is not held to be stalled."""
-        now, paused = await self.progress(timeout_s)
-        if now == before:
+    async def _look(self, sent: float, timeout_s: float) -> None:
+        """See that the engine generates. One that stays paused is given up too, but is not held to be stalled."""
+        moved, paused = await self.last_moved(sent, timeout_s)
+        if time.monotonic() - moved >= timeout_s:
             raise self.no_progress(timeout_s, paused)
-        return now
+
+    async def last_moved(self, since: float, timeout_s: float) -> tuple[float, bool]:
+        """When the engine was last found to have made something, `since` at the earliest, and whether it is paused.
+
+        One look serves all requests that ask at about the same time. One that fails may be the engine's being busy (it
+        compiles, say): raises EngineLostError only if all of them did for timeout_s.
+        """
+        async with self._looking:
+            if time.monotonic() - self._looked >= timeout_s / LOOKS / 2:
+                await self._look_again(timeout_s)
+        if self._silent and time.monotonic() - max(since, self._heard) >= timeout_s:
+            raise EngineLostError(str(self._silent))
+        return max(since, self._moved), self._held
+
+    async def _look_again(self, timeout_s: float) -> None:
+        try:
+            tokens, self._held = await self.progress(timeout_s)
+        except EngineLostError as error:
+            self._silent = error
+        else:
+            self._silent, self._heard = None, time.monotonic()
+            now = (self.answered, tokens)
+            if now != self._seen:
+                self._seen, self._moved = now, self._heard
+        self._looked = time.monotonic()
 
     def no_progress(self, timeout_s: float, paused: bool) -> EngineLostError:
         """What is told of an engine that generates nothing."""
@@ -136,7 +169,10 @@ class EngineClient:
         """Something that changes while the engine generates, and whether it is paused."""
         info = await self.server_info(min(timeout_s, INFO_TIMEOUT_S))
         counters = info.get("counters")
-        return counters["tokens"] if counters else info.get("internal_states"), bool(info.get("paused"))
+        return counters["tokens"] if counters else info.get("internal_states"), self._is_paused(info)
+
+    def _is_paused(self, info: Mapping[str, Any]) -> bool:
+        return bool(info.get("paused", self._paused))
 
     # control
 
@@ -158,7 +194,7 @@ class EngineClient:
         settings = await self.server_info()
         self.part = settings.get("disaggregation_mode") or "null"
         self.bootstrap_port = int(settings.get("disaggregation_bootstrap_port") or 0)
-        if settings.get("paused"):
+        if self._is_paused(settings):
             return None
         info = await self._get("/model_info", INFO_TIMEOUT_S)
         found = _version(info.get("weight_version"))
@@ -171,11 +207,13 @@ class EngineClient:
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
         """Stop generating; what runs is kept unless aborted."""
+        self._paused = True  # also if no answer comes
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Go on generating."""
         await self._post("/continue_generation", {})
+        self._paused = False
 
     async def abort(self, rid: str | None = None) -> None:
         """End requests whose rid starts with `rid`, or all of them."""
@@ -318,13 +356,13 @@ class EngineClient:
 async def _watched(posting: Coroutine[Any, Any, Any], look: Look, progress_timeout_s: float) -> Any:
     """The answer, however long it takes, as long as `look` finds that tokens are generated at all."""
     running = asyncio.ensure_future(posting)
-    before: Any = None
+    sent = time.monotonic()
     try:
         while True:
-            done, _ = await asyncio.wait({running}, timeout=progress_timeout_s)
+            done, _ = await asyncio.wait({running}, timeout=progress_timeout_s / LOOKS)
             if done:
                 return running.result()
-            before = await look(before, progress_timeout_s)
+            await look(sent, progress_timeout_s)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,11 +83,10 @@ class PairingDispatcher(Dispatcher):
     def _look_at(self, *pair: EngineClient) -> Look:
         """Asks whether either engine makes progress: one may wait for the other for as long as that has other work."""
 
-        async def look(before: Any, timeout_s: float) -> Any:
-            found = await asyncio.gather(*(engine.progress(timeout_s) for engine in pair))
-            now = [(engine.answered, counts) for engine, (counts, _) in zip(pair, found, strict=True)]
-            if now != before:
-                return now
+        async def look(sent: float, timeout_s: float) -> None:
+            found = await asyncio.gather(*(engine.last_moved(sent, timeout_s) for engine in pair))
+            if time.monotonic() - max(moved for moved, _ in found) < timeout_s:
+                return
             for engine, (_, paused) in zip(pair, found, strict=True):
                 if not paused and not await engine.health(timeout_s, generating=True):
                     error = engine.no_progress(timeout_s, paused)

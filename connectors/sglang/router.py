@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from connectors.sglang.client import EngineClient, Generation
+from connectors.sglang.client import LOOKS, EngineClient, Generation
 from connectors.sglang.dispatcher import Dispatcher
 from core.errors import ActorLostError, EngineError, EngineLostError
 
@@ -160,7 +161,7 @@ class RoutedDispatcher(Dispatcher):
         super().__init__(engines, recover, doubt_all, **settings)
         self._router = router
         self._doubt_one = doubt
-        self._seen: dict[str, Any] = {}  # progress of each engine when last looked at
+        self._began = time.monotonic()
         self._looked = 0.0
         self._looking = asyncio.Lock()
 
@@ -187,12 +188,12 @@ class RoutedDispatcher(Dispatcher):
             look=self._look,
         )
 
-    async def _look(self, before: Any, timeout_s: float) -> Any:
-        """See that engines generate, once in timeout_s whoever asks; one that does not is doubted, and its requests
+    async def _look(self, sent: float, timeout_s: float) -> None:
+        """See that engines generate, each once in a while whoever asks; one that does not is doubted, and its requests
         come back lost when it is replaced. Raises EngineLostError if the router is gone."""
         async with self._looking:
-            if asyncio.get_running_loop().time() - self._looked < timeout_s:
-                return None
+            if time.monotonic() - self._looked < timeout_s / LOOKS:
+                return
             if not await self._router.health(min(timeout_s, PROBE_TIMEOUT_S)):
                 raise EngineLostError(f"{NAME}: does not answer to /health")
             engines = self._engines()
@@ -203,16 +204,15 @@ class RoutedDispatcher(Dispatcher):
                     self._doubt_one(engine, error)
             if any(errors):
                 await self._recover(self.version)
-            self._looked = asyncio.get_running_loop().time()
-        return None
+            self._looked = time.monotonic()
 
     async def _stuck(self, engine: EngineClient, timeout_s: float) -> EngineLostError | None:
-        """What is wrong with an engine that made no token since it was last looked at, and makes none now."""
+        """What is wrong with an engine that made no token for timeout_s, and makes none now."""
         try:
-            now, paused = await engine.progress(timeout_s)
+            moved, paused = await engine.last_moved(self._began, timeout_s)
         except EngineLostError as error:
             return error
-        before, self._seen[engine.url] = self._seen.get(engine.url), now
-        if now != before or (not paused and await engine.health(timeout_s, generating=True)):
+        waited = time.monotonic() - moved
+        if waited < timeout_s or (not paused and await engine.health(timeout_s, generating=True)):
             return None
         return engine.no_progress(timeout_s, paused)

@@ -53,8 +53,8 @@ def server_args() -> tuple[str, dict[str, ServerArg]]:
     for folder in _folders("sglang"):
         path = folder / "srt" / "server_args.py"
         if path.is_file():
-            found = next(distributions(name="sglang", path=[str(folder.parent)]), None)
-            return found.version if found else "", _fields(ast.parse(path.read_text(encoding="utf-8")))
+            versions = [found.version for found in distributions(name="sglang", path=[str(folder.parent)])]
+            return "".join(versions[:1]), _fields(ast.parse(path.read_text(encoding="utf-8")))
     return "", {}
 
 
@@ -79,7 +79,7 @@ def _field(name: str, annotation: ast.expr, default: ast.expr | None) -> ServerA
         }
     text, named = ast.unparse(kind), given.get("cli_name")
     return ServerArg(
-        flag=named.value if isinstance(named, ast.Constant) else f"--{name.replace('_', '-')}",
+        flag=str(named.value) if isinstance(named, ast.Constant) else f"--{name.replace('_', '-')}",
         boolean=True if text in BOOLEAN else None if "bool" in text else False,
         off=isinstance(default, ast.Constant) and default.value is False,
         negated="action" in given and "BooleanOptionalAction" in ast.unparse(given["action"]),
