@@ -19,6 +19,7 @@ from typing import Any
 from core.config.problems import Problem, nearest
 
 PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
+UNTOLD = "as installed"  # the version where pip left none
 BOOLEAN = ("bool", "Optional[bool]", "bool | None")
 
 
@@ -54,8 +55,8 @@ def server_args() -> tuple[str, dict[str, ServerArg]]:
         path = folder / "srt" / "server_args.py"
         if path.is_file():
             versions = [found.version for found in distributions(name="sglang", path=[str(folder.parent)])]
-            return "".join(versions[:1]), _fields(ast.parse(path.read_text(encoding="utf-8")))
-    return "", {}
+            return (versions or [UNTOLD])[0], _fields(ast.parse(path.read_text(encoding="utf-8")))
+    return UNTOLD, {}
 
 
 def _fields(source: ast.Module) -> dict[str, ServerArg]:
@@ -89,11 +90,11 @@ def _field(name: str, annotation: ast.expr, default: ast.expr | None) -> ServerA
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
     """What of engines.sglang the installed SGLang does not have, or cannot be told on its command line."""
-    version, known = server_args() if options else ("", {})
+    version, known = server_args() if options else (UNTOLD, {})
     for name, value in options.items() if known else ():
         field, arg = f"engines.sglang.{name}", known.get(name)
         if arg is None:
-            reason = f"SGLang {version or 'as installed'} has no such ServerArgs field"
+            reason = f"SGLang {version} has no such ServerArgs field"
             yield Problem(field, value, reason, nearest(name, known))
         elif value is None:
             continue
@@ -104,7 +105,7 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
         elif arg.boolean and not isinstance(value, bool):
             yield Problem(field, value, "it takes true or false", "write it without quotes")
         elif value is False and not (arg.off or arg.negated):
-            reason = f"the command line of SGLang {version} cannot say false to it".replace("  ", " ")
+            reason = f"the command line of SGLang {version} cannot say false to it"
             yield Problem(field, value, reason, "remove it: SGLang then decides")
 
 
