@@ -5,6 +5,7 @@ Owns which operations go into one pass (connectors.megatron.fused); parameters a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from connectors.megatron import fused
+from connectors.megatron.recompute import drop
 
 
 class Norm(torch.nn.RMSNorm):
@@ -32,7 +34,17 @@ class Norm(torch.nn.RMSNorm):
 
 
 class PackedLayer(TransformerLayer):
-    """A layer whose residual sums and norms, and their gradients, go through memory together."""
+    """A layer whose residual sums and norms, and their gradients, go through memory together.
+
+    With selective recomputation the norms' and the activation's outputs are dropped: they repeat no product.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **more: Any) -> None:
+        super().__init__(config, *arguments, **more)
+        self.drops = config.recompute_granularity == "selective" and not config.recompute_modules
+        self.activations = [part for part in self.mlp.modules() if isinstance(part, GatedSilu)]
+        for activation in self.activations:
+            activation.drops = self.drops
 
     def forward(
         self,
@@ -56,16 +68,37 @@ class PackedLayer(TransformerLayer):
             normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
         assert bias is None, "biases of output projections are not supported"
+        if self.drops:
+            drop(normed, partial(fused.rms_norm, residual.detach(), first.weight, first.eps), attended)
         normed, residual = fused.add_norm(residual, attended, second.weight, second.eps)
-        return residual + self.mlp(normed)[0], None
+        out = self.mlp(normed)[0]
+        if self.drops:
+            drop(normed, partial(fused.rms_norm, residual.detach(), second.weight, second.eps), out)
+            for activation in self.activations:
+                activation.drop(out)
+        return residual + out, None
 
 
 class GatedSilu(MegatronModule):
     """The activation between a gated layer's two projections, gate and product in one."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.drops = False
+        self._last: tuple[Tensor, Tensor] | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., 2 h] -> [..., h]."""
-        return fused.gated_silu(x)
+        out = fused.gated_silu(x)
+        if self.drops:
+            self._last = x.detach(), out
+        return out
+
+    def drop(self, before: Tensor) -> None:
+        """Free the last output until the gradient of `before` is there."""
+        assert self._last is not None
+        (x, out), self._last = self._last, None
+        drop(out, partial(fused.gated_silu, x), before)
 
 
 class PackedSelfAttention(SelfAttention):

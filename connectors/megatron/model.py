@@ -122,7 +122,7 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
     if config.trainer.recompute == "full":
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif config.trainer.recompute == "selective":
-        values |= {"recompute_granularity": "selective"}
+        values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer's own
     return TransformerConfig(**{**values, **_passthrough(config)})
 
 
