@@ -41,6 +41,7 @@ class Architecture:
     tied: bool
     experts: int  # 0: dense
     expert_ffn: int
+    experts_used: int  # by a token
 
     @property
     def embedding(self) -> int:
@@ -68,6 +69,13 @@ class Architecture:
         """Parameters of the model."""
         outer = self.embedding * (1 if self.tied else 2) + self.hidden
         return self.layers * self.layer + outer
+
+    def flops(self, tokens: int) -> int:
+        """Operations of a forward pass over one sequence: products with weights, and causal attention, which is quadratic."""
+        router = self.experts * self.hidden
+        layer = self.attention + router + self.mlp * max(1, self.experts_used)
+        scores = self.layers * self.heads * self.head_dim * tokens**2
+        return 2 * (tokens * (self.layers * layer + self.embedding) + scores)
 
     def kv_bytes(self, bytes_each: int) -> int:
         """Bytes of KV cache a token."""
@@ -141,4 +149,5 @@ def architecture(hf: dict[str, Any]) -> Architecture:
         tied=bool(hf.get("tie_word_embeddings", False)),
         experts=experts,
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
+        experts_used=hf["num_experts_per_tok"] if experts else 0,
     )

@@ -1,7 +1,7 @@
 """How a global batch is cut into packs and ranks. Pure, deterministic.
 
-Every data parallel rank gets the same number of packs. Loads are balanced by the largest differencing method
-(Karmarkar and Karp 1982).
+Packs hold like amounts of tokens, which bound their memory; ranks get like amounts of work, and as many packs each. Both
+are split by the largest differencing method (Karmarkar and Karp 1982).
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Sequence
 
 from core.errors import ConfigError
 
+Packs = list[list[int]]  # indices of samples
+
 
 def plan_packs(
     lengths: Sequence[int], *, ranks: int, max_tokens: int, cost: Sequence[float] | None = None
-) -> list[list[list[int]]]:
-    """packs[rank][pack] = indices of samples. `lengths`: tokens of each sample; `cost`: its load, by default its tokens.
+) -> list[Packs]:
+    """packs[rank][pack] = indices of samples. `lengths`: tokens of each sample; `cost`: its work, by default its tokens.
 
-    Uses the fewest packs whose every pack holds at most `max_tokens`. A rank may get empty packs when there are fewer
-    samples than packs. Raises ConfigError if a sample alone is longer than a pack.
+    Uses the fewest packs whose every pack holds at most `max_tokens`, whatever the cost; no rank's work is above what it
+    is when tokens alone are dealt. A rank may get empty packs when there are fewer samples than packs. Raises ConfigError
+    if a sample alone is longer than a pack.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -26,19 +29,47 @@ def plan_packs(
             f"trainer.max_pack_tokens = {max_tokens}: a sample has {longest} tokens; raise it, or lower "
             "rollout.sampling.max_new_tokens or data.max_prompt_tokens"
         )
-    weights = list(cost) if cost is not None else [float(length) for length in lengths]
     per_rank = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
-        bins = karmarkar_karp(weights, per_rank * ranks)
-        if all(sum(lengths[i] for i in members) <= max_tokens for members in bins):
+        packs = karmarkar_karp(lengths, per_rank * ranks)
+        if _heaviest(packs, lengths) <= max_tokens:
             break
         per_rank += 1
-    bins.sort(key=lambda members: (-sum(weights[i] for i in members), members))
-    packs: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for at, members in enumerate(bins):  # snake order: heavy and light packs spread over ranks
-        turn, place = divmod(at, ranks)
-        packs[place if turn % 2 == 0 else ranks - 1 - place].append(sorted(members))
-    return packs
+    plans = [_dealt(packs, ranks, lengths)]
+    if cost is not None:
+        plans.append(_dealt(packs, ranks, cost))
+        of_ranks = [_split(samples, per_rank, lengths) for samples in karmarkar_karp(cost, ranks)]
+        if all(_heaviest(packs, lengths) <= max_tokens for packs in of_ranks):
+            plans.append(of_ranks)
+    work = lengths if cost is None else cost
+    best = min(plans, key=lambda plan: _heaviest([sum(packs, []) for packs in plan], work))
+    # heavy packs first: ranks that wait for one another in a pack, as experts' do, then have like ones
+    return [sorted(map(sorted, packs), key=lambda pack: (-_total(pack, work), pack)) for packs in best]
+
+
+def _total(samples: Sequence[int], weights: Sequence[float]) -> float:
+    return sum(weights[i] for i in samples)
+
+
+def _heaviest(sets: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
+    return max(_total(samples, weights) for samples in sets)
+
+
+def _dealt(packs: Packs, ranks: int, weights: Sequence[float]) -> list[Packs]:
+    """Packs to ranks, heavy ones first, a round at a time: a round's heaviest goes to the rank with the least so far."""
+    rest = sorted(packs, key=lambda pack: (-_total(pack, weights), pack))
+    given: list[Packs] = [[] for _ in range(ranks)]
+    while rest:
+        order = sorted(range(ranks), key=lambda rank: _total(sum(given[rank], []), weights))
+        for rank, pack in zip(order, rest[:ranks], strict=True):
+            given[rank].append(pack)
+        rest = rest[ranks:]
+    return given
+
+
+def _split(samples: Sequence[int], count: int, weights: Sequence[float]) -> Packs:
+    """Some samples in `count` packs."""
+    return [[samples[i] for i in pack] for pack in karmarkar_karp([weights[i] for i in samples], count)]
 
 
 def karmarkar_karp(weights: Sequence[float], bins: int) -> list[list[int]]:

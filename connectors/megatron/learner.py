@@ -25,6 +25,7 @@ from connectors.megatron.trained import Trained, from_hf
 from core.algorithms.estimate import token_advantages
 from core.algorithms.objective import Objective, derived, on_policy_guard
 from core.algorithms.schedule import KLController, shape_rewards
+from core.architecture import architecture
 from core.config import RunConfig
 from core.errors import RefusedStepError, TrainerError
 
@@ -36,6 +37,7 @@ class Learner:
         self.config = config
         self.algorithm = config.algorithm
         self.device = device
+        self.shape = architecture(hf)
         self.objective = Objective(self.algorithm)
         self.controller = KLController(self.algorithm)
         inner = from_hf(config, config.model.path, hf, device)
@@ -99,7 +101,7 @@ class Learner:
                 (row, reward) for row, reward in zip(every, rewards, strict=True) if row.train_step == step
             ]
             rows, shaped = [row for row, _ in chosen], [reward for _, reward in chosen]
-            shares[step] = share_of(rows, shaped, self.objective, self.config, self.device)
+            shares[step] = share_of(rows, shaped, self.objective, self.config, self.shape, self.device)
             if old:
                 self._note(shares[step], "old", self.runner.logprobs(shares[step].packs))
             if self.critic is not None:
@@ -129,7 +131,7 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[list[Row], Tensor | None]:
         """Rows that this rank worked on and log-probabilities of their response tokens, on the last stage."""
-        packs = packs_of(rows, self.config, self.device)
+        packs = packs_of(rows, self.config, self.shape, self.device)
         return [row for pack in packs for row in pack.rows], self.runner.logprobs(packs)
 
     # a step

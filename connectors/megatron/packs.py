@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from connectors.megatron.attention import zigzag_positions
+from core.architecture import Architecture
 from core.batching import plan_packs
 from core.config import RunConfig
 
@@ -91,8 +92,8 @@ def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.ND
     return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def packs_of(rows: Sequence[Row], config: RunConfig, device: Any) -> list[Pack]:
-    """This rank's packs of a global batch; every rank gets as many."""
+def packs_of(rows: Sequence[Row], config: RunConfig, shape: Architecture, device: Any) -> list[Pack]:
+    """This rank's packs of a global batch; every rank gets as many, and about as many operations of a model of `shape`."""
     parallel = config.trainer.parallel
     align = (2 * parallel.context if parallel.context > 1 else 1) * (
         parallel.tensor if parallel.sequence else 1
@@ -100,7 +101,8 @@ def packs_of(rows: Sequence[Row], config: RunConfig, device: Any) -> list[Pack]:
     lengths = [-(-len(row.tokens) // align) * align for row in rows]
     ranks = mpu.get_data_parallel_world_size()
     limit = config.trainer.max_pack_tokens * parallel.context
-    planned = plan_packs(lengths, ranks=ranks, max_tokens=limit)[mpu.get_data_parallel_rank()]
+    cost = [shape.flops(length) for length in lengths]
+    planned = plan_packs(lengths, ranks=ranks, max_tokens=limit, cost=cost)[mpu.get_data_parallel_rank()]
     return [
         make_pack(
             [rows[i] for i in members],

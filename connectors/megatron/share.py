@@ -17,6 +17,7 @@ from torch import Tensor
 from connectors.megatron.packs import Pack, Row, packs_of
 from core.algorithms.objective import Objective
 from core.algorithms.packed import spread
+from core.architecture import Architecture
 from core.config import RunConfig
 from core.errors import TrainerError
 
@@ -51,13 +52,18 @@ class Share:
 
 
 def share_of(
-    rows: Sequence[Row], rewards: Sequence[float], objective: Objective, config: RunConfig, device: Any
+    rows: Sequence[Row],
+    rewards: Sequence[float],
+    objective: Objective,
+    config: RunConfig,
+    shape: Architecture,
+    device: Any,
 ) -> Share:
-    """This rank's part of a step on `rows`. `rewards`: shaped, of each row.
+    """This rank's part of a step on `rows`. `rewards`: shaped, of each row; `shape`: the policy's.
 
     Raises TrainerError if only some rows have an advantage.
     """
-    packs = packs_of(rows, config, device)
+    packs = packs_of(rows, config, shape, device)
     counts = torch.tensor([int(row.loss_mask.sum()) for row in rows], dtype=torch.float64)
     weights = objective.sample_weights(counts, config.rollout.sampling.max_new_tokens)
     members = torch.tensor([i for pack in packs for i in pack.members], dtype=torch.long)

@@ -17,9 +17,6 @@ from core.retention import checkpoints_to_drop, due
 
 FP32 = 4
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
-LAYER_BYTES = (
-    34  # bytes of activations a token and hidden channel in bf16, after Korthikanti et al. (arXiv:2205.05198)
-)
 SAMPLE_BYTES_A_TOKEN = 16  # of rollouts, batch and rewards together, compressed
 
 
@@ -236,18 +233,23 @@ def _teacher(config: RunConfig, width: int) -> int:
 
 
 def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
-    p = config.trainer.parallel
+    """What a layer keeps of each token for the backward pass, of every layer and pack that is on its way."""
+    p, recompute = config.trainer.parallel, config.trainer.recompute
     layers, tokens = -(-shape.layers // p.pipeline), config.trainer.max_pack_tokens
     in_flight = p.pipeline  # packs that a first stage holds
-    whole = tokens * shape.hidden * LAYER_BYTES * width // 2
-    split = (
-        whole
-        if p.tensor == 1
-        else (whole // p.tensor if p.sequence else whole * 10 // 34 + whole * 24 // 34 // p.tensor)
-    )
-    if config.trainer.recompute == "full":
-        return (layers * in_flight * tokens * shape.hidden * width) + split
-    return layers * in_flight * split
+    times, ffn = (shape.experts_used, shape.expert_ffn) if shape.experts else (1, shape.ffn)
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    streams = 4 * shape.hidden  # two residual sums and their norms
+    inner = 2 * heads + shape.heads * shape.head_dim + 3 * times * ffn  # as projected and as attended; gated
+    if shape.experts:
+        inner += times * (ffn + 2 * shape.hidden)  # weighted; moved to the experts and back
+    if recompute == "selective":
+        streams -= 2 * shape.hidden
+        inner -= times * ffn
+    layer = tokens * width * ((streams // p.tensor if p.sequence else streams) + inner // p.tensor)
+    if recompute == "full":
+        return layers * in_flight * tokens * shape.hidden * width + layer
+    return layers * in_flight * layer
 
 
 def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:

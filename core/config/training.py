@@ -58,7 +58,12 @@ class Trainer(Section):
         None, ge=1, description="Samples of one optimizer step; all samples of the iteration when not given."
     )
     max_pack_tokens: int = Field(8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens.")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What the backward pass makes again instead of keeping it: selective the outputs of norms and "
+        "activations (about a quarter of what a dense layer keeps, without a matrix product), full every layer from its input "
+        "(a third more time).",
+    )
     logprob_chunk_tokens: int = Field(
         1024,
         ge=1,

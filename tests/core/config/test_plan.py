@@ -106,6 +106,16 @@ def test_parts_that_only_some_runs_need(tmp_path: Path, overrides: list[str], na
     assert any(name in part.name for part in make_plan(config(tmp_path, *overrides), gpus=1).trainer_memory)
 
 
+@pytest.mark.parametrize("hf", [QWEN3_06B, MOE])
+def test_recomputation_leaves_less_to_keep(tmp_path: Path, hf: dict[str, Any]) -> None:
+    none, selective, full = (
+        next(part.size for part in plan.trainer_memory if part.name.startswith("activations"))
+        for how in ("none", "selective", "full")
+        for plan in [make_plan(config(tmp_path, f"trainer.recompute={how}", hf=hf), gpus=1)]
+    )
+    assert 3 * full < selective < 0.9 * none
+
+
 def test_a_critic_doubles_what_is_trained(tmp_path: Path) -> None:
     plain = make_plan(config(tmp_path), gpus=1).trainer_memory[0].size
     assert make_plan(config(tmp_path, "algorithm.preset=ppo"), gpus=1).trainer_memory[0].size == 2 * plain

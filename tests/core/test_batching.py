@@ -1,0 +1,82 @@
+"""Packs: every sample once, no pack above the limit, as few as by tokens, and ranks with like amounts of work."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.architecture import architecture
+from core.batching import Packs, plan_packs
+from core.errors import ConfigError
+
+SHAPE = architecture(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    }
+)
+batches = st.lists(st.integers(1, 16384), max_size=40)
+
+
+def heaviest(plan: list[Packs], cost: list[int]) -> int:
+    return max(sum(cost[i] for pack in packs for i in pack) for packs in plan)
+
+
+@given(lengths=batches, ranks=st.integers(1, 8), room=st.integers(16384, 40000))
+def test_packs_are_a_whole_cut_within_the_limit_and_no_worse_than_by_tokens(
+    lengths: list[int], ranks: int, room: int
+) -> None:
+    cost = [SHAPE.flops(length) for length in lengths]
+    plan = plan_packs(lengths, ranks=ranks, max_tokens=room, cost=cost)
+    assert sorted(i for packs in plan for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in pack) <= room for packs in plan for pack in packs)
+    by_tokens = plan_packs(lengths, ranks=ranks, max_tokens=room)
+    assert {len(packs) for packs in plan} == {len(packs) for packs in by_tokens} == {len(plan[0])}
+    assert len(plan) == ranks
+    assert heaviest(plan, cost) <= heaviest(by_tokens, cost)
+    assert plan == plan_packs(lengths, ranks=ranks, max_tokens=room, cost=cost)
+
+
+@pytest.mark.parametrize(("samples", "above"), [(256, 1.01), (64, 1.1)])
+def test_the_slowest_rank_works_about_as_long_as_the_others(samples: int, above: float) -> None:
+    draw = random.Random(5)
+    lengths = [round(2 ** draw.uniform(8, 14)) for _ in range(samples)]
+    cost = [SHAPE.flops(length) for length in lengths]
+    mean = sum(cost) / 8
+    assert heaviest(plan_packs(lengths, ranks=8, max_tokens=16384, cost=cost), cost) < above * mean
+    assert heaviest(plan_packs(lengths, ranks=8, max_tokens=16384), cost) > 1.03 * mean
+
+
+def test_a_ranks_heavy_packs_come_first() -> None:
+    lengths = [16384, 300, 9000, 8000, 700, 5000]
+    cost = [SHAPE.flops(length) for length in lengths]
+    for packs in plan_packs(lengths, ranks=2, max_tokens=16384, cost=cost):
+        work = [sum(cost[i] for i in pack) for pack in packs]
+        assert work == sorted(work, reverse=True)
+
+
+def test_ranks_without_samples_get_as_many_packs() -> None:
+    assert plan_packs([], ranks=2, max_tokens=8) == [[[]], [[]]]
+    assert plan_packs([4], ranks=2, max_tokens=8, cost=[9]) == [[[0]], [[]]]
+
+
+def test_a_sample_longer_than_a_pack_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.max_pack_tokens = 8: a sample has 9 tokens"):
+        plan_packs([1, 9], ranks=1, max_tokens=8)
+
+
+def test_operations_grow_with_weights_and_the_square_of_the_length() -> None:
+    weights = SHAPE.parameters - SHAPE.layers * 2 * SHAPE.hidden - SHAPE.hidden
+    assert SHAPE.flops(1) == 2 * (weights + 28 * 2048)
+    assert SHAPE.flops(4096) - 4096 * 2 * weights == 2 * 28 * 2048 * 4096**2
