@@ -20,6 +20,7 @@ def drop(tensor: Tensor, again: Callable[[], Tensor], before: Tensor) -> None:
     if not before.requires_grad:
         return  # nothing was kept
     storage = tensor.untyped_storage()
+    assert storage.nbytes() == tensor.nbytes, "another tensor would go with it"
     size, waiting = storage.nbytes(), [(tensor.data, again)]  # writing to .data is no change
     storage.resize_(0)
 

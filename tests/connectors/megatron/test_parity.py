@@ -95,13 +95,28 @@ def test_scores_are_log_probabilities_at_the_sampling_temperature(
     assert elsewhere == {}
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "kind", "parallel"),
+    [
+        ("selective", "qwen3", {}),
+        ("selective", "qwen3", {"tensor": 2, "sequence": True}),
+        ("selective", "qwen3", {"pipeline": 2}),
+        ("selective", "qwen3_moe", {"expert": 2}),
+        ("full", "qwen3", {}),
+    ],
+)
 def test_recomputed_activations_change_nothing(
-    workers: Workers, model: Callable[..., Path], batch: str, recompute: str
+    workers: Workers,
+    model: Callable[..., Path],
+    batch: str,
+    recompute: str,
+    kind: str,
+    parallel: dict[str, Any],
 ) -> None:
     found = []
     for how in ("none", recompute):
-        with workers.group(configuration(model(), recompute=how)) as group:
+        changes = {"recompute": how, "parallel": parallel}
+        with workers.group(configuration(model(kind), 2 if parallel else 1, **changes)) as group:
             found.append([group.train([step], batch.format(step))[0] for step in (1, 2)])
     for plain, again in zip(*found, strict=True):
         assert (again["loss"], again["grad_norm"]) == (plain["loss"], plain["grad_norm"])
