@@ -7,6 +7,7 @@ over the ranks; queries stay where they are in megatron's zigzag order). Knows n
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -45,9 +46,10 @@ class PackedAttention(torch.nn.Module):
         bounds: list[int] = packed_seq_params.bounds  # type: ignore[attr-defined]
         size = self.cp_group.size()
         if size > 1:
-            key = _gather_sequences(key, bounds, self.cp_group)
-            value = _gather_sequences(value, bounds, self.cp_group)
-            out = self._zigzag(query, key, value, bounds, size, self.cp_group.rank())
+            pack = tuple(bounds)
+            key = _GatherSequences.apply(key, pack, self.cp_group)
+            value = _GatherSequences.apply(value, pack, self.cp_group)
+            out = _zigzag(query, key, value, self.scale, pack, size, self.cp_group.rank())
         elif dense_attention.usable(query):
             out = dense_attention.attend(
                 query, key, value, bounds, self.scale, varlen=short, dense=dense_attention.cudnn
@@ -60,31 +62,55 @@ class PackedAttention(torch.nn.Module):
             out = _by_length(query, key, value, bounds, self.scale)
         return out.reshape(out.shape[0], -1)
 
-    def _zigzag(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], size: int, rank: int
-    ) -> Tensor:
-        """Each rank's two chunks of every sequence attend to all keys before their end."""
-        queries, keys = [], []  # spans in the local queries, and in the full keys
-        at = 0
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-            chunk = (end - start) // (2 * size)
-            for number in (rank, 2 * size - 1 - rank):
-                queries.append((at, at + chunk))
-                keys.append((start, start + (number + 1) * chunk))
-                at += chunk
-        if not query.is_cuda:
-            return torch.cat(
-                [
-                    whole(query[a:b], key[s:e], value[s:e], self.scale)
-                    for (a, b), (s, e) in zip(queries, keys, strict=True)
-                ]
-            )
-        index = torch.cat([torch.arange(s, e, device=key.device) for s, e in keys])
-        cu_q = _cumulative([b - a for a, b in queries], query.device)
-        cu_k = _cumulative([e - s for s, e in keys], query.device)
-        longest_q = max(b - a for a, b in queries)
-        longest_k = max(e - s for s, e in keys)
-        return varlen(query, key[index], value[index], cu_q, cu_k, longest_q, longest_k, self.scale)
+
+def _zigzag(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    bounds: tuple[int, ...],
+    size: int,
+    rank: int,
+) -> Tensor:
+    """Each rank's two chunks of every sequence attend to all keys before their end."""
+    if not query.is_cuda:
+        pieces = [
+            whole(query[a:b], key[s:e], value[s:e], scale) for (a, b), (s, e) in _spans(bounds, size, rank)
+        ]
+        return torch.cat(pieces)
+    index, *lengths = _varlen_spans(bounds, size, rank, query.device)
+    return varlen(query, key[index], value[index], *lengths, scale)
+
+
+@lru_cache(maxsize=16)
+def _spans(
+    bounds: tuple[int, ...], size: int, rank: int
+) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Of each chunk of a rank: its span in the local queries, and in the full keys."""
+    found, at = [], 0
+    for start, end in pairwise(bounds):
+        chunk = (end - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            found.append(((at, at + chunk), (start, start + (number + 1) * chunk)))
+            at += chunk
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _varlen_spans(
+    bounds: tuple[int, ...], size: int, rank: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """The spans as `varlen` wants them: rows of the keys, bounds of queries and keys, the longest of both."""
+    spans = _spans(bounds, size, rank)
+    rows = torch.cat([torch.arange(s, e) for _, (s, e) in spans])
+    queries, keys = ([end - start for start, end in kind] for kind in zip(*spans, strict=True))
+    return (
+        rows.to(device),
+        _cumulative(queries, device),
+        _cumulative(keys, device),
+        max(queries),
+        max(keys),
+    )
 
 
 def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -158,40 +184,34 @@ def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
 
-class _AllGather(torch.autograd.Function):
-    """[t, ...] of each rank -> [size, t, ...]; backward sums each rank's gradient to where the part came from."""
+class _GatherSequences(torch.autograd.Function):
+    """Keys or values [T / size, ...] of all ranks in sequence order [T, ...]; backward gives each rank its part's sum."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        out = local.new_empty((group.size(), *local.shape))
-        dist.all_gather_into_tensor(out.view(-1, *local.shape[1:]), local.contiguous(), group=group)
-        return out
+    def forward(ctx: Any, local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+        ctx.bounds, ctx.group = bounds, group
+        _, places = _zigzag_order(bounds, group.size(), local.device)
+        parts = local.new_empty(bounds[-1], *local.shape[1:])
+        dist.all_gather_into_tensor(parts, local.contiguous(), group=group)
+        return parts[places]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad[ctx.group.rank()], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        size = ctx.group.size()
+        positions, _ = _zigzag_order(ctx.bounds, size, grads[0].device)
+        grad = grads[0].new_empty(ctx.bounds[-1] // size, *grads[0].shape[1:])
+        dist.reduce_scatter_tensor(grad, grads[0][positions], group=ctx.group)
+        return grad, None, None
 
 
-def _gather_sequences(local: Tensor, bounds: list[int], group: Any) -> Tensor:
-    """Keys or values of all ranks in sequence order: [T / size, ...] -> [T, ...]."""
-    gathered = _AllGather.apply(local, group)
-    return gathered.flatten(0, 1)[zigzag_order(bounds, group.size()).to(local.device)]
+@lru_cache(maxsize=16)
+def _zigzag_order(bounds: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of the pack in the ranks' parts laid end to end, and where each position stands there. [T] both."""
+    positions = torch.cat([zigzag_positions(bounds, size, rank) for rank in range(size)])
+    return positions.to(device), torch.argsort(positions).to(device)
 
 
-def zigzag_order(bounds: list[int], size: int) -> Tensor:
-    """Where each position of the pack stands in the ranks' parts laid end to end. [T]."""
-    total = bounds[-1]
-    order = torch.empty(total, dtype=torch.long)
-    for rank in range(size):
-        mine = zigzag_positions(bounds, size, rank)
-        order[mine] = torch.arange(len(mine)) + rank * (total // size)
-    return order
-
-
-def zigzag_positions(bounds: list[int], size: int, rank: int) -> Tensor:
+def zigzag_positions(bounds: Sequence[int], size: int, rank: int) -> Tensor:
     """Positions of the pack that a context parallel rank holds, in its local order. [T / size]."""
     pieces = []
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
