@@ -177,8 +177,22 @@ class _FusedTokenLogprobs(torch.autograd.Function):
             )  # fmt: skip
             torch.mm(d, weight, out=grad_hidden[span])
             add_product(total, d.t(), hidden[span])
-        given = None if ctx.main_grad is not None else total.to(weight.dtype)
-        return grad_hidden, given, *[None] * 8
+        if ctx.main_grad is not None:
+            note_added(weight)
+            return grad_hidden, *[None] * 9
+        return grad_hidden, total.to(weight.dtype), *[None] * 8
+
+
+def note_added(weight: Tensor) -> None:
+    """Tell DDP, which reduces a weight's gradient once autograd is through with it, that `main_grad` has it already.
+
+    DDP looks for a gradient all the same: it gets one of a single element. Where an embedding is the same weight, that one's
+    comes through autograd, to be added.
+    """
+    tied = getattr(weight, "zero_out_wgrad", False)  # megatron's mark
+    if hasattr(weight, "grad_added_to_main_grad") and not tied:
+        weight.grad = weight.new_empty(1).expand(weight.shape)
+        weight.grad_added_to_main_grad = True
 
 
 def _roomy(tensor: Tensor) -> bool:

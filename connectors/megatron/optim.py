@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -21,16 +22,20 @@ from core.config import RunConfig
 
 
 def wrap(model: PolicyModel, config: RunConfig) -> DistributedDataParallel:
-    """The model with fp32 gradient buffers, reduced over data and context parallel ranks."""
+    """The model with fp32 gradient buffers, reduced over data and context parallel ranks.
+
+    A bucket of gradients is reduced as soon as the last pack's backward pass has all of it, while that goes on.
+    """
     inner: Any = Float16Module(model.config, model) if model.config.bf16 else model
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=mpu.get_data_parallel_world_size(with_context_parallel=True) > 1,
         use_distributed_optimizer=config.trainer.optimizer.distributed,
         check_for_nan_in_grad=False,
     )
     wrapped = DistributedDataParallel(model.config, ddp, inner)
     model.config.finalize_model_grads_func = _finalize
+    model.config.no_sync_func = wrapped.no_sync  # for all packs but the last
     return wrapped
 
 
