@@ -1,4 +1,4 @@
-"""Two processes for trainer ranks, and tiny models with random weights."""
+"""Processes for trainer ranks, and tiny models with random weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer_ranks import VOCAB, Workers, samples, write_batch
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
-    pool = Workers(2)
+    pool = Workers()
     yield pool
     pool.close()
 

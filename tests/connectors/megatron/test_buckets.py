@@ -18,11 +18,16 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, int | bool]]] = {
     "tensor": ("qwen3", 2, {"tensor": 2}),
     "pipeline": ("qwen3", 2, {"pipeline": 2}),
     "context": ("qwen3", 2, {"context": 2}),
+    "tensor, data": ("qwen3", 4, {"tensor": 2, "sequence": True}),
+    "tensor, pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2}),
+    "pipeline, context": ("qwen3", 4, {"pipeline": 2, "context": 2}),
     "experts on one rank": ("qwen3_moe", 1, {}),
     "experts, tensor": ("qwen3_moe", 2, {"tensor": 2, "sequence": True}),
     "experts apart": ("qwen3_moe", 2, {"expert": 2}),
     "experts apart, tensor": ("qwen3_moe", 2, {"tensor": 2, "sequence": True, "expert": 2}),
     "experts, pipeline": ("qwen3_moe", 2, {"pipeline": 2}),
+    "experts apart, tensor, data": ("qwen3_moe", 4, {"tensor": 2, "sequence": True, "expert": 2}),
+    "experts apart, pipeline": ("qwen3_moe", 4, {"expert": 2, "pipeline": 2}),
 }
 
 

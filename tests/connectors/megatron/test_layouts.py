@@ -11,6 +11,9 @@ from trainer_ranks import Workers, configuration
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
+    "tensor, sequence and data of four": {"parallel": {"tensor": 2, "sequence": True}},
+    "tensor and pipeline of four": {"parallel": {"tensor": 2, "pipeline": 2}},
+    "tensor, sequence and context of four": {"parallel": {"tensor": 2, "sequence": True, "context": 2}},
     "tensor": {"parallel": {"tensor": 2}},
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"pipeline": 2}},
@@ -24,13 +27,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "data": {},
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "tensor, sequence and expert": {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
+    "tensor, sequence, expert and data of four": {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
     "pipeline": {"parallel": {"pipeline": 2}},
 }
 FIGURES = ("loss", "grad_norm", "kl", "entropy", "logprob_gap_mean", "logprob_gap_max")
 
 
 def world_of(layout: str) -> int:
-    return 1 if layout.startswith("one rank") else 2
+    return 1 if layout == "one rank" else 4 if layout.endswith("of four") else 2
 
 
 def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:

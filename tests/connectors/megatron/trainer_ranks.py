@@ -131,10 +131,9 @@ class Group:
 
 
 class Workers:
-    """Processes that hold one TrainerRank each."""
+    """Processes that hold one TrainerRank each, started when a layout first needs them."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._layouts = 0  # that the processes have served
@@ -143,7 +142,7 @@ class Workers:
     def group(self, config: dict[str, Any]) -> Iterator[Group]:
         """Ranks as the configuration names them, holding version 0."""
         world = config["trainer"]["world_size"]
-        self._ensure()
+        self._ensure(world)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             master = ("127.0.0.1", probe.getsockname()[1])
@@ -184,11 +183,9 @@ class Workers:
                 raise RankFailedError(value)
         return [answers[number][1] for number in range(world)]
 
-    def _ensure(self) -> None:
-        if self._processes:
-            return
+    def _ensure(self, world: int) -> None:
         spawn = get_context("spawn")
-        for number in range(self.count):
+        for number in range(len(self._processes), world):
             here, there = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(there, number), daemon=True)
             process.start()
