@@ -61,7 +61,10 @@ def check(config: RunConfig, prepared: bool = False) -> list[Problem]:
         if _known(f"{rows.field}.path", rows.source.path, found)
     }
     if "storage.root" not in named and _known("storage.root", config.storage.root, found):
-        touches["storage.root"] = lambda: _writable(config.storage.root)
+        touches["storage.root"] = lambda: _writable("storage.root", config.storage.root)
+    weights = config.sync.directory or ""
+    if config.sync.by_url and "sync.directory" not in named and _known("sync.directory", weights, found):
+        touches["sync.directory"] = lambda: _writable("sync.directory", weights)
     if config.placement.ray_address:
         touches["placement.ray_address"] = lambda: list(_reachable(config.placement.ray_address or ""))
     running = _Touches(touches)
@@ -127,13 +130,13 @@ def _known(field: str, url: str, found: list[Problem]) -> bool:
     return False
 
 
-def _writable(root: str) -> list[Problem]:
+def _writable(field: str, root: str) -> list[Problem]:
     try:
-        Store(root).check_writable()
+        Store(root).check_writable(field)
     except StorageError as error:
         text = PROBE.sub("", str(error).split(": cannot be written: ", 1)[-1])
         reason, _, remedy = text.rpartition("; ")
-        return [Problem("storage.root", root, reason or remedy, remedy if reason else "correct the path")]
+        return [Problem(field, root, reason or remedy, remedy if reason else "correct the path")]
     return []
 
 
@@ -200,7 +203,7 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         yield from _engine_answers(address)
     if here:
         yield from _listens(config.engines.host)
-    folder = config.sync.directory
+    folder = None if config.sync.by_url else config.sync.directory
     if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
 

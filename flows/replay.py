@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 from connectors.megatron.rank import TrainerRank
 from connectors.ray import actors, cluster, placement
 from connectors.storage.run_folder import RunFolder
+from connectors.storage.store import Store
 from core.config import RunConfig
 from core.errors import StorageError
 from flows.browse import run_record
@@ -89,15 +91,16 @@ async def _compare_weights(
     config: RunConfig, group: actors.ActorGroup, folder: RunFolder, last: int, version: int, result: Replay
 ) -> None:
     """Against the export or the checkpoint after the last iteration, whichever there is."""
-    with tempfile.TemporaryDirectory(dir=config.sync.directory) as name:
+    here = None if config.sync.by_url else config.sync.directory
+    with tempfile.TemporaryDirectory(dir=here) as name:
         again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
-        await group.call("export", str(again), version)
+        await _export(config, group, version, again)
         if folder.store.list(f"exports/{last:06d}"):
             folder.store.download_dir(f"exports/{last:06d}", str(stored))
             against = "export"
         elif last in folder.complete_checkpoints():
             await group.call("load", folder.store.url_of(folder.checkpoint_path(last)))
-            await group.call("export", str(stored), version)
+            await _export(config, group, version, stored)
             against = "checkpoint"
         else:
             result.weights = (
@@ -112,6 +115,19 @@ async def _compare_weights(
         if differing
         else f"every weight equals the {against} after iteration {last}, bit for bit"
     )
+
+
+async def _export(config: RunConfig, group: actors.ActorGroup, version: int, folder: Path) -> None:
+    """The weights of the ranks in a folder of this host, by way of sync.directory where that is a URL."""
+    if not config.sync.by_url:
+        await group.call("export", str(folder), version)
+        return
+    between = Store(config.sync.directory or "").child(f"millrace-replay-{uuid.uuid4().hex}")
+    try:
+        await group.call("upload", between.url_of("model"), version)
+        between.download_dir("model", str(folder))
+    finally:
+        between.remove("", recursive=True)
 
 
 def largest_differences(one: Path, other: Path) -> dict[str, float]:

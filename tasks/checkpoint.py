@@ -6,9 +6,7 @@ Writes checkpoints/NNNNNN/ (complete.json last) and exports/NNNNNN/. A checkpoin
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -60,8 +58,5 @@ def _retain(ctx: IterationContext) -> list[str]:
 async def _export(ctx: IterationContext, done: int) -> str:
     trainer = await ctx.live.trainer(ctx.version_after)
     path = f"exports/{done:06d}"
-    with tempfile.TemporaryDirectory(dir=ctx.config.sync.directory) as folder:
-        local = str(Path(folder).absolute() / "model")
-        await trainer.call("export", local, ctx.version_after)
-        await asyncio.to_thread(ctx.run_folder.store.upload_dir, local, path)
+    await trainer.call("upload", ctx.run_folder.store.url_of(path), ctx.version_after)
     return path

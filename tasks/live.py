@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,13 +27,14 @@ from connectors.storage.run_folder import RunFolder
 from connectors.workers.pool import Outcome, WorkerPool
 from core.config import RunConfig
 from core.config.training import EvalSet
-from core.errors import LASTING, ActorLostError, EngineError, TrainerError, TrainerStalledError
+from core.errors import LASTING, ActorLostError, TrainerError, TrainerStalledError
 from core.ids import derived_seed
 from core.ledger import Ledger
 from core.rewards.scoring import score_sample
 from tasks.catalogue import Catalogue, PromptSet, load_prompts
 from tasks.reach import check_reach
 from tasks.records import record_storage
+from tasks.weights import WeightsFolder
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class Live:
         self.data_since = 0  # iteration from which the sources hold what they hold now
         self.tracker: Any = None  # set when tracking is opened
         self.progress: Any = None
-        self._weights: Path | None = None  # folder through which the trainer hands weights to the engines
+        self._weights: WeightsFolder | None = None  # set by open
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -296,21 +293,17 @@ class Live:
             await actors.end("trainer")
             raise
         if self.config.sync.verify:
-            await self._verify(fleet, version, engines)
+            directory, _ = await self._exported(version)
+            await fleet.verify(directory, version, engines)
         return {**seconds, **phases}
 
     async def _exported(self, version: int) -> tuple[str, float]:
         """A Hugging Face folder with the trainer's weights of `version`, and the seconds it took."""
         started = time.perf_counter()
         assert self._weights is not None
-        directory = self._weights / f"weights-{version:08d}"
-        if not directory.exists():
-            trainer = await self.trainer(version)
-            await trainer.call("export", str(directory), version)
-        for old in self._weights.glob("weights-*"):
-            if old != directory:
-                shutil.rmtree(old)
-        return str(directory), time.perf_counter() - started
+        if self._weights.version != version:
+            await self._weights.take(await self.trainer(version), version)
+        return self._weights.url, time.perf_counter() - started
 
     async def _buckets(
         self, trainer: actors.ActorGroup, version: int, share: bool
@@ -322,18 +315,6 @@ class Live:
             yield copies
             number, last = number + 1, copies[0].last
         await trainer.call("end_buckets")  # a pass that is given up leaves its bucket to the next
-
-    async def _verify(self, fleet: Fleet, version: int, engines: list[int]) -> None:
-        """Raise EngineError unless engines hold after an exported folder what they held before it."""
-        before = await fleet.checksums(engines)
-        directory, _ = await self._exported(version)
-        await fleet.publish(directory, version, engines)
-        after = await fleet.checksums(engines)
-        wrong = [index for index in engines if before[index] != after[index]]
-        if wrong:
-            raise EngineError(
-                f"engines {wrong} hold other weights than the trainer's export of version {version}"
-            )
 
     async def _ensure_fleet(self, version: int) -> Fleet:
         """Have every engine running. Where all are new, the trainer, whose weights they need, is built meanwhile.
@@ -404,7 +385,7 @@ class Live:
 
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
-        self._weights = await asyncio.to_thread(_weights_folder, self.config)
+        self._weights = await asyncio.to_thread(WeightsFolder, self.config)
         self.record_storage = await record_storage(self.config.storage.root)
         await self._join()
         await actors.end_others(self._settings)
@@ -428,7 +409,7 @@ class Live:
             await asyncio.to_thread(placement.release)
         cluster.leave()
         if self._weights:
-            shutil.rmtree(self._weights, ignore_errors=True)
+            await asyncio.to_thread(self._weights.close)
 
 
 async def _both(*starting: Awaitable[Any]) -> None:
@@ -454,19 +435,3 @@ async def _versions(group: actors.ActorGroup) -> set[int | None]:
 def _reaches(held: set[int | None], version: int, ahead: int) -> bool:
     found = next(iter(held))
     return found is not None and version <= found <= version + ahead
-
-
-def _weights_folder(config: RunConfig) -> Path:
-    """A new folder for this driver's weights; those of drivers of the run that died are removed."""
-    where, prefix = _shared_memory(config) or tempfile.gettempdir(), f"millrace-{config.run.name}-"
-    for old in Path(where).glob(f"{prefix}*.*"):
-        pid = old.name.removeprefix(prefix).split(".")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}.", dir=where))
-
-
-def _shared_memory(config: RunConfig) -> str | None:
-    if config.sync.directory:
-        return os.path.abspath(config.sync.directory)
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -27,6 +27,6 @@ def check_reach(config: RunConfig, addresses: Iterable[str], served: bool = Fals
         )
     if config.sync.directory is None:
         raise ConfigError(
-            f"sync.directory: {where}, which do not see this host's folders, where exports and, by disk, weights go; name a folder that "
-            "every node sees under the same path"
+            f"sync.directory: {where}, which do not see this host's folders, where weights go by disk and in a replay; name a folder "
+            "that every node sees under the same path, or a URL such as s3://bucket/weights"
         )

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
@@ -207,13 +207,22 @@ class TrainerRank:
         self.last = metrics
 
     def export(self, directory: str, version: int) -> dict[str, Any]:
-        """Write the held weights as a Hugging Face folder. Raises TrainerError if another version is held."""
+        """Write the held weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
         from connectors.megatron.weights import export_hf
 
+        return self._export(export_hf, directory, version)
+
+    def upload(self, url: str, version: int) -> dict[str, Any]:
+        """Write the same to a folder of any storage. Raises TrainerError if another version is held."""
+        from connectors.megatron.weights import upload_hf
+
+        return self._export(upload_hf, url, version)
+
+    def _export(self, write: Callable[..., dict[str, Any]], where: str, version: int) -> dict[str, Any]:
         if version != self.version:
             raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
         with self._working("export", everything=False):
-            return export_hf(self.policy, self.hf, self.config.model.path, directory)
+            return write(self.policy, self.hf, self.config.model.path, where)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> Bucket:
         """Bucket `number` of the held weights, in this rank's memory until the next; 0 begins a new pass.

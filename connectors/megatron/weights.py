@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from connectors.megatron.families import Mapped, Shape, lookup
 from connectors.megatron.model import PolicyModel, model_shape, padded_vocab
+from connectors.storage.store import split_url
 from core.architecture import expert_count
 from core.errors import ConfigError
 
@@ -128,6 +130,29 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
+    written = _write(model, hf, source, aside)
+    if dist.get_rank() == 0:
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+    dist.barrier()
+    return written
+
+
+def upload_hf(model: PolicyModel, hf: dict[str, Any], source: str, url: str) -> dict[str, Any]:
+    """Write the same to a folder of any storage, each file whole: every rank its own, by way of its node's disk.
+
+    All ranks must call it; the folder is complete when all have returned. Returns bytes written by this rank.
+    """
+    store, name = split_url(url)
+    with tempfile.TemporaryDirectory(prefix="millrace-export-") as own:
+        written = _write(model, hf, source, Path(own))
+        store.upload_dir(own, name)
+    return written
+
+
+def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path) -> dict[str, Any]:
+    """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs."""
     dtypes = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     dtype = getattr(torch, dtypes)
     mine = {
@@ -137,31 +162,28 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
     }
     file = f"model-{dist.get_rank():05d}.safetensors"
     if mine:
-        save_file(mine, aside / file, metadata={"format": "pt"})
+        save_file(mine, folder / file, metadata={"format": "pt"})
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (file, {name: tensor.nbytes for name, tensor in mine.items()}))
     if dist.get_rank() == 0:
-        _finish_export(aside, target, source, everywhere)
-    dist.barrier()
+        _finish(folder, source, everywhere)
     return {"bytes": sum(tensor.nbytes for tensor in mine.values())}
 
 
-def _finish_export(aside: Path, target: Path, source: str, everywhere: list[Any]) -> None:
+def _finish(folder: Path, source: str, everywhere: list[Any]) -> None:
+    """Rank 0's: name the only file (its own, since it holds the embedding) or list them all; config and tokenizer."""
     written = {name: file for file, sizes in everywhere for name in sizes}
     total = sum(size for _, sizes in everywhere for size in sizes.values())
     holders = sorted(set(written.values()))
     if len(holders) == 1:
-        (aside / holders[0]).rename(aside / "model.safetensors")
+        (folder / holders[0]).rename(folder / "model.safetensors")
     else:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
-        (aside / INDEX).write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
     for pattern in SIDE_FILES:
         for path in Path(source).glob(pattern):
-            if path.name != INDEX and not (aside / path.name).exists():
-                shutil.copy(path, aside / path.name)
-    if target.exists():
-        shutil.rmtree(target)
-    aside.rename(target)
+            if path.name != INDEX and not (folder / path.name).exists():
+                shutil.copy(path, folder / path.name)
 
 
 def writes(experts: bool) -> bool:

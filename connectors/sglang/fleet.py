@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
 PHASES = ("wake", "pause", "load", "resume", "confirm")
+NAMED = 5  # how many of the tensors that differ are told
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's names for what it can give back
 
 Load = Callable[[Mapping[int, EngineClient], int], Awaitable[list[Any]]]
@@ -185,19 +186,59 @@ class Fleet:
     ) -> dict[str, float]:
         """Load a version into engines and have each confirm it; seconds by phase. Requests in flight are kept.
 
-        `source`: a Hugging Face folder, or what loads otherwise. An engine lost on the way is restarted and tried again,
-        within the restart budget.
+        `source`: a Hugging Face folder or its URL, or what loads otherwise. An engine lost on the way is restarted and
+        tried again, within the restart budget. Raises StorageError, with no engine touched, if a URL cannot be read.
         """
-        load = from_folder(source) if isinstance(source, str) else source
         left = only if only is not None else sorted(self._clients)
         seconds = dict.fromkeys(PHASES, 0.0)
         for _ in range(self.config.engines.restarts + 2):
+            if not isinstance(source, str):
+                load = source
+            elif "://" in source:
+                load = await self._copied(source, left, seconds)
+            else:
+                load = from_folder(source)
             await self._publish_once(load, version, left, seconds)
             left = [index for index in left if not self._health[index].serves(version)]
             if not left:
                 return seconds
             await self.ensure(self._model)
         raise EngineError(f"engines {left} could not be brought to weight version {version}; see their logs")
+
+    async def _copied(self, url: str, engines: list[int], seconds: dict[str, float]) -> Load:
+        """Have a folder in storage copied to each engine's node, while it still generates; loads the copies, then drops them."""
+        started = time.perf_counter()
+        asked = [self._ask(index, "fetch", url) for index in engines]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        seconds["fetch"] = seconds.get("fetch", 0.0) + time.perf_counter() - started
+        copies = dict(zip(engines, found, strict=True))
+        for copy in found:
+            if isinstance(copy, BaseException) and not isinstance(copy, EngineLostError):
+                drops = [self._ask(index, "drop") for index in engines]
+                await asyncio.gather(*drops, return_exceptions=True)
+                raise copy
+
+        async def one(index: int, client: EngineClient, version: int) -> None:
+            copy = copies[index]
+            if isinstance(copy, BaseException):
+                raise copy
+            try:
+                await client.update_weights_from_disk(copy, version)
+            finally:
+                await self._ask(index, "drop")
+
+        async def load(clients: Mapping[int, EngineClient], version: int) -> list[Any]:
+            loads = [one(index, client, version) for index, client in clients.items()]
+            return await asyncio.gather(*loads, return_exceptions=True)
+
+        return load
+
+    async def _ask(self, index: int, method: str, *args: Any) -> Any:
+        """Ask the holder of an engine's process; its loss is the engine's."""
+        try:
+            return await self._handles[index].call(method, *args)
+        except ActorLostError as error:
+            raise EngineLostError(f"engine-{index}: {error}") from None
 
     async def _publish_once(
         self, load: Load, version: int, engines: list[int], seconds: dict[str, float]
@@ -244,6 +285,23 @@ class Fleet:
         """What each engine says of the tensors it holds."""
         found = await asyncio.gather(*(self._clients[index].weights_checksum() for index in engines))
         return dict(zip(engines, found, strict=True))
+
+    async def verify(self, source: str, version: int, engines: list[int]) -> None:
+        """Load a folder into engines that hold a version; raises EngineError if any holds other tensors then."""
+        before = await self.checksums(engines)
+        await self.publish(source, version, engines)
+        after = await self.checksums(engines)
+        told = []
+        for index in engines:
+            if before[index] != after[index]:
+                names = differing(before[index], after[index])
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                told.append(f"engine-{index} in {', '.join(names[:NAMED]) or 'what it does not name'}{more}")
+        if told:
+            raise EngineError(
+                f"engines held other weights of version {version} than the trainer's export: {'; '.join(told)}; with "
+                "sync.kind=disk and sync.verify=false they hold the export"
+            )
 
     # GPU memory
 
@@ -337,6 +395,23 @@ class Fleet:
         await asyncio.gather(*(client.close() for client in clients))
         if self._router:
             await self._router.close()
+
+
+def differing(one: Any, other: Any) -> list[str]:
+    """Names of the tensors that differ in two answers with checksums; SGLang's has them once a GPU."""
+    left, right = _tensors(one), _tensors(other)
+    places = {**left, **right}
+    return list(dict.fromkeys(place[-1] for place in places if left.get(place) != right.get(place)))
+
+
+def _tensors(answer: Any, *place: str) -> dict[tuple[str, ...], Any]:
+    """Every checksum of a tensor, by its place in the answer, which ends with the tensor's name."""
+    if place and place[-1] == "checksums":
+        return {(*place, name): value for name, value in answer.items()}
+    items = (
+        answer.items() if isinstance(answer, dict) else enumerate(answer) if isinstance(answer, list) else ()
+    )
+    return {key: value for name, below in items for key, value in _tensors(below, *place, str(name)).items()}
 
 
 def from_folder(directory: str) -> Load:

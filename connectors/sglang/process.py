@@ -1,12 +1,13 @@
 """The server process of one engine, or of the router: classes that become Ray actors, whose servers die with them.
 
-Owns starting, watching and ending the process and its log; knows nothing of weights or requests.
+Owns starting, watching and ending the process, its log and what is copied to its node; knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from connectors.sglang.launch import (
     sglang_command,
     sglang_environment,
 )
+from connectors.storage import local
+from connectors.storage.store import split_url
 from core.config import RunConfig
 from core.config.plan import visible_gpus
 from core.errors import EngineError
@@ -127,6 +130,7 @@ class EngineServer(_Server):
         super().__init__(config, f"engine-{index}")
         self.index = index
         self._released: list[str] = []  # what of the server's GPU memory is given back
+        self._fetched: str | None = None  # this node's copy of a folder in storage
 
     def state(self) -> dict[str, Any]:
         """Whether the process lives, where it answers, and what it has given back."""
@@ -153,6 +157,20 @@ class EngineServer(_Server):
             patience = self.config.rollout.progress_timeout_s
             self._run(what, command, lambda: port, sglang_environment(os.environ, self.address, patience))
         return self.state()
+
+    def fetch(self, url: str) -> str:
+        """Copy a folder from storage to this node, where it stays until `drop`; returns its path."""
+        self.drop()
+        store, name = split_url(url)
+        self._fetched = local.own_folder(f"millrace-{self.config.run.name}-engine-{self.index}")
+        store.download_dir(name, self._fetched)
+        return self._fetched
+
+    def drop(self) -> None:
+        """Remove what was fetched."""
+        if self._fetched:
+            shutil.rmtree(self._fetched, ignore_errors=True)
+        self._fetched = None
 
 
 class RouterServer(_Server):

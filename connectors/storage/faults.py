@@ -73,7 +73,7 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
     except FileNotFoundError as error:
         if verb == "write":
             raise StorageError(
-                f"{url}: cannot write: the bucket or folder does not exist; create it or correct storage.root"
+                f"{url}: cannot write: the bucket or folder does not exist; create it or correct the path"
             ) from error
         raise MissingFileError(f"{url}: no such file; restore it or correct the path") from error
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Writing a file of a local disk whole or not at all: aside, fsync, rename, fsync of the folder; and a lock by a file.
+"""Writing a file of a local disk whole or not at all: aside, fsync, rename, fsync of the folder; a lock by a file; and
+folders that end with their process.
 
 Owns the names of files that are still being written; knows nothing of stores.
 """
@@ -8,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import psutil
 
 ASIDE = ".aside-"
 
@@ -64,6 +69,16 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def own_folder(prefix: str, where: str | None = None) -> str:
+    """A new folder of this process, in `where` or shared memory; those of the same prefix whose process died are removed."""
+    where = where or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+    for old in Path(where).glob(f"{prefix}-*.*"):
+        pid = old.name.removeprefix(f"{prefix}-").split(".")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}.", dir=where)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -230,14 +230,14 @@ class Store:
 
         in_threads(fetch, names)
 
-    def check_writable(self) -> None:
-        """Write and remove a small file. Raises StorageError naming storage.root."""
+    def check_writable(self, field: str = "storage.root") -> None:
+        """Write and remove a small file. Raises StorageError naming the field that the root stands in."""
         probe = f".millrace-probe-{uuid.uuid4().hex}"
         try:
             self._write(probe, b"probe", probe=True)
             self.remove(probe)
         except StorageError as error:
-            raise StorageError(f"storage.root = {self.url}: cannot be written: {error}") from error
+            raise StorageError(f"{field} = {self.url}: cannot be written: {error}") from error
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root

@@ -64,6 +64,13 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
         )
     if config.sync.kind == "broadcast" and config.placement.colocate:
         yield Problem("sync.kind", "broadcast", "NCCL joins no GPU to a group twice", "set it to ipc or disk")
+    if config.sync.verify and config.sync_kind == "disk":
+        yield Problem(
+            "sync.verify",
+            True,
+            "it compares what engines hold with what they load from disk, and sync.kind=disk gives them nothing else",
+            f"set sync.kind={'ipc' if config.placement.colocate else 'broadcast'}, or set it to false",
+        )
     e = config.engines
     on_cpu = e.kind == "embedded", config.trainer.device == "cpu"
     if config.sync.kind == "broadcast" and e.kind != "external" and on_cpu[0] != on_cpu[1]:
@@ -118,8 +125,15 @@ def _external(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
         )
-    disk = config.sync_kind == "disk"
-    if disk and config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
+    loads_folders = config.sync_kind == "disk" or config.sync.verify
+    if loads_folders and config.sync.by_url:
+        yield Problem(
+            "sync.directory",
+            config.sync.directory,
+            "nothing of millrace runs beside an external engine that could copy weights from storage",
+            "name a folder that trainer and engines see under the same path, or set sync.kind=broadcast without sync.verify",
+        )
+    if loads_folders and config.sync.directory is None and any(at.hostname not in LOOPBACK for at in parts):
         yield Problem(
             "sync.directory",
             None,

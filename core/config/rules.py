@@ -226,14 +226,14 @@ def _embedded_possible(config: RunConfig) -> bool:
 
 
 def _places(config: RunConfig) -> Iterator[Problem]:
-    root = config.storage.root
-    if root.startswith("memory://"):
-        yield Problem(
-            "storage.root",
-            root,
-            "the memory of one process is not seen by trainer and engines",
-            "give a folder, s3:// or gs://",
-        )
+    for field, place in (("storage.root", config.storage.root), ("sync.directory", config.sync.directory)):
+        if place and place.startswith("memory://"):
+            yield Problem(
+                field,
+                place,
+                "the memory of one process is not seen by trainer and engines",
+                "give a folder, s3:// or gs://",
+            )
     files = [(f"data.sources.{s.name}.path", s.path) for s in config.data.sources]
     files += [(f"evaluation.sets.{s.name}.path", s.path) for s in config.evaluation.sets]
     for field, path in files:

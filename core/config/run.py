@@ -34,7 +34,7 @@ class RunConfig(Section):
         """The configuration as actors get it, with folders named in full: they work in their node's folder, not in ours."""
         settings = self.model_dump(mode="json")
         for section, name in (("model", "path"), ("algorithm", "teacher"), ("sync", "directory")):
-            if settings[section][name] is not None:
+            if settings[section][name] is not None and "://" not in settings[section][name]:
                 settings[section][name] = os.path.abspath(settings[section][name])
         return settings
 

@@ -164,7 +164,7 @@ class Sync(Section):
     )
     directory: str | None = Field(
         None,
-        description="Folder through which weights go, seen by trainer and engines under this path; shared memory of this host when not given, which several nodes do not share.",
+        description="Folder through which weights go, seen by trainer and engines under this path; or a URL such as s3://bucket/weights, to which the trainer's ranks copy them and from which each engine's node does, not for engines.kind=external; shared memory of this host when not given, which several nodes do not share.",
     )
     bucket_mib: int = Field(
         512,
@@ -173,13 +173,18 @@ class Sync(Section):
     )
     verify: bool = Field(
         False,
-        description="After each sync by ipc or broadcast also load the weights from disk and compare the engine's checksums of both.",
+        description="After each sync by ipc or broadcast also load the weights from disk and compare the engine's checksums of both; with disk alone there is nothing to compare with.",
     )
     max_logprob_gap: float = Field(
         0.02,
         gt=0,
         description="Largest mean difference of engine and trainer log-probabilities at each iteration's first step; above it the run stops.",
     )
+
+    @property
+    def by_url(self) -> bool:
+        """Whether files are copied to and from sync.directory, instead of being read and written in place."""
+        return "://" in (self.directory or "")
 
 
 class Checkpoint(Section):

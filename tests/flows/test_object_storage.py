@@ -1,8 +1,9 @@
-"""The run folder on an object store: the same run, the same promises."""
+"""The run folder on an object store, and weights by way of one: the same run, the same promises."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import uuid
 from pathlib import Path
@@ -32,3 +33,34 @@ def test_a_run_on_s3_survives_a_kill_and_is_not_repeated(workplace: Workplace, s
     assert fs.exists(f"{folder}/checkpoints/000003/complete.json")
     assert fs.exists(f"{folder}/exports/000003/model.safetensors")
     assert not (Path(workplace.folder) / "s3:").exists()
+
+
+def test_weights_reach_engines_by_way_of_a_bucket_and_nothing_of_them_stays(
+    workplace: Workplace, s3_bucket: str, tmp_path: Path
+) -> None:
+    """Two pipeline stages, two engines; the driver is killed amid the second sync."""
+    weights = f"{s3_bucket}/{uuid.uuid4().hex}"
+    fs = s3fs.S3FileSystem(
+        endpoint_url=os.environ["AWS_ENDPOINT_URL"], use_listings_cache=False, skip_instance_cache=True
+    )
+    workplace.environment.update({name: here for name, here in os.environ.items() if name.startswith("AWS_")})
+    settings = ["run.name=by-bucket", "run.iterations=2", "sync.kind=disk", f"sync.directory={weights}"]
+    settings += ["trainer.world_size=2", "trainer.parallel.pipeline=2", "trainer.device=cpu"]
+    settings += ["engines.kind=embedded", "engines.count=2"]
+    second = f"{weights}/*/*/weights-00000004/*.safetensors"
+    workplace.train_and_kill(tmp_path, lambda: bool(fs.glob(second)), *settings)
+    assert "2 iterations complete" in workplace.train(tmp_path, *settings)
+    run = tmp_path / "by-bucket"
+    for index in range(2):
+        folder = run / "iterations" / f"{index:06d}"
+        record = json.loads((folder / "results" / "sync_weights.json").read_text())["result"]
+        assert json.loads(record)["version"] == 2 * (index + 1)
+        rows = pq.read_table(folder / "batch.parquet").to_pylist()
+        assert all(row["policy_versions"] == [{"first_token": 0, "version": 2 * index}] for row in rows)
+    first = run / "iterations" / "000000" / "results" / "sync_weights.json"
+    assert "fetch" in first.read_text()
+    out = workplace.call("replay", "by-bucket", "--from", "0", "--to", "2", "--root", str(tmp_path))
+    assert "every weight equals the export after iteration 2, bit for bit" in out
+    assert fs.find(weights) == []
+    assert not list(Path("/dev/shm").glob("millrace-by-bucket*"))
+    assert not (workplace.folder / "s3:").exists()

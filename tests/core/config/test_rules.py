@@ -59,6 +59,7 @@ def fields(*overrides: str) -> list[str]:
         ["trainer.schedule.kind=linear", "trainer.schedule.warmup_steps=9"],
         ["trainer.schedule.warmup_steps=1000"],
         ["sync.kind=disk"],
+        ["sync.directory=s3://b/w"],
         ["sync.kind=broadcast"],
         ["sync.kind=broadcast", "engines.kind=embedded", "trainer.device=cpu"],
         ["sync.kind=broadcast", "engines.kind=external", "engines.addresses=['http://a:1']"],
@@ -133,6 +134,12 @@ def test_these_agree(overrides: list[str]) -> None:
             "engines.count",
         ),
         (["engines.kind=external", "engines.addresses=['http://a:1']"], "sync.directory"),
+        (
+            ["engines.kind=external", "engines.addresses=['http://localhost:1']", "sync.directory=s3://b/w"],
+            "sync.directory",
+        ),
+        (["sync.directory=memory://w"], "sync.directory"),
+        (["sync.kind=disk", "sync.verify=true"], "sync.verify"),
         (
             [
                 "engines.kind=external",
