@@ -17,8 +17,8 @@ from local_handle import LocalHandle
 
 from connectors.sglang.client import Generation
 from connectors.sglang.dispatcher import Dispatcher
-from connectors.sglang.fleet import Fleet
-from core.errors import EngineError, EngineLostError, EngineStalledError
+from connectors.sglang.fleet import Fleet, differing
+from core.errors import EngineError, EngineLostError, EngineStalledError, MissingFileError
 
 PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
@@ -311,6 +311,51 @@ async def test_an_engine_killed_while_weights_are_published_is_rebuilt_with_them
     await fleet.publish(str(tiny_model), 10)
     assert fleet.unconfirmed(10) == []
     assert fleet.restarts == 1
+
+
+async def test_weights_come_by_url_to_every_engine_and_no_copy_stays(
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path, handles: list[LocalHandle]
+) -> None:
+    fleet = make_fleet()
+    await fleet.ensure(str(tiny_model))
+    await fleet.publish(str(other_model), 50)
+    wanted = await fleet.checksums([0, 1])
+    await fleet.publish(str(tiny_model), 51)
+    with pytest.raises(MissingFileError, match="no such folder"):
+        await fleet.publish(f"file://{other_model}/nothing", 52)
+    assert fleet.unconfirmed(51) == []  # nothing was asked of them
+    seconds = await fleet.publish(f"file://{other_model}", 52)
+    assert seconds["fetch"] > 0
+    assert fleet.unconfirmed(52) == []
+    assert await fleet.checksums([0, 1]) == wanted
+    name = handles[0].server.config.run.name
+    assert not list(Path("/dev/shm").glob(f"millrace-{name}-engine-*"))
+
+
+async def test_tensors_that_are_not_those_of_the_export_are_named(
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path
+) -> None:
+    fleet = make_fleet()
+    await fleet.ensure(str(tiny_model))
+    await fleet.publish(str(tiny_model), 60)
+    await fleet.verify(str(tiny_model), 60, [0, 1])
+    with pytest.raises(
+        EngineError, match=r"version 60 .*: engine-0 in \S*model\.\S+, .* and \d+ more; engine-1 in"
+    ):
+        await fleet.verify(str(other_model), 60, [0, 1])
+
+
+def test_checksums_differ_by_tensor_on_any_gpu() -> None:
+    """SGLang's answer has a rank's checksums once a GPU, beside one of them all."""
+
+    def answer(*gpus: dict[str, str]) -> dict[str, Any]:
+        return {"success": True, "ranks": [{"checksums": gpu, "per_gpu_checksum": str(gpu)} for gpu in gpus]}
+
+    one = answer({"a": "1", "b": "2"}, {"a": "1", "b": "2"})
+    assert differing(one, one) == []
+    assert differing(one, answer({"a": "1", "b": "2"}, {"a": "1", "b": "3"})) == ["b"]
+    assert differing(one, answer({"a": "0", "b": "2"}, {"a": "0"})) == ["a", "b"]
+    assert differing({"message": "1"}, {"message": "2"}) == []
 
 
 async def test_refused_weights_leave_the_engines_generating(
