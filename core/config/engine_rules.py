@@ -28,7 +28,7 @@ def _kinds(config: RunConfig) -> Iterator[Problem]:
     if e.kind == "embedded" and e.sglang:
         yield Problem(
             "engines.sglang",
-            e.sglang,
+            ", ".join(e.sglang),
             "engines.kind=embedded starts no SGLang",
             "remove the options, or set engines.kind=sglang",
         )
@@ -117,7 +117,7 @@ def _external(config: RunConfig) -> Iterator[Problem]:
     if e.sglang:
         yield Problem(
             "engines.sglang",
-            e.sglang,
+            ", ".join(e.sglang),
             "external engines have the options they were started with",
             "give them there, and remove them here",
         )

@@ -243,11 +243,12 @@ def test_a_password_is_not_repeated() -> None:
     assert "hush" not in str(problems(RunConfig.model_validate(values))[0])
 
 
+@pytest.mark.parametrize("kind", ["sglang", "embedded", "external"])
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key", "ssl_keyfile_password"])
-def test_an_engines_secret_is_not_repeated(name: str) -> None:
-    assert "hush" not in str(
-        problems(RunConfig.model_validate({**BASE, "engines": {"sglang": {name: "hush"}}}))[0]
-    )
+def test_an_engines_secret_is_not_repeated(name: str, kind: str) -> None:
+    found = problems(RunConfig.model_validate({**BASE, "engines": {"kind": kind, "sglang": {name: "hush"}}}))
+    assert name in str(found)
+    assert "hush" not in str(found)
 
 
 def test_attention_may_be_data_parallel_within_an_engine() -> None:
