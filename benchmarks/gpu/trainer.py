@@ -1,7 +1,7 @@
 """The Megatron trainer's step on one GPU beside Hugging Face with torch's fused AdamW: tokens/s, MFU and a profile.
 
     python benchmarks/gpu/trainer.py [--model 0.6B] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
-                                     [--sides millrace huggingface] [--profile 2048] [--json out.json]
+                                     [--sides millrace huggingface] [--recompute none] [--profile 2048] [--json out.json]
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
 weights of the named Qwen3 shape. millrace: TrainerRank.train as a run calls it, batch file and metrics included, fp32 main
@@ -76,7 +76,7 @@ def operations(hf: Any, lengths: list[int]) -> float:
 class Millrace:
     """The trainer, one rank on NCCL; a step reads its batch from a file, as in a run."""
 
-    def __init__(self, model: Path, scratch: Path, tokens: int) -> None:
+    def __init__(self, model: Path, scratch: Path, tokens: int, recompute: str) -> None:
         from connectors.megatron.rank import TrainerRank
         from core.config import RunConfig
 
@@ -86,7 +86,12 @@ class Millrace:
                 "run": {"name": "benchmark", "iterations": 1000},
                 "model": {"path": str(model), "dtype": "bfloat16"},
                 "data": {"sources": [{"path": "none"}]},
-                "trainer": {"device": "cuda", "max_pack_tokens": tokens, "optimizer": {"lr": 1e-5}},
+                "trainer": {
+                    "device": "cuda",
+                    "max_pack_tokens": tokens,
+                    "recompute": recompute,
+                    "optimizer": {"lr": 1e-5},
+                },
                 "algorithm": {"aggregation": "token_mean"},
             }
         )
@@ -263,6 +268,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 0], help="0: mixed")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, one pack")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--sides", nargs="+", default=["millrace", "huggingface"])
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="lengths to profile")
     parser.add_argument("--json", type=Path)
@@ -275,6 +281,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "model": given.model,
+        "recompute": given.recompute,
         "results": [],
         "profiles": [],
     }
@@ -290,7 +297,7 @@ def main() -> None:
             side: Any = (
                 HuggingFace(hf_model)
                 if name == "huggingface"
-                else Millrace(Path(scratch) / "model", Path(scratch), given.tokens)
+                else Millrace(Path(scratch) / "model", Path(scratch), given.tokens, given.recompute)
             )
             print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
             number = 1

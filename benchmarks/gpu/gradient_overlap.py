@@ -1,0 +1,153 @@
+"""What reducing gradients while the backward pass runs gains: the trainer's step on several GPUs, with it and without.
+
+    python -m benchmarks.gpu.gradient_overlap [--shape 0.6b] [--ranks 2] [--samples 16] [--length 2048] [--rounds 4] [--out FILE]
+
+Data parallel ranks, one to a GPU, train on the same batches; steps with and without overlap take turns, so that both see the
+same host. One pack a rank unless --samples says otherwise. Each figure is the median of its steps after the first round.
+`--device cpu --shape tiny` runs the same over gloo, to try it. JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.batch_rows import batch_row
+
+PROMPT, PACK = 64, 16384
+WAYS = {"overlapped": True, "afterwards": False}
+
+
+def main() -> None:
+    """Start the ranks, have them make the steps, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=16, help="of a step, over all ranks")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
+    parser.add_argument("--rounds", type=int, default=4, help="steps of each way, after one that warms up")
+    parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = _model(given.shape, given.models or Path(scratch))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = get_context("spawn")
+        results = context.Queue()
+        arguments = (given, str(model), scratch, port, results)
+        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit("a rank failed; see above")
+        report = {"command": " ".join(sys.argv), "ranks": given.ranks, "shape": given.shape, **results.get()}
+    text = json.dumps(report, indent=1)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+
+
+def _model(shape: str, folder: Path) -> Path:
+    if shape == "tiny":
+        from connectors.huggingface.tiny import build_tiny_model
+
+        build_tiny_model(folder / shape)
+        return folder / shape
+    from benchmarks.gpu.shapes import model_folder
+
+    return model_folder(shape, folder / shape)
+
+
+def _rank(rank: int, given: argparse.Namespace, model: str, scratch: str, port: int, results: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if given.device == "cuda" else ""
+    import torch
+
+    from benchmarks.gpu.shapes import device_name
+    from connectors.megatron.rank import TrainerRank
+    from core.config import RunConfig
+
+    gpu = given.device == "cuda"
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "benchmark", "iterations": 1000},
+            "model": {"path": model, "dtype": "bfloat16" if gpu else "float32"},
+            "data": {"sources": [{"path": "none"}]},
+            "trainer": {
+                "device": given.device,
+                "threads": 1,
+                "world_size": given.ranks,
+                "max_pack_tokens": PACK,
+                "deterministic": False,
+                "optimizer": {"lr": 1e-5},
+            },
+        }
+    )
+    trainer = TrainerRank(config.model_dump(mode="json"), rank, given.ranks)
+    trainer.setup(("127.0.0.1", port))
+    ddp = trainer.learner.policy.model
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    compute: dict[str, list[float]] = {way: [] for way in WAYS}
+    version = 0
+    for turn in range(given.rounds + 1):
+        for way, overlap in WAYS.items():
+            version += 1
+            url = _batch(given, Path(scratch) / f"{rank}-{version}", version)
+            ddp.ddp_config.overlap_grad_reduce = overlap
+            torch.distributed.barrier()
+            started = time.perf_counter()
+            answer = trainer.train(version, url)
+            if gpu:
+                torch.cuda.synchronize()
+            if turn:
+                seconds[way].append(time.perf_counter() - started)
+                compute[way].append(answer["seconds"]["compute"])
+    trainer.shutdown()
+    if rank:
+        return
+    medians = {way: statistics.median(of) for way, of in seconds.items()}
+    results.put(
+        {
+            "device": device_name() if gpu else "cpu",
+            "median_s": medians,
+            "ratio": round(medians["overlapped"] / medians["afterwards"], 4),
+            "compute_median_s": {way: statistics.median(of) for way, of in compute.items()},
+            "seconds": seconds,
+        }
+    )
+
+
+def _batch(given: argparse.Namespace, folder: Path, step: int) -> str:
+    """URL of a step's batch, the same for every rank."""
+    import pyarrow as pa
+
+    from connectors.storage.store import Store
+    from core import schema
+
+    draw = random.Random(step)
+    rows = [
+        batch_row(step, i, draw.choices(range(90), k=given.length), given.length - PROMPT, draw.uniform(-1, 1), -11.9)
+        for i in range(given.samples)
+    ]  # fmt: skip
+    Store(str(folder)).write_table(
+        "batch.parquet", pa.Table.from_pylist(rows, schema.schema("batch")), "batch"
+    )
+    return f"{folder}/batch.parquet"
+
+
+if __name__ == "__main__":
+    main()
