@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+
+from connectors.storage.store import Store
+from core import schema
 
 GROUP = 8
 
@@ -38,3 +44,11 @@ def batch_row(
         "advantage": advantage,
         "train_step": step,
     }
+
+
+def write_batch(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """Path of a batch with these rows, in a folder of its own."""
+    Store(str(folder)).write_table(
+        "batch.parquet", pa.Table.from_pylist(list(rows), schema.schema("batch")), "batch"
+    )
+    return str(folder / "batch.parquet")

@@ -157,11 +157,8 @@ def _serve(pipe: Any, kind: str, folder: Path, model: Path, threads: int) -> Non
 
 def measure(name: str, case: Case, threads: int, steps: int) -> dict[str, Any]:
     """Median seconds of both sides, and their ratio. Asserts that they did the same."""
-    import pyarrow as pa
-
+    from benchmarks.batch_rows import write_batch
     from connectors.huggingface.tiny import build_tiny_model
-    from connectors.storage.store import Store
-    from core import schema
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -169,8 +166,7 @@ def measure(name: str, case: Case, threads: int, steps: int) -> dict[str, Any]:
         model = build_tiny_model(folder / "model", **shape)
         for number in range(1, steps + WARM_UP + 1):
             rows = make_rows(case, number, shape.get("vocab_size", 96))
-            table = pa.Table.from_pylist(rows, schema=schema.schema("batch"))
-            Store(str(folder / str(number))).write_table("batch.parquet", table, "batch")
+            write_batch(folder / str(number), rows)
             (folder / str(number) / "rows.json").write_text(json.dumps(rows))
         spawn = get_context("spawn")
         pipes = {}

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batch_rows import batch_row
+from benchmarks.batch_rows import batch_row, write_batch
+from connectors.megatron.rank import TrainerRank
 
 PROMPT, PACK = 64, 16384
 WAYS = {"overlapped": True, "afterwards": False}
@@ -42,12 +42,9 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = _model(given.shape, given.models or Path(scratch))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         context = get_context("spawn")
         results = context.Queue()
-        arguments = (given, str(model), scratch, port, results)
+        arguments = (given, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
         for process in ranks:
             process.start()
@@ -73,12 +70,13 @@ def _model(shape: str, folder: Path) -> Path:
     return model_folder(shape, folder / shape)
 
 
-def _rank(rank: int, given: argparse.Namespace, model: str, scratch: str, port: int, results: Any) -> None:
+def _rank(
+    rank: int, given: argparse.Namespace, model: str, scratch: str, master: tuple[str, int], results: Any
+) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if given.device == "cuda" else ""
     import torch
 
     from benchmarks.gpu.shapes import device_name
-    from connectors.megatron.rank import TrainerRank
     from core.config import RunConfig
 
     gpu = given.device == "cuda"
@@ -98,7 +96,7 @@ def _rank(rank: int, given: argparse.Namespace, model: str, scratch: str, port: 
         }
     )
     trainer = TrainerRank(config.model_dump(mode="json"), rank, given.ranks)
-    trainer.setup(("127.0.0.1", port))
+    trainer.setup(master)
     ddp = trainer.learner.policy.model
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     compute: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -133,20 +131,12 @@ def _rank(rank: int, given: argparse.Namespace, model: str, scratch: str, port: 
 
 def _batch(given: argparse.Namespace, folder: Path, step: int) -> str:
     """URL of a step's batch, the same for every rank."""
-    import pyarrow as pa
-
-    from connectors.storage.store import Store
-    from core import schema
-
     draw = random.Random(step)
     rows = [
         batch_row(step, i, draw.choices(range(90), k=given.length), given.length - PROMPT, draw.uniform(-1, 1), -11.9)
         for i in range(given.samples)
     ]  # fmt: skip
-    Store(str(folder)).write_table(
-        "batch.parquet", pa.Table.from_pylist(rows, schema.schema("batch")), "batch"
-    )
-    return f"{folder}/batch.parquet"
+    return write_batch(folder, rows)
 
 
 if __name__ == "__main__":

@@ -100,16 +100,9 @@ class Millrace:
 
     def prepare(self, rows: list[dict[str, Any]]) -> str:
         """Write a step's batch; returns its path."""
-        import pyarrow as pa
+        from benchmarks.batch_rows import write_batch
 
-        from connectors.storage.store import Store
-        from core import schema
-
-        folder = str(self.scratch / rows[0]["sample_id"])
-        Store(folder).write_table(
-            "batch.parquet", pa.Table.from_pylist(rows, schema.schema("batch")), "batch"
-        )
-        return f"{folder}/batch.parquet"
+        return write_batch(self.scratch / rows[0]["sample_id"], rows)
 
     def step(self, prepared: str) -> dict[str, Any]:
         """Train on it; loss, gradient norm and the seconds of each phase."""

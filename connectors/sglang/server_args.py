@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,15 @@ def server_args() -> tuple[str, dict[str, ServerArg]]:
         path = folder / "srt" / "server_args.py"
         if path.is_file():
             versions = [found.version for found in distributions(name="sglang", path=[str(folder.parent)])]
-            return (versions or [UNTOLD])[0], _fields(ast.parse(path.read_text(encoding="utf-8")))
+            return (versions or [UNTOLD])[0], _fields(path.read_text(encoding="utf-8"))
     return UNTOLD, {}
 
 
-def _fields(source: ast.Module) -> dict[str, ServerArg]:
+@lru_cache(maxsize=1)
+def _fields(source: str) -> dict[str, ServerArg]:
     return {
         item.target.id: _field(item.target.id, item.annotation, item.value)
-        for node in source.body
+        for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name == "ServerArgs"
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)

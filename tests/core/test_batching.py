@@ -11,21 +11,9 @@ from hypothesis import strategies as st
 from core.architecture import architecture
 from core.batching import Packs, plan_packs
 from core.errors import ConfigError
+from tests.qwen3 import QWEN3_06B
 
-SHAPE = architecture(
-    {
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-    }
-)
+SHAPE = architecture(QWEN3_06B)
 batches = st.lists(st.integers(1, 16384), max_size=40)
 
 

@@ -12,19 +12,8 @@ from core.architecture import architecture
 from core.config.overrides import apply
 from core.config.plan import make_plan, parameters_of_rank
 from core.config.run import RunConfig
+from tests.qwen3 import QWEN3_06B
 
-QWEN3_06B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
 MOE = {
     **QWEN3_06B,
     "model_type": "qwen3_moe",
