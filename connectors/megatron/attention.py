@@ -1,7 +1,9 @@
 """Core attention for packed sequences: SDPA a sequence on CPU; on GPU cuDNN's for long sequences, varlen flash attention.
 
-Owns attention over [T, heads, head_dim] packs with grouped heads and context parallelism (keys and values gathered
-over the ranks; queries stay where they are in megatron's zigzag order). Knows nothing of projections or rotary.
+Owns attention over [T, heads, head_dim] packs with grouped heads and context parallelism: ranks exchange heads for tokens,
+so that each attends over whole sequences with its share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1); where they
+cannot share the heads of keys evenly, keys and values are gathered and queries stay where they are in megatron's zigzag
+order. Knows nothing of projections or rotary.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.scale: float | None = kwargs.get("softmax_scale")
         self.cp_group: Any = kwargs["pg_collection"].cp
+        kv_heads = config.num_query_groups // config.tensor_model_parallel_size
+        self.by_heads = kv_heads % self.cp_group.size() == 0
 
     def forward(
         self,
@@ -45,22 +49,41 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "only packed sequences are supported"
         bounds: list[int] = packed_seq_params.bounds  # type: ignore[attr-defined]
         size = self.cp_group.size()
-        if size > 1:
+        if size == 1:
+            out = self._within(query, key, value, bounds, packed_seq_params)
+        elif self.by_heads:
+            pack = tuple(bounds)
+            mine = _heads_for_tokens(query, key, value, pack, self.cp_group)
+            out = _TokensForHeads.apply(self._within(*mine, bounds, packed_seq_params), pack, self.cp_group)
+        else:
             pack = tuple(bounds)
             key = _GatherSequences.apply(key, pack, self.cp_group)
             value = _GatherSequences.apply(value, pack, self.cp_group)
             out = _zigzag(query, key, value, self.scale, pack, size, self.cp_group.rank())
-        elif dense_attention.usable(query):
-            out = dense_attention.attend(
+        return out.reshape(out.shape[0], -1)
+
+    def _within(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], params: PackedSeqParams
+    ) -> Tensor:
+        """Of whole sequences: [T, heads, d] -> [T, heads, d]."""
+        if dense_attention.usable(query):
+            return dense_attention.attend(
                 query, key, value, bounds, self.scale, varlen=short, dense=dense_attention.cudnn
             )
-        elif query.is_cuda:
-            cu = packed_seq_params.cu_seqlens_q
-            longest = packed_seq_params.max_seqlen_q
-            out = varlen(query, key, value, cu, cu, longest, longest, self.scale)
-        else:
-            out = _by_length(query, key, value, bounds, self.scale)
-        return out.reshape(out.shape[0], -1)
+        if query.is_cuda:
+            cu, longest = params.cu_seqlens_q, params.max_seqlen_q
+            return varlen(query, key, value, cu, cu, longest, longest, self.scale)
+        return _by_length(query, key, value, bounds, self.scale)
+
+
+def _heads_for_tokens(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], group: Any
+) -> Sequence[Tensor]:
+    """Each [T / size, heads, d], a rank's tokens -> [T, heads / size, d], all tokens in the pack's order, in one exchange."""
+    shares = [x.shape[1] // group.size() for x in (query, key, value)]
+    split = [x.unflatten(1, (group.size(), -1)) for x in (query, key, value)]
+    out: Tensor = _HeadsForTokens.apply(torch.cat(split, dim=2), bounds, group)
+    return out.split(shares, dim=1)
 
 
 def _zigzag(
@@ -182,6 +205,48 @@ def _takes_gqa() -> bool:
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    """[T / size, size, share, d], this rank's tokens, heads by the rank they go to -> [T, share, d] in the pack's order."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+        ctx.bounds, ctx.group = bounds, group
+        return _to_heads(local, bounds, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_tokens(grads[0], ctx.bounds, ctx.group), None, None
+
+
+class _TokensForHeads(torch.autograd.Function):
+    """The way back: [T, share, d] in the pack's order -> [T / size, size, share, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+        ctx.bounds, ctx.group = bounds, group
+        return _to_tokens(whole, bounds, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(grads[0], ctx.bounds, ctx.group), None, None
+
+
+def _to_heads(local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+    _, places = _zigzag_order(bounds, group.size(), local.device)
+    given = local.transpose(0, 1).contiguous()
+    parts = torch.empty_like(given)  # tokens of each rank, with this rank's heads
+    dist.all_to_all_single(parts, given, group=group)
+    return parts.flatten(0, 1)[places]
+
+
+def _to_tokens(whole: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+    positions, _ = _zigzag_order(bounds, group.size(), whole.device)
+    given = whole[positions]
+    parts = torch.empty_like(given)  # this rank's tokens, with the heads of each rank
+    dist.all_to_all_single(parts, given, group=group)
+    return parts.unflatten(0, (group.size(), -1)).transpose(0, 1)
 
 
 class _GatherSequences(torch.autograd.Function):

@@ -1,10 +1,12 @@
-"""What reducing gradients while the backward pass runs gains: the trainer's step on several GPUs, with it and without.
+"""What a way of working on several GPUs gains: the trainer's step with it and with the other, in turns.
 
-    python -m benchmarks.gpu.gradient_overlap [--shape 0.6b] [--ranks 2] [--samples 16] [--length 2048] [--rounds 4] [--out FILE]
+    python -m benchmarks.gpu.two_ways gradients|context [--shape 0.6b] [--ranks 2] [--samples 16] [--length 2048] [--rounds 4] [--out FILE]
 
-Data parallel ranks, one to a GPU, train on the same batches; steps with and without overlap take turns, so that both see the
-same host. One pack a rank unless --samples says otherwise. Each figure is the median of its steps after the first round.
-`--device cpu --shape tiny` runs the same over gloo, to try it. JSON to stdout.
+gradients: data parallel ranks reduce gradients while the backward pass runs, or afterwards.
+context: context parallel ranks exchange heads for tokens around attention, or gather keys and values.
+
+Ranks, one to a GPU, train on the same batches; steps of both ways take turns, so that they see the same host. Each figure is
+the median of its steps after the first round. `--device cpu --shape tiny` runs the same over gloo, to try it. JSON to stdout.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch_rows import batch_row, write_batch
+from connectors.megatron.attention import PackedAttention
 from connectors.megatron.rank import TrainerRank
 
 PROMPT, PACK = 64, 16384
-WAYS = {"overlapped": True, "afterwards": False}
+WAYS = {"gradients": ("overlapped", "afterwards"), "context": ("heads exchanged", "keys gathered")}
 
 
 def main() -> None:
     """Start the ranks, have them make the steps, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=WAYS)
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
@@ -80,6 +84,7 @@ def _rank(
     from core.config import RunConfig
 
     gpu = given.device == "cuda"
+    shards = given.ranks if given.what == "context" else 1
     config = RunConfig.model_validate(
         {
             "run": {"name": "benchmark", "iterations": 1000},
@@ -89,7 +94,8 @@ def _rank(
                 "device": given.device,
                 "threads": 1,
                 "world_size": given.ranks,
-                "max_pack_tokens": PACK,
+                "max_pack_tokens": max(PACK // shards, given.length // shards),
+                "parallel": {"context": shards},
                 "deterministic": False,
                 "optimizer": {"lr": 1e-5},
             },
@@ -97,15 +103,14 @@ def _rank(
     )
     trainer = TrainerRank(config.model_dump(mode="json"), rank, given.ranks)
     trainer.setup(master)
-    ddp = trainer.learner.policy.model
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    compute: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS[given.what]}
+    compute: dict[str, list[float]] = {way: [] for way in WAYS[given.what]}
     version = 0
     for turn in range(given.rounds + 1):
-        for way, overlap in WAYS.items():
+        for way in WAYS[given.what]:
             version += 1
             url = _batch(given, Path(scratch) / f"{rank}-{version}", version)
-            ddp.ddp_config.overlap_grad_reduce = overlap
+            _take(trainer.learner.policy.model, given.what, new=way == WAYS[given.what][0])
             torch.distributed.barrier()
             started = time.perf_counter()
             answer = trainer.train(version, url)
@@ -118,15 +123,26 @@ def _rank(
     if rank:
         return
     medians = {way: statistics.median(of) for way, of in seconds.items()}
+    new, other = WAYS[given.what]
     results.put(
         {
             "device": device_name() if gpu else "cpu",
             "median_s": medians,
-            "ratio": round(medians["overlapped"] / medians["afterwards"], 4),
+            "ratio": round(medians[new] / medians[other], 4),
             "compute_median_s": {way: statistics.median(of) for way, of in compute.items()},
             "seconds": seconds,
         }
     )
+
+
+def _take(ddp: Any, what: str, *, new: bool) -> None:
+    """Have the model make its next step one way."""
+    if what == "gradients":
+        ddp.ddp_config.overlap_grad_reduce = new
+        return
+    for module in ddp.modules():
+        if isinstance(module, PackedAttention):
+            module.by_heads = new
 
 
 def _batch(given: argparse.Namespace, folder: Path, step: int) -> str:
