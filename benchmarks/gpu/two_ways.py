@@ -50,7 +50,11 @@ def main() -> None:
         results = context.Queue()
         arguments = (given, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
-        for process in ranks:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(rank) for rank in range(given.ranks)]
+        for process, gpu in zip(ranks, gpus, strict=False):
+            # before the process starts: its imports may ask CUDA what there is
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu if given.device == "cuda" else ""
             process.start()
         for process in ranks:
             process.join()
@@ -77,7 +81,6 @@ def _model(shape: str, folder: Path) -> Path:
 def _rank(
     rank: int, given: argparse.Namespace, model: str, scratch: str, master: tuple[str, int], results: Any
 ) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if given.device == "cuda" else ""
     import torch
 
     from benchmarks.gpu.shapes import device_name
