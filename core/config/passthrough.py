@@ -46,6 +46,7 @@ SGLANG_ELSEWHERE = {
     "dtype": "model.dtype",
     "enable_memory_saver": "placement.offload_engines",
     "disaggregation_mode": "engines.prefill",
+    "random_seed": "run.seed",
 }
 
 _BIASED = "tokens would not be drawn from the distribution that their log-probabilities are of"
@@ -55,6 +56,7 @@ _ALONE = "let engines listen where nobody else does (engines.host)"
 _KEY = f"{_LOCKED}, and requests bring none: {_ALONE}"
 _PLAIN = f"engines are reached over plain HTTP: {_ALONE}"
 _HTTP = "engines are spoken to over HTTP"
+_NO_ADAPTER = "the trainer trains all weights, and requests name no adapter"
 _ONE_HOST = "an engine is one process on one host, which places itself: set engines.gpus and engines.count"
 
 SGLANG_REFUSED = {
@@ -72,6 +74,9 @@ SGLANG_REFUSED = {
     "nnodes": _ONE_HOST,
     "node_rank": _ONE_HOST,
     "dist_init_addr": _ONE_HOST,
+    "preferred_sampling_params": "no sample would tell what it changed: rollout.sampling goes with every request",
+    "enable_lora": _NO_ADAPTER,
+    "lora_paths": _NO_ADAPTER,
     "pp_size": "all GPUs of an engine (engines.gpus) share each layer, and none is left for another stage",
 }
 
