@@ -1,11 +1,16 @@
 """The engine under contract: the embedded one, or any server that speaks SGLang's protocol at MILLRACE_ENGINE_URL.
 
-A server given by URL must serve a model folder that this machine can read (its /model_info names it).
+A server given by URL must serve a model folder that this machine can read (its /model_info names it), whose weights are one
+model.safetensors. What only the embedded engine promises is marked `embedded_only`, with how SGLang differs. What SGLang
+answers with is held to two versions: 0.5.17, which millrace runs, and 0.5.23.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +20,28 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from engine_process import embedded_engine
+from safetensors.torch import load_file, save_file
 
 TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Served:
-    """Where the engine answers, and what it serves."""
+    """Where the engine answers, and what it serves at first."""
 
     url: str
-    own: bool  # started by these tests
+    own: bool  # the embedded engine, started by these tests
+    model: Path
+    version: str
 
 
 class Http:
     """Calls of one test; every answer's status is looked at."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, own: bool) -> None:
+    def __init__(self, session: aiohttp.ClientSession, served: Served) -> None:
         self.session = session
-        self.url = url
-        self.own = own
+        self.url, self.own = served.url, served.own
+        self.model, self.version = served.model, served.version
 
     async def post(
         self, path: str, body: dict[str, Any] | None = None, status: int | tuple[int, ...] = 200
@@ -57,24 +65,18 @@ class Http:
         body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, **(top or {})}
         return await self.post("/generate", body, status)
 
-    async def model(self) -> Path:
-        """Folder of the model served."""
-        for path in ("/model_info", "/get_model_info"):
-            async with self.session.get(self.url + path) as answer:
-                if answer.status == 200:
-                    return Path((await answer.json())["model_path"])
-        raise AssertionError("the engine does not name its model")
-
 
 @pytest.fixture(scope="session")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     given = os.environ.get("MILLRACE_ENGINE_URL")
     if given:
-        yield Served(given.rstrip("/"), own=False)
+        with urllib.request.urlopen(given.rstrip("/") + "/model_info", timeout=TIMEOUT_S) as answer:
+            info = json.load(answer)
+        yield Served(given.rstrip("/"), False, Path(info["model_path"]), info["weight_version"])
         return
     log = tmp_path_factory.mktemp("contract") / "engine.log"
     with embedded_engine(tiny_model, "--weight-version", "0", log=log) as (url, _):
-        yield Served(url, own=True)
+        yield Served(url, True, tiny_model, "0")
 
 
 @pytest_asyncio.fixture
@@ -82,14 +84,26 @@ async def http(served: Served) -> AsyncIterator[Http]:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server that answered 500 hangs up
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        client = Http(session, served.url, served.own)
+        client = Http(session, served)
         yield client
         await client.post("/continue_generation")
         await client.post("/abort_request", {"abort_all": True})
 
 
-@pytest.fixture
-def own_engine(served: Served) -> None:
-    """Only for an engine that these tests started: what follows is this engine's own form."""
-    if not served.own:
-        pytest.skip("another form at SGLang's server")
+@pytest.fixture(autouse=True)
+def only_where_promised(request: pytest.FixtureRequest, served: Served) -> None:
+    """Leaves out at SGLang what is marked embedded_only."""
+    marker = request.node.get_closest_marker("embedded_only")
+    if marker and not served.own:
+        pytest.skip(marker.args[0])
+
+
+@pytest.fixture(scope="session")
+def other_model(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape served with other weights: every tensor's rows moved on by one."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(served.model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    moved = {name: tensor.roll(1, 0).contiguous() for name, tensor in tensors.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
