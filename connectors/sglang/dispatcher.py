@@ -18,6 +18,11 @@ log = logging.getLogger(__name__)
 SESSIONS = 65536
 
 
+def request_id(rid: str, attempt: int) -> str:
+    """What an engine knows an attempt by: no other's beginning, since SGLang ends all requests that begin with a given id."""
+    return f"{rid}~{attempt:02}"
+
+
 class Dispatcher:
     """Generates on engines that all serve one weight version."""
 
@@ -49,8 +54,7 @@ class Dispatcher:
         for attempt in range(self.attempts):
             engine = await self._engine(session)
             try:
-                try_id = rid if not attempt else f"{rid}~{attempt}"
-                result = await self._ask(engine, input_ids, params, try_id, session)
+                result = await self._ask(engine, input_ids, params, request_id(rid, attempt), session)
             except EngineLostError as error:
                 last = error
                 self._doubt(engine, error)

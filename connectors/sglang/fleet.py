@@ -254,7 +254,7 @@ class Fleet:
 
         calls: dict[str, Load] = {
             "wake": _each(lambda client: self._take_memory(client, WEIGHTS)),
-            "pause": _each(lambda client: client.pause("retract")),
+            "pause": _each(_stop),
             "load": load,
             "resume": _each(lambda client: client.resume()),
             "confirm": _each(confirm),
@@ -430,6 +430,15 @@ def _each(call: Callable[[EngineClient], Awaitable[Any]]) -> Load:
         return list(await asyncio.gather(*map(call, clients.values()), return_exceptions=True))
 
     return every
+
+
+async def _stop(client: EngineClient) -> None:
+    """Pause an engine that nothing is left on: SGLang 0.5.17 ends when weights come while requests wait.
+
+    None is of use that crosses a change of weights: those of a driver that died, or cancelled and not yet noticed.
+    """
+    await _idle(client)
+    await client.pause("retract")
 
 
 async def _idle(client: EngineClient) -> None:

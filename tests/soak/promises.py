@@ -88,5 +88,5 @@ def _samples(path: Path) -> list[str]:
 
 
 def _sample(rid: str) -> str:
-    """The sample of a request; a request sent again has ~ and a number behind it."""
+    """The sample of a request, which has ~ and the number of the attempt behind it."""
     return rid.split("~")[0]

@@ -16,7 +16,7 @@ from engine_process import reference_logprobs
 from local_handle import LocalHandle
 
 from connectors.sglang.client import Generation
-from connectors.sglang.dispatcher import Dispatcher
+from connectors.sglang.dispatcher import Dispatcher, request_id
 from connectors.sglang.fleet import Fleet, differing
 from core.errors import EngineError, EngineLostError, EngineStalledError, MissingFileError
 
@@ -356,6 +356,28 @@ def test_checksums_differ_by_tensor_on_any_gpu() -> None:
     assert differing(one, answer({"a": "1", "b": "2"}, {"a": "1", "b": "3"})) == ["b"]
     assert differing(one, answer({"a": "0", "b": "2"}, {"a": "0"})) == ["a", "b"]
     assert differing({"message": "1"}, {"message": "2"}) == []
+
+
+async def test_requests_left_behind_are_ended_before_new_weights_come(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    fleet = make_fleet()
+    dispatcher = await serving(fleet, tiny_model, 11)
+    left = [
+        asyncio.create_task(engine.generate(PROMPT, LONG, rid="left", progress_timeout_s=60))
+        for engine in dispatcher._engines()
+    ]
+    await until_generating(dispatcher)
+    await fleet.publish(str(tiny_model), 12)
+    for ended in await asyncio.gather(*left):
+        assert ended.finish == "abort"
+        assert [version for _, version in ended.weight_versions] == [11]
+    assert fleet.unconfirmed(12) == []
+
+
+def test_no_request_is_named_by_the_beginning_of_another() -> None:
+    ids = [request_id(rid, attempt) for rid in ("e-1", "e-10", "e-11") for attempt in (0, 1, 10)]
+    assert not [(one, other) for one in ids for other in ids if one != other and other.startswith(one)]
 
 
 async def test_refused_weights_leave_the_engines_generating(
