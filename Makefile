@@ -1,9 +1,11 @@
 # make quickstart   train a small model on this machine's CPU
 # make test         run the tests
+# WORKERS=2         processes that make test uses: much of a test is waiting for processes to start
 # GPU=1             take torch with CUDA instead of the CPU build
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 TORCH := 2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(VENV)/bin/python -m pip
@@ -30,7 +32,7 @@ quickstart: $(READY)
 	$(VENV)/bin/millrace quickstart
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
