@@ -18,6 +18,7 @@ from connectors.storage.lease import DURATION_S, Lease
 from core.config import RunConfig
 from core.config.problems import render_problems
 from core.errors import ConfigError, StorageError
+from core.garbage import collect_garbage
 from core.hooks import load
 from core.retention import due
 from flows.check import check
@@ -28,7 +29,6 @@ from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
 from tasks.evaluate import evaluate, evaluate_before
 from tasks.filter import filter_groups
-from tasks.garbage import collect_garbage
 from tasks.live import Live
 from tasks.publish import publish
 from tasks.records import Record, run_recorded

@@ -20,9 +20,9 @@ from connectors.sglang.dispatcher import Dispatcher
 from connectors.storage.parts import read_parts, write_part
 from core import schema
 from core.errors import BudgetError, EngineError
+from core.garbage import collect_garbage
 from core.ids import sample_id, sample_seed
 from tasks.context import IterationContext
-from tasks.garbage import collect_garbage
 from tasks.holds import stop_point
 from tasks.records import Record, may_help
 

@@ -50,11 +50,10 @@ def main() -> None:
         results = context.Queue()
         arguments = (given, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(rank) for rank in range(given.ranks)]
-        for process, gpu in zip(ranks, gpus, strict=False):
-            # before the process starts: its imports may ask CUDA what there is
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu if given.device == "cuda" else ""
+        for process, gpu in zip(ranks, _gpus(given), strict=True):
+            os.environ["CUDA_VISIBLE_DEVICES"] = (
+                gpu  # before it starts: its imports may ask CUDA what there is
+            )
             process.start()
         for process in ranks:
             process.join()
@@ -65,6 +64,17 @@ def main() -> None:
     print(text)
     if given.out:
         given.out.write_text(text + "\n")
+
+
+def _gpus(given: argparse.Namespace) -> list[str]:
+    """The GPU that each rank sees."""
+    if given.device == "cpu":
+        return [""] * given.ranks
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(rank) for rank in range(given.ranks)]
+    if len(gpus) < given.ranks:
+        raise SystemExit(f"--ranks {given.ranks}: CUDA_VISIBLE_DEVICES={visible} names fewer GPUs")
+    return gpus[: given.ranks]
 
 
 def _model(shape: str, folder: Path) -> Path:
@@ -97,7 +107,7 @@ def _rank(
                 "device": given.device,
                 "threads": 1,
                 "world_size": given.ranks,
-                "max_pack_tokens": max(PACK // shards, given.length // shards),
+                "max_pack_tokens": max(PACK, given.length) // shards,
                 "parallel": {"context": shards},
                 "deterministic": False,
                 "optimizer": {"lr": 1e-5},
@@ -106,14 +116,15 @@ def _rank(
     )
     trainer = TrainerRank(config.model_dump(mode="json"), rank, given.ranks)
     trainer.setup(master)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS[given.what]}
-    compute: dict[str, list[float]] = {way: [] for way in WAYS[given.what]}
+    new, other = WAYS[given.what]
+    seconds: dict[str, list[float]] = {new: [], other: []}
+    compute: dict[str, list[float]] = {new: [], other: []}
     version = 0
     for turn in range(given.rounds + 1):
-        for way in WAYS[given.what]:
+        for way in (new, other):
             version += 1
             url = _batch(given, Path(scratch) / f"{rank}-{version}", version)
-            _take(trainer.learner.policy.model, given.what, new=way == WAYS[given.what][0])
+            _take(trainer.learner.policy.model, given.what, new=way == new)
             torch.distributed.barrier()
             started = time.perf_counter()
             answer = trainer.train(version, url)
@@ -126,7 +137,6 @@ def _rank(
     if rank:
         return
     medians = {way: statistics.median(of) for way, of in seconds.items()}
-    new, other = WAYS[given.what]
     results.put(
         {
             "device": device_name() if gpu else "cpu",

@@ -9,7 +9,7 @@ order. Knows nothing of projections or rotary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from connectors.megatron import dense_attention
+
+Exchange = Callable[[Tensor, tuple[int, ...], Any], Tensor]  # tensor, bounds, group
 
 
 class PackedAttention(torch.nn.Module):
@@ -48,15 +50,14 @@ class PackedAttention(torch.nn.Module):
         """query [T, heads, d], key and value [T, kv_heads, d] of this rank -> [T, heads * d]."""
         assert packed_seq_params is not None, "only packed sequences are supported"
         bounds: list[int] = packed_seq_params.bounds  # type: ignore[attr-defined]
-        size = self.cp_group.size()
+        size, pack = self.cp_group.size(), tuple(bounds)
         if size == 1:
             out = self._within(query, key, value, bounds, packed_seq_params)
         elif self.by_heads:
-            pack = tuple(bounds)
             mine = _heads_for_tokens(query, key, value, pack, self.cp_group)
-            out = _TokensForHeads.apply(self._within(*mine, bounds, packed_seq_params), pack, self.cp_group)
+            out = self._within(*mine, bounds, packed_seq_params)
+            out = _Exchange.apply(out, _to_tokens, _to_heads, pack, self.cp_group)
         else:
-            pack = tuple(bounds)
             key = _GatherSequences.apply(key, pack, self.cp_group)
             value = _GatherSequences.apply(value, pack, self.cp_group)
             out = _zigzag(query, key, value, self.scale, pack, size, self.cp_group.rank())
@@ -82,7 +83,7 @@ def _heads_for_tokens(
     """Each [T / size, heads, d], a rank's tokens -> [T, heads / size, d], all tokens in the pack's order, in one exchange."""
     shares = [x.shape[1] // group.size() for x in (query, key, value)]
     split = [x.unflatten(1, (group.size(), -1)) for x in (query, key, value)]
-    out: Tensor = _HeadsForTokens.apply(torch.cat(split, dim=2), bounds, group)
+    out: Tensor = _Exchange.apply(torch.cat(split, dim=2), _to_heads, _to_tokens, bounds, group)
     return out.split(shares, dim=1)
 
 
@@ -207,33 +208,23 @@ def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
 
-class _HeadsForTokens(torch.autograd.Function):
-    """[T / size, size, share, d], this rank's tokens, heads by the rank they go to -> [T, share, d] in the pack's order."""
+class _Exchange(torch.autograd.Function):
+    """`there` (_to_heads or _to_tokens) of a tensor; its gradient goes `back` by the other."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
-        ctx.bounds, ctx.group = bounds, group
-        return _to_heads(local, bounds, group)
+    def forward(
+        ctx: Any, x: Tensor, there: Exchange, back: Exchange, bounds: tuple[int, ...], group: Any
+    ) -> Tensor:
+        ctx.back, ctx.bounds, ctx.group = back, bounds, group
+        return there(x, bounds, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(grads[0], ctx.bounds, ctx.group), None, None
-
-
-class _TokensForHeads(torch.autograd.Function):
-    """The way back: [T, share, d] in the pack's order -> [T / size, size, share, d]."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
-        ctx.bounds, ctx.group = bounds, group
-        return _to_tokens(whole, bounds, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(grads[0], ctx.bounds, ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grads[0], ctx.bounds, ctx.group), None, None, None, None
 
 
 def _to_heads(local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+    """[T / size, size, share, d], this rank's tokens, heads by the rank they go to -> [T, share, d] in the pack's order."""
     _, places = _zigzag_order(bounds, group.size(), local.device)
     given = local.transpose(0, 1).contiguous()
     parts = torch.empty_like(given)  # tokens of each rank, with this rank's heads
@@ -242,6 +233,7 @@ def _to_heads(local: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
 
 
 def _to_tokens(whole: Tensor, bounds: tuple[int, ...], group: Any) -> Tensor:
+    """The way back: [T, share, d] in the pack's order -> [T / size, size, share, d]."""
     positions, _ = _zigzag_order(bounds, group.size(), whole.device)
     given = whole[positions]
     parts = torch.empty_like(given)  # this rank's tokens, with the heads of each rank

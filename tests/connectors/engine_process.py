@@ -74,6 +74,11 @@ def reference_logits(folder: Path | str, prompt: Sequence[int], output: Sequence
     return logits[len(prompt) - 1 : -1].float()
 
 
+def logprobs_of(answer: dict[str, Any]) -> list[float]:
+    """Log-probabilities of an answer's tokens."""
+    return [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
+
+
 def reference_logprobs(
     folder: Path | str, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0
 ) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_process import CLOSE, EXACT, reference_logprobs
+from engine_process import CLOSE, EXACT, logprobs_of, reference_logprobs
 from safetensors.torch import load_file, save
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -44,10 +44,6 @@ async def idle(http: Any) -> None:
                 if answer.status == 200:
                     return
             await asyncio.sleep(0.05)
-
-
-def logprobs_of(answer: Any) -> list[float]:
-    return [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
 
 
 def is_of(model: Path, answer: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_process import CLOSE, reference_logits, reference_logprobs
+from engine_process import CLOSE, logprobs_of, reference_logits, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]
 ENDS_SGLANG = pytest.mark.embedded_only("SGLang looks at no such number, and its scheduler ends with it")
@@ -20,10 +20,6 @@ SGLANG_TAKES_IDS = pytest.mark.embedded_only("SGLang takes the ids and leaves th
 
 def ids_of(answer: dict[str, Any]) -> list[int]:
     return [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
-
-
-def logprobs_of(answer: dict[str, Any]) -> list[float]:
-    return [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
 
 
 async def test_an_answer_holds_tokens_text_and_their_account(http: Any) -> None:

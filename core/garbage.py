@@ -1,4 +1,4 @@
-"""When the driver collects Python's garbage: a full collection of all that it has imported takes half a second."""
+"""When a process collects Python's garbage: a full collection of all that it has imported takes half a second."""
 
 from __future__ import annotations
 
