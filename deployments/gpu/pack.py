@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import lzma
+import os
 import re
 import shutil
 import subprocess
@@ -106,8 +107,7 @@ def _build(
     chosen = {_plain(name.split("==")[0]) for name in wanted}
     for wheel in sorted(wheels.glob("*.whl")):
         if _plain(wheel.name.split("-")[0]) in chosen:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(site)
+            _extract(wheel, site)
     for data in list(site.glob("*.data")):
         for kind in ("purelib", "platlib"):
             if (data / kind).is_dir():
@@ -118,6 +118,15 @@ def _build(
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     _strip(site)
     _archive(pack, part_mib * 2**20)
+
+
+def _extract(wheel: Path, site: Path) -> None:
+    """A wheel's files; programs among them stay so, which zipfile by itself does not see to."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            path = archive.extract(member, site)
+            if not member.is_dir() and member.external_attr >> 16 & 0o111:
+                os.chmod(path, 0o755)
 
 
 def _closure(names: list[str], lock: Path, has: dict[str, str | None]) -> list[str]:
