@@ -43,8 +43,9 @@ def site(tmp_path: Path) -> Path:
     build = [sys.executable, str(PACK), "build", str(pack), "engine==1.0", "bulk==1.0", "--part-mib", "1"]
     subprocess.run(build, env=environment, check=True)
     assert sorted(path.name for path in pack.glob("part-*")) == ["part-00", "part-01", "part-02"]
-    unpack = [sys.executable, "-I", str(PACK), "unpack", str(pack), str(tmp_path / "there")]
-    said = subprocess.run(unpack, check=True, capture_output=True, text=True).stdout.strip()
+    unpack = [sys.executable, "-S", str(PACK), "unpack", str(pack), str(tmp_path / "there")]
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    said = subprocess.run(unpack, env=environment, check=True, capture_output=True, text=True).stdout.strip()
     assert (Path(said) / "bulk" / "data.bin").read_bytes() == bulk
     return Path(said)
 
@@ -54,3 +55,4 @@ def test_a_pack_gives_a_host_what_the_wheels_hold(site: Path) -> None:
     assert ran.stdout == "started\n"
     assert not os.access(site / "engine" / "__init__.py", os.X_OK)
     assert (site / "engine-1.0.dist-info" / "METADATA").exists()
+    assert list(site.glob("engine/__pycache__/__init__.*.pyc"))  # else every start of an engine compiles it

@@ -13,6 +13,7 @@ millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH and only the server's pr
 from __future__ import annotations
 
 import argparse
+import compileall
 import io
 import lzma
 import os
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -234,7 +236,12 @@ def _unpack(pack: Path, dest: Path) -> Path:
     stream = io.BufferedReader(_Chain(sorted(pack.glob("part-*"))), 1 << 20)
     with lzma.open(stream) as raw, tarfile.open(fileobj=raw, mode="r|") as archive:
         archive.extractall(dest, filter="data")
-    return dest / "site"
+    site = dest / "site"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        # where Python is told to write no bytecode, as in containers, every start would compile all that it imports
+        compileall.compile_dir(site, quiet=2, workers=0)
+    return site
 
 
 if __name__ == "__main__":
