@@ -174,7 +174,7 @@ async def test_an_engine_that_stays_paused_is_told_to_go_on_not_killed(
 async def test_an_engine_that_is_idle_is_not_taken_for_stalled(
     make_fleet: MakeFleet, tiny_model: Path
 ) -> None:
-    fleet = make_fleet(engines={"router": {"policy": "manual"}}, rollout={"progress_timeout_s": 0.2})
+    fleet = make_fleet(engines={"router": {"policy": "manual"}}, rollout={"progress_timeout_s": 0.6})
     dispatcher = await serving(fleet, tiny_model, 39)
     await generate(dispatcher, 2, LONG, session="all on one")
     assert (dispatcher.retries, fleet.restarts) == (0, 0)
