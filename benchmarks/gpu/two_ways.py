@@ -51,9 +51,7 @@ def main() -> None:
         arguments = (given, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
         for process, gpu in zip(ranks, _gpus(given), strict=True):
-            os.environ["CUDA_VISIBLE_DEVICES"] = (
-                gpu  # before it starts: its imports may ask CUDA what there is
-            )
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
             process.start()
         for process in ranks:
             process.join()

@@ -62,7 +62,7 @@ class TrainerRank:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from connectors.megatron import learner, parking, world  # noqa: F401
 
-        if not gc.get_freeze_count():
+        if not gc.get_freeze_count():  # once: `setup` comes here again
             collect_garbage()
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:

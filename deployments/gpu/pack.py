@@ -5,9 +5,10 @@
     python deployments/gpu/pack.py unpack PACK DEST          # on the host, standard library only; prints DEST/site
 
 `build` takes wheels for Python 3.12 on x86-64: those named with their versions, or, with --lock, all that the named
-installed packages need at the versions of a constraints file, less what the host has (--host, its `pip freeze`). millrace
-itself is not packed: its checkout is put on the host. SGLang goes in a pack of its own, since it pins other versions than
-millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH and only the server's process sees it.
+installed packages need at the versions of a constraints file, less what the host has (--host, its `pip freeze`).
+millrace itself is not packed: its checkout is put on the host. `unpack` compiles what it unpacks to bytecode. SGLang
+goes in a pack of its own, since it pins other versions than millrace: name its folder in MILLRACE_SGLANG_PYTHONPATH and
+only the server's process sees it.
 """
 
 from __future__ import annotations

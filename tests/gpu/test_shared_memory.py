@@ -134,13 +134,9 @@ async def test_both_keep_their_memory_where_they_are_told_to(live: Live, tmp_pat
     assert used() == pytest.approx(serving, rel=0.02)
     assert math.isfinite((await stepped(live, tmp_path, 1))["grad_norm"])
     training = used()
-    await live.engines(1)
-    synced = used()
-    assert 0.98 * training < synced < training + 2**30  # a bucket on either side, at most
-    assert math.isfinite((await stepped(live, tmp_path, 2))["grad_norm"])
-    engines = await live.engines(2)
-    assert used() == pytest.approx(synced, rel=0.02)  # no more with every sync
+    engines = await live.engines(1)
+    assert used() == pytest.approx(training, rel=0.02)
     after = await engines.generate(
         [10, 20, 30], {"max_new_tokens": 8, "ignore_eos": True}, rid="a", session=None
     )
-    assert after.weight_versions[0][1] == 2
+    assert after.weight_versions[0][1] == 1
