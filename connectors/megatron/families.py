@@ -151,12 +151,15 @@ class Mapped:
         return whole.chunk(size, split)[rank]
 
     def whole(self, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order."""
+        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order; of one shard, views where it can be."""
         split = self.rule.split
-        if self.rule.paired and len(shards) > 1:
+        if split is None or len(shards) == 1:
+            full = shards[0]
+        elif self.rule.paired:
             halves = [shard.chunk(2) for shard in shards]
-            return [torch.cat([half[i] for half in halves], split or 0) for i in range(2)]
-        full = shards[0] if split is None else torch.cat(list(shards), split)
+            return [torch.cat([half[i] for half in halves], split) for i in range(2)]
+        else:
+            full = torch.cat(list(shards), split)
         if self.vocabulary:
             full = full[: shape.vocab]
         return self.rule.parts(full, shape)

@@ -246,7 +246,7 @@ class TrainerRank:
             return next(self._buckets)
 
     def end_buckets(self) -> None:
-        """Give the bucket's memory back."""
+        """Let go of the bucket. PyTorch keeps its memory, for the next step and the next pass, until the rank parks."""
         self._stream, self._buckets = None, iter(())
 
     def engine_group(self) -> tuple[str, list[str]] | None:

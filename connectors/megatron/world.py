@@ -30,7 +30,7 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     else:
         device = torch.device("cpu")
         cpu_shim.install()
-        torch.set_num_threads(config.trainer.threads or max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(cpu_threads(config.trainer.threads, world_size, gpu=cuda))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"tcp://{master[0]}:{master[1]}",
@@ -53,6 +53,15 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return device
+
+
+def cpu_threads(wanted: int | None, world_size: int, *, gpu: bool) -> int:
+    """Threads of a rank's work on the CPU: those wanted, or its share of the cores.
+
+    Beside a GPU that work is small, and a team of threads for it does harm: they spin for one that another process keeps
+    off its core, which made 1 ms of making packs 35, and take the time of the threads that start the GPU's kernels.
+    """
+    return wanted or (1 if gpu else max(1, (os.cpu_count() or 1) // world_size))
 
 
 def leave() -> None:

@@ -70,7 +70,9 @@ class Trainer(Section):
         description="Tokens whose logits are held at once, in fp32 on the CPU; on a GPU four times as many in the model's type, and more while there is room.",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads a rank; cores divided by ranks when not given."
+        None,
+        ge=1,
+        description="CPU threads a rank. When not given: 1 beside a GPU, else cores divided by ranks.",
     )
     deterministic: bool = Field(
         True, description="Deterministic kernels; repeated runs are equal bit for bit on CPU."

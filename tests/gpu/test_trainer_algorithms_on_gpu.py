@@ -81,6 +81,7 @@ def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
     )
     rank = TrainerRank(settings, 0, 1)
     rank.setup(rank.address())
+    assert torch.get_num_threads() == 1  # more would spin beside the thread that starts kernels
     plain = plain_trainer.PlainLearner(folder, config)
     try:
         for first in range(1, 5, per_iteration):

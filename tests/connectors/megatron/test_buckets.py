@@ -47,6 +47,18 @@ def passed(rank: Any) -> list[tuple[dict[str, torch.Tensor], int, bool, int]]:
     return found
 
 
+def copied(rank: Any) -> set[str]:
+    """What is not read where the parameters lie, by the last parts of the names."""
+    from connectors.megatron.weights import hf_tensors
+
+    held = {parameter.untyped_storage().data_ptr() for parameter in rank.policy.parameters()}
+    return {
+        ".".join(name.split(".")[-2:])
+        for name, tensor in hf_tensors(rank.policy, rank.hf)
+        if tensor.untyped_storage().data_ptr() not in held
+    }
+
+
 @pytest.fixture(params=LAYOUTS)
 def ranks(request: Any, workers: Workers, model: Callable[..., Path]) -> Any:
     kind, world, parallel = LAYOUTS[request.param]
@@ -72,3 +84,11 @@ def test_every_rank_gets_every_tensor_of_an_export_once(ranks: Group, tmp_path: 
             assert size <= SIZE or len(tensors) == 1
             assert held <= max(SIZE, largest)
         assert len(buckets) >= sum(tensor.nbytes for tensor in exported.values()) // max(SIZE, largest)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_tensor_parallel_rank_by_itself_copies_only_what_is_fused_by_heads(
+    kind: str, workers: Workers, model: Callable[..., Path]
+) -> None:
+    with workers.group(configuration(model(kind), 1)) as group:
+        assert group.run(copied) == [{"q_proj.weight", "k_proj.weight", "v_proj.weight"}]

@@ -13,6 +13,8 @@ import pytest
 import torch
 from trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
+from connectors.megatron.world import cpu_threads
+
 SCHEDULE = {"kind": "linear", "warmup_steps": 2, "decay_steps": 9}
 
 
@@ -240,3 +242,14 @@ def test_bfloat16_parameters_are_stepped_in_fp32(
         onward = group.train([2], batch.format(2))[0]
         group.call("load", str(tmp_path / "checkpoint"))
         assert without_times(group.train([2], batch.format(2))[0]) == without_times(onward)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "gpu", "threads"),
+    [(None, 1, False, 8), (None, 3, False, 2), (None, 16, False, 1), (None, 1, True, 1), (4, 1, True, 4)],
+)
+def test_a_rank_has_the_cpu_threads_it_is_given_and_one_beside_a_gpu(
+    wanted: int | None, ranks: int, gpu: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert cpu_threads(wanted, ranks, gpu=gpu) == threads
