@@ -13,6 +13,7 @@ from core.config import RunConfig
 from core.errors import ConfigError
 from flows.run_record import finish_run_record, open_run_record
 from flows.train import driven, driving, prepare
+from flows.turns import in_turn, mine
 from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
 from tasks.live import Live
@@ -35,8 +36,7 @@ async def sft(config: RunConfig) -> Record:
     if first < config.run.iterations:
         async with driving(live) as attempt:
             await open_run_record(live, attempt)
-            for index in range(first, config.run.iterations):
-                await sft_iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(index)
+            await in_turn(sft_iteration, config, first)
             await finish_run_record(live)
     return {
         "run": config.run.name,
@@ -48,7 +48,8 @@ async def sft(config: RunConfig) -> Record:
 @flow(name="sft_iteration")
 async def sft_iteration(index: int) -> None:
     """Draw, train, save when due, publish."""
-    live = driven.get()
+    turn, live = mine.get(), driven.get()
+    await turn.wait()
     ctx = IterationContext(live.config, index, live)
     for name, task in (
         ("sample_supervised", sample_supervised),
@@ -56,4 +57,5 @@ async def sft_iteration(index: int) -> None:
         ("checkpoint", checkpoint),
     ):
         ctx.records[name] = await run_recorded(task, ctx)
-    await run_recorded(publish_supervised, ctx)
+    with turn.publishing():
+        await run_recorded(publish_supervised, ctx)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable
 from contextvars import ContextVar
 
 from prefect import flow
@@ -18,12 +18,12 @@ from connectors.storage.lease import DURATION_S, Lease
 from core.config import RunConfig
 from core.config.problems import render_problems
 from core.errors import ConfigError, StorageError
-from core.garbage import collect_garbage
 from core.hooks import load
 from core.retention import due
 from flows.check import check
 from flows.run_record import finish_run_record, open_run_record
 from flows.server import keep_server
+from flows.turns import in_turn, mine, the_first_of_several
 from tasks import report
 from tasks.checkpoint import checkpoint
 from tasks.context import IterationContext
@@ -62,10 +62,7 @@ async def train(config: RunConfig) -> Record:
         await open_run_record(live, attempt)
         if config.evaluation.sets and first == 0:
             await _evaluate_before(live)
-        for index in range(first, config.run.iterations):
-            await iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")(index)
-            if index == first:  # all is imported by now
-                collect_garbage()
+        await in_turn(iteration, config, first)
         await finish_run_record(live)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 
@@ -82,22 +79,11 @@ async def prepare(config: RunConfig) -> None:
         raise ConfigError(render_problems(problems))
 
 
-@contextlib.contextmanager
-def the_first_of_several() -> Iterator[None]:
-    """Raise the first error of a task group by itself: it is what made the others end."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-
-
 @flow(name="iteration")
 async def iteration(index: int) -> None:
     """One pass of the eight tasks over iteration `index` of the run that is being driven."""
-    live = driven.get()
+    turn, live = mine.get(), driven.get()
+    await turn.wait()
     config = live.config
     ctx = IterationContext(config, index, live, Stream(released=config.rollout.prompts))
 
@@ -117,7 +103,8 @@ async def iteration(index: int) -> None:
     last = index + 1 == config.run.iterations
     if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
         await step("evaluate", run_recorded(evaluate, ctx))
-    await run_recorded(publish, ctx)
+    with turn.publishing():
+        await run_recorded(publish, ctx)
 
 
 async def _evaluate_before(live: Live) -> None:

@@ -16,6 +16,8 @@ from connectors.megatron import cpu_shim
 from core.config import RunConfig
 from core.errors import ConfigError
 
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 
 def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int]) -> torch.device:
     """Start this rank's process group and parallel state; returns its device. Called once a process."""
@@ -49,10 +51,23 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     torch.manual_seed(config.run.seed)
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
     if config.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _be_deterministic(device)
     return device
+
+
+def _be_deterministic(device: torch.device) -> None:
+    """Have PyTorch use deterministic kernels, and warn where it has none.
+
+    For cuBLAS it wants a variable set, and looks for it at the first product only; each product then parses what the
+    variable says, which takes longer than all else of its start. So it is set for the first, unless it was before.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.type == "cuda" and CUBLAS_WORKSPACE not in os.environ:
+        os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+        one = torch.ones(1, 1, device=device)
+        torch.mm(one, one)
+        del os.environ[CUBLAS_WORKSPACE]
 
 
 def cpu_threads(wanted: int | None, world_size: int, *, gpu: bool) -> int:

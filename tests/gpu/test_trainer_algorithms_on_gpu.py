@@ -6,6 +6,8 @@ In bfloat16, which the packed attention there needs, so that figures agree loose
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,23 @@ def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp
             assert found["grad_norm"] > 0
     finally:
         rank.shutdown()
+
+
+PRODUCT = """
+import json, os, sys, warnings, torch
+from connectors.megatron.rank import TrainerRank
+rank = TrainerRank(json.loads(sys.argv[1]), 0, 1)
+rank.setup(rank.address())
+assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ  # while it is there, every product parses it
+warnings.simplefilter("error")
+a = torch.randn(64, 64, device="cuda")
+assert torch.are_deterministic_algorithms_enabled() and (a @ a).isfinite().all()
+rank.shutdown()
+"""
+
+
+def test_products_of_a_deterministic_trainer_neither_warn_nor_parse_a_variable(folder: Path) -> None:
+    settings = trainer_ranks.configuration(folder, device="cuda", dtype="bfloat16", deterministic=True)
+    command = [sys.executable, "-c", PRODUCT, json.dumps(settings)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
