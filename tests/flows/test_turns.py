@@ -52,7 +52,7 @@ async def test_the_next_flow_run_begins_while_one_is_published_and_works_when_th
         assert f"{index + 1:02d}" not in await states("follow")
         with turn.publishing():
             async with asyncio.timeout(PATIENCE_S):
-                while index < 2 and (await states("follow")).get(f"{index + 1:02d}") != "Running":
+                while index < 2 and (await states("follow")).get(f"{index + 1:02d}") != "Running":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             seen.append(f"{index} published")
 
