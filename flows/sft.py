@@ -57,5 +57,6 @@ async def sft_iteration(index: int) -> None:
         ("checkpoint", checkpoint),
     ):
         ctx.records[name] = await run_recorded(task, ctx)
-    with turn.publishing():
-        await run_recorded(publish_supervised, ctx)
+    turn.trained()
+    await run_recorded(publish_supervised, ctx)
+    turn.over()

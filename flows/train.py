@@ -98,13 +98,14 @@ async def iteration(index: int) -> None:
             for name, task in (("rollout", rollout), ("reward", reward), ("filter", filter_groups)):
                 streaming.create_task(step(name, run_recorded(task, ctx)))
     await step("train_step", run_recorded(train_step, ctx))
+    turn.trained()
     await step("sync_weights", run_recorded(sync_weights, ctx))
     await step("checkpoint", run_recorded(checkpoint, ctx))
     last = index + 1 == config.run.iterations
     if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
         await step("evaluate", run_recorded(evaluate, ctx))
-    with turn.publishing():
-        await run_recorded(publish, ctx)
+    await run_recorded(publish, ctx)
+    turn.over()
 
 
 async def _evaluate_before(live: Live) -> None:

@@ -1,6 +1,6 @@
-"""Iterations one after the other, each a flow run of its own, which begins while the one before it is published.
+"""Iterations one after the other, each a flow run of its own, which begins while the one before it hands over its weights.
 
-To begin a flow run takes Prefect seven calls to its server, each after the last: time in which no GPU works. An
+To begin a flow run takes Prefect seven calls to its server, each after the last: time in which no GPU would work. An
 iteration does nothing until the manifest of the one before it is written.
 """
 
@@ -18,29 +18,31 @@ from core.garbage import collect_garbage
 
 
 class Turn:
-    """An iteration's: it waits for the one before, says when it publishes and when its manifest is written."""
+    """An iteration's place among the others."""
 
     def __init__(self, before: Turn | None) -> None:
         self._before = before
-        self._publishing = asyncio.Event()
-        self._published = asyncio.Event()
+        self._next_may_begin = asyncio.Event()
+        self._next_may_work = asyncio.Event()
 
     async def wait(self) -> None:
-        """Until the iteration before has written its manifest."""
+        """Until the iteration before is over."""
         if self._before is not None:
-            await self._before._published.wait()
+            await self._before._next_may_work.wait()
             self._before = None
 
-    async def nearly_over(self) -> None:
-        """Until this iteration has nothing left to do but to publish."""
-        await self._publishing.wait()
+    def trained(self) -> None:
+        """What is left of this iteration seldom fails and leaves the processors idle: the next one's flow run may begin."""
+        self._next_may_begin.set()
 
-    @contextlib.contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Around what writes the manifest: within, the next iteration's flow run begins; after it, that iteration works."""
-        self._publishing.set()
-        yield
-        self._published.set()
+    def over(self) -> None:
+        """The manifest is written: the next iteration may work."""
+        self._next_may_work.set()
+
+    async def next(self) -> Turn:
+        """The next iteration's turn, when its flow run may begin."""
+        await self._next_may_begin.wait()
+        return Turn(self)
 
 
 mine: ContextVar[Turn] = ContextVar("mine")  # not a parameter of iterations, which Prefect keeps whole
@@ -50,13 +52,12 @@ async def in_turn(iteration: Flow[[int], object], config: RunConfig, first: int)
     """Run all iterations of the run from `first` on. Raises what the one that fails raises; the next then ends as well."""
     with the_first_of_several():
         async with asyncio.TaskGroup() as begun:
-            turn = None
+            turn = Turn(None)
             for index in range(first, config.run.iterations):
-                turn = Turn(turn)
                 mine.set(turn)  # the task's own: it gets a copy of what is set now
                 named = iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")
                 begun.create_task(named(index))
-                await turn.nearly_over()
+                turn = await turn.next()
                 if index == first + 1:  # all is imported by now
                     collect_garbage()
 

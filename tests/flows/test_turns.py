@@ -1,4 +1,4 @@
-"""Iterations follow one another; a flow run begins while the one before it is published, and does nothing till then."""
+"""Iterations follow one another; a flow run begins when the one before it has trained, and does nothing till that is over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def states(name: str) -> dict[str, str]:
     return {run.name.removeprefix(f"{name}-0000"): str(run.state_name) for run in runs}
 
 
-async def test_the_next_flow_run_begins_while_one_is_published_and_works_when_that_is_done() -> None:
+async def test_the_next_flow_run_begins_when_one_has_trained_and_works_when_that_is_over() -> None:
     seen: list[str] = []
 
     @flow
@@ -50,38 +50,40 @@ async def test_the_next_flow_run_begins_while_one_is_published_and_works_when_th
         await turn.wait()
         seen.append(f"{index} works")
         assert f"{index + 1:02d}" not in await states("follow")
-        with turn.publishing():
-            async with asyncio.timeout(PATIENCE_S):
-                while index < 2 and (await states("follow")).get(f"{index + 1:02d}") != "Running":  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            seen.append(f"{index} published")
+        turn.trained()
+        async with asyncio.timeout(PATIENCE_S):
+            while index < 2 and (await states("follow")).get(f"{index + 1:02d}") != "Running":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        seen.append(f"{index} is over")
+        turn.over()
 
     await in_turn(iteration, run_named("follow"), 0)
-    assert seen == [f"{index} {what}" for index in range(3) for what in ("works", "published")]
+    assert seen == [f"{index} {what}" for index in range(3) for what in ("works", "is over")]
     assert set((await states("follow")).values()) == {"Completed"}
 
 
-@pytest.mark.parametrize("publishing", [False, True])
-async def test_what_fails_ends_the_run_by_its_own_error_and_nothing_works_after_it(publishing: bool) -> None:
-    name, worked = f"fails-{publishing}".lower(), []
+@pytest.mark.parametrize("trained", [False, True])
+async def test_what_fails_ends_the_run_by_its_own_error_and_nothing_works_after_it(trained: bool) -> None:
+    name, worked = f"fails-{trained}".lower(), []
 
     @flow
     async def iteration(index: int) -> None:
         turn = mine.get()
         await turn.wait()
         worked.append(index)
-        if index == 1 and not publishing:
+        if trained:
+            turn.trained()
+        if index == 1:
             raise ValueError("no")
-        with turn.publishing():
-            if index == 1:
-                raise ValueError("no")
+        turn.trained()
+        turn.over()
 
     with pytest.raises(ValueError, match="no"):
         await in_turn(iteration, run_named(name), 0)
     assert worked == [0, 1]
     found = await states(name)
     assert (found.pop("00"), found.pop("01")) == ("Completed", "Failed")
-    assert found == {} or (publishing and set(found.values()) <= {"Crashed", "Pending"})
+    assert found == {} or (trained and set(found.values()) <= {"Crashed", "Pending"})
 
 
 async def test_a_run_that_is_cancelled_ends_the_iteration_that_works() -> None:
