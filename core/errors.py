@@ -65,3 +65,10 @@ class EngineStalledError(EngineLostError):
 
 LASTING = ConfigError | TrainerMemoryError | RefusedStepError
 """Errors that come again as long as nothing is changed."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside exception groups: of a task group's, what made the others end."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from core.errors import MillraceError
+from core.errors import MillraceError, first_error
 
 if TYPE_CHECKING:
     from core.config import RunConfig
@@ -220,18 +220,11 @@ def _guarded(call: Callable[[], T]) -> T:
     try:
         return call()
     except BaseException as error:
-        cause = _first(error)
+        cause = first_error(error)
         if isinstance(cause, MillraceError):
             errors.print(f"{type(cause).__name__}: {cause}", markup=False, highlight=False, soft_wrap=True)
             sys.exit(2)
         raise
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first real error inside exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

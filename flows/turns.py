@@ -14,22 +14,21 @@ from contextvars import ContextVar
 from prefect import Flow
 
 from core.config import RunConfig
+from core.errors import first_error
 from core.garbage import collect_garbage
 
 
 class Turn:
     """An iteration's place among the others."""
 
-    def __init__(self, before: Turn | None) -> None:
-        self._before = before
+    def __init__(self, may_work: asyncio.Event) -> None:
+        self._may_work = may_work
         self._next_may_begin = asyncio.Event()
         self._next_may_work = asyncio.Event()
 
     async def wait(self) -> None:
         """Until the iteration before is over."""
-        if self._before is not None:
-            await self._before._next_may_work.wait()
-            self._before = None
+        await self._may_work.wait()
 
     def trained(self) -> None:
         """What is left of this iteration seldom fails and leaves the processors idle: the next one's flow run may begin."""
@@ -42,7 +41,7 @@ class Turn:
     async def next(self) -> Turn:
         """The next iteration's turn, when its flow run may begin."""
         await self._next_may_begin.wait()
-        return Turn(self)
+        return Turn(self._next_may_work)
 
 
 mine: ContextVar[Turn] = ContextVar("mine")  # not a parameter of iterations, which Prefect keeps whole
@@ -52,7 +51,9 @@ async def in_turn(iteration: Flow[[int], object], config: RunConfig, first: int)
     """Run all iterations of the run from `first` on. Raises what the one that fails raises; the next then ends as well."""
     with the_first_of_several():
         async with asyncio.TaskGroup() as begun:
-            turn = Turn(None)
+            nothing_before = asyncio.Event()
+            nothing_before.set()
+            turn = Turn(nothing_before)
             for index in range(first, config.run.iterations):
                 mine.set(turn)  # the task's own: it gets a copy of what is set now
                 named = iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")
@@ -64,11 +65,8 @@ async def in_turn(iteration: Flow[[int], object], config: RunConfig, first: int)
 
 @contextlib.contextmanager
 def the_first_of_several() -> Iterator[None]:
-    """Raise the first error of a task group by itself: it is what made the others end."""
+    """Raise the first error of a task group by itself."""
     try:
         yield
     except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+        raise first_error(group) from None

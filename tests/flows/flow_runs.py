@@ -33,6 +33,12 @@ class Workplace:
         self.environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         self.environment.pop("PREFECT_API_URL", None)
 
+    @property
+    def api(self) -> str:
+        """The API of the workplace's Prefect server, which runs."""
+        url: str = json.loads((self.folder / "home" / "prefect-server.json").read_text())["url"]
+        return url
+
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start a millrace command."""
         return subprocess.Popen(

@@ -24,11 +24,10 @@ class Deployed:
     """Prefect's own commands and API at the workplace's server, with a worker that runs what is asked for."""
 
     def __init__(self, workplace: Workplace) -> None:
-        server = json.loads((workplace.folder / "home" / "prefect-server.json").read_text())["url"]
-        self.api = server
+        self.api = workplace.api
         self.environment = {
             **workplace.environment,
-            "PREFECT_API_URL": server,
+            "PREFECT_API_URL": self.api,
             "PREFECT_WORKER_QUERY_SECONDS": "1",
         }
         self.worker: psutil.Process | None = None

@@ -92,15 +92,14 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
 
 
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:
-    server = json.loads((workplace.folder / "home" / "prefect-server.json").read_text())["url"]
-    runs = ask(f"{server}/flow_runs/filter", {"flow_runs": {"name": {"like_": "a-0000"}}})
+    runs = ask(f"{workplace.api}/flow_runs/filter", {"flow_runs": {"name": {"like_": "a-0000"}}})
     assert {run["name"] for run in runs if run["state_type"] == "COMPLETED"} >= {
         "a-000000",
         "a-000001",
         "a-000002",
     }
     assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
-    kinds = {artifact["type"] for artifact in ask(f"{server}/artifacts/filter", {})}
+    kinds = {artifact["type"] for artifact in ask(f"{workplace.api}/artifacts/filter", {})}
     assert {"progress", "table", "markdown", "image"} <= kinds
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +20,7 @@ PATIENCE_S = 60
 
 @pytest.fixture(autouse=True)
 def server(workplace: Workplace) -> Iterator[None]:
-    found = json.loads((workplace.folder / "home" / "prefect-server.json").read_text())
-    with temporary_settings({PREFECT_API_URL: found["url"], PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with temporary_settings({PREFECT_API_URL: workplace.api, PREFECT_LOGGING_TO_API_ENABLED: False}):
         yield
 
 
