@@ -35,6 +35,7 @@ from connectors.storage.run_folder import RunFolder
 
 SAMPLE_S = 0.1
 GROUP = 8
+PHASES = ("fetch", "prepare", "compute", "apply")  # of a train step
 
 
 def main() -> None:
@@ -128,7 +129,7 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
         "training_s": training,
         "memory_s": engines_s + step["rest_s"] + fetch + park,
         "rest_s": step["rest_s"],
-        "fetch_s": fetch,
+        **{f"{phase}_s": sum(one["seconds"][phase] for one in step["steps"]) for phase in PHASES},
         "park_s": park,
         "engines_s": engines_s,
         "sync_s": whole["sync"] - park,

@@ -148,9 +148,10 @@ class EngineServer(_Server):
         kind = engine_kind(self.config, visible_gpus())
         what = f"engine {self.index} ({kind})"
         if kind == "embedded":
-            port_file = Path(tempfile.mkdtemp(prefix="millrace-engine-")) / "port"
-            command = embedded_command(self.config, model, port_file)
-            self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
+            with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
+                port_file = Path(folder) / "port"
+                command = embedded_command(self.config, model, port_file)
+                self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
         else:
             port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
             command = sglang_command(self.config, model, port, self.index, bootstrap)
