@@ -58,9 +58,10 @@ async def in_turn(iteration: Flow[[int], object], config: RunConfig, first: int)
                 mine.set(turn)  # the task's own: it gets a copy of what is set now
                 named = iteration.with_options(flow_run_name=f"{config.run.name}-{index:06d}")
                 begun.create_task(named(index))
+                if index == first + 1:
+                    await turn.wait()
+                    collect_garbage()  # all is imported by now, and no weights are on their way
                 turn = await turn.next()
-                if index == first + 1:  # all is imported by now
-                    collect_garbage()
 
 
 @contextlib.contextmanager

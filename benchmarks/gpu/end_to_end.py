@@ -119,17 +119,17 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     folder = run.iteration(index)
     lengths = read_parts(folder, "rollouts", "rollouts", columns=["response_length"])["response_length"]
     step = folder.read_json("step.json")
-    fetch = sum(one["seconds"]["fetch"] for one in step["steps"])
+    phases = {f"{name}_s": sum(one["seconds"][name] for one in step["steps"]) for name in PHASES}
     engines_s = _found(folder.read_json("results/rollout.json"), "engines_s")
     park = manifest.tasks["metrics"].get("time/sync_park_s", 0.0)
-    generation, training = whole["generation"] - engines_s, whole["training"] - fetch
+    generation, training = whole["generation"] - engines_s, whole["training"] - phases["fetch_s"]
     return {
         "iteration_s": whole["iteration"],
         "generation_s": generation,
         "training_s": training,
-        "memory_s": engines_s + step["rest_s"] + fetch + park,
+        "memory_s": engines_s + step["rest_s"] + phases["fetch_s"] + park,
         "rest_s": step["rest_s"],
-        **{f"{phase}_s": sum(one["seconds"][phase] for one in step["steps"]) for phase in PHASES},
+        **phases,
         "park_s": park,
         "engines_s": engines_s,
         "sync_s": whole["sync"] - park,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -41,12 +42,14 @@ async def states(name: str) -> dict[str, str]:
 
 async def test_the_next_flow_run_begins_when_one_has_trained_and_works_when_that_is_over() -> None:
     seen: list[str] = []
+    gc.unfreeze()
 
     @flow
     async def iteration(index: int) -> None:
         turn = mine.get()
         await turn.wait()
         seen.append(f"{index} works")
+        assert (gc.get_freeze_count() > 0) == (index > 0)  # collected between the first two, not amid a sync
         assert f"{index + 1:02d}" not in await states("follow")
         turn.trained()
         async with asyncio.timeout(PATIENCE_S):
