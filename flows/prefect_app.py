@@ -1,6 +1,8 @@
 """The local Prefect server's process: Prefect's own application, with a request that SQLite refused made again at once.
 
-    python -m flows.prefect_app PORT
+    python -m flows.prefect_app FD
+
+FD is the number of a socket that listens on loopback, inherited from whoever starts the process.
 
 SQLite refuses a writer whose transaction began reading before another one wrote. Prefect's server answers 503 then, with
 nothing done, and its client waits for two seconds, in which a run stands still. A few milliseconds later it succeeds.
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -78,15 +81,18 @@ async def _body(receive: Receive) -> bytes:
 
 
 def main() -> None:
-    """Serve on loopback until ended."""
-    port = int(sys.argv[1])
-    os.environ |= {"PREFECT_SERVER_API_HOST": "127.0.0.1", "PREFECT_SERVER_API_PORT": str(port)}
+    """Serve on the inherited socket until ended."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.set_inheritable(False)
+    host, port = listener.getsockname()
+    os.environ |= {"PREFECT_SERVER_API_HOST": host, "PREFECT_SERVER_API_PORT": str(port)}
     import uvicorn
     from prefect.logging.configuration import setup_logging
     from prefect.server.api.server import create_app
 
     setup_logging()
-    uvicorn.run(TryAgain(create_app(final=True)), host="127.0.0.1", port=port, log_level="error")
+    config = uvicorn.Config(TryAgain(create_app(final=True)), log_level="error")
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 KEEP_S = 1.0
 USUAL_PORT = 4200
+BACKLOG = 2048  # connections that wait for the server
 LOGGERS = ("core", "connectors", "tasks", "flows")
 CLIENT_SETTINGS = {
     # the project's own log lines are shown and kept with the flow run; of Prefect's only warnings
@@ -60,7 +61,7 @@ def ensure_server(timeout_s: float = 120) -> str:
         return configured
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     with locked(home() / "prefect-server.lock"):
-        url = _running(timeout_s) or _start(timeout_s)
+        url = _running(timeout_s) or _start(timeout_s, USUAL_PORT, 0)
     os.environ["PREFECT_API_URL"] = url
     return url
 
@@ -145,7 +146,7 @@ def _restart(timeout_s: float) -> None:
     """Start the server on the port it had, unless somebody else has done so."""
     with locked(home() / "prefect-server.lock"):
         if not _alive(_recorded()):
-            _start(timeout_s, port=int(_recorded()["url"].rsplit(":", 1)[1].split("/")[0]))
+            _start(timeout_s, int(_recorded()["url"].rsplit(":", 1)[1].split("/")[0]))
 
 
 def _healthy(url: str) -> bool:
@@ -156,45 +157,41 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _listens(pid: int, port: int) -> bool:
-    """Whether this very process, not another one, has the port."""
-    try:
-        connections = psutil.Process(pid).net_connections("tcp")
-    except psutil.NoSuchProcess:
-        return False
-    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+def listening(*ports: int) -> socket.socket:
+    """A socket that listens on the first of these ports of loopback that nobody has; 0 stands for any.
+
+    The server is handed the socket: a port that is only looked up could be another's by the time it serves.
+    """
+    for port in ports:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from a server that has just died
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            continue
+        return listener
+    raise MillraceError(
+        f"the Prefect server's port on loopback, {ports[0]}, is another program's now: start the command again, it takes another"
+    )
 
 
-def _free_port(*wanted_first: int) -> int:
-    """The first of these ports that nobody has; 0 stands for any. By default Prefect's usual one, else any."""
-    for wanted in wanted_first or (USUAL_PORT, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", wanted))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise MillraceError("no free port on loopback for the Prefect server")
-
-
-def _start(timeout_s: float, port: int | None = None) -> str:
-    port = port or _free_port()
+def _start(timeout_s: float, *ports: int) -> str:
     log = home() / "prefect-server.log"
-    command = [sys.executable, "-P", "-m", "flows.prefect_app", str(port)]
-    with log.open("ab") as out:
+    with log.open("ab") as out, listening(*ports) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", "flows.prefect_app", str(listener.fileno())],
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=[listener.fileno()],
             cwd=Path(__file__).parent,  # prefect.toml with the server's settings lies here
         )
-    url = f"http://127.0.0.1:{port}/api"
     deadline = time.monotonic() + timeout_s
-    while not (_listens(process.pid, port) and _healthy(url)):
-        if process.poll() is not None and port == USUAL_PORT and _healthy(url):
-            return _start(timeout_s, port=_free_port(0))  # somebody else's server came first
+    while not _healthy(url):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import psutil
+import pytest
 from flow_runs import Workplace
+
+from core.errors import MillraceError
+from flows.server import listening
 
 
 def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home(tmp_path: Path) -> None:
@@ -23,3 +27,14 @@ def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home
     assert "stopped" in places[0].call("server", "stop")
     assert psutil.Process(records[1]["pid"]).is_running()
     assert "stopped" in places[1].call("server", "stop")
+
+
+def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
+    with listening(0) as chosen:
+        port = chosen.getsockname()[1]
+        with pytest.raises(MillraceError, match=str(port)):
+            listening(port)
+        with listening(port, 0) as another:
+            assert another.getsockname()[1] != port
+    with listening(port) as again:
+        assert again.getsockname() == ("127.0.0.1", port)
