@@ -41,4 +41,4 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 docs: $(READY)
-	$(VENV)/bin/python -m core.config.reference
+	$(VENV)/bin/python -m millrace.core.config.docs_page

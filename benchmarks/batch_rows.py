@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from connectors.storage.store import Store
-from core import schema
+from millrace.connectors.storage.store import Store
+from millrace.core.contracts import schema
 
 GROUP = 8
 

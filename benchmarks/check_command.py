@@ -1,6 +1,6 @@
 """How long `millrace check` takes, start of the interpreter to its end: on a good configuration and on wrong ones.
 
-    python benchmarks/check_command.py [--json FILE]
+    python -m benchmarks.check_command [--json FILE]
 
 Each runs in a process of its own, as from a shell. Prints the slowest and the median.
 """
@@ -17,9 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "flows"))
-
-from wrong_configs import WRONG, write_good
+from tests.support.wrong_configs import WRONG, write_good
 
 
 def main() -> None:
@@ -43,7 +41,7 @@ def main() -> None:
 def _seconds(folder: str, overrides: list[str], expect: int) -> float:
     environment = {**os.environ, "PYTHONPATH": folder, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
     environment |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    command = [sys.executable, "-m", "flows.cli", "check", "run.yaml", *overrides]
+    command = [sys.executable, "-m", "millrace.flows.cli", "check", "run.yaml", *overrides]
     started = time.perf_counter()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started

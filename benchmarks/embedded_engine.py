@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     import torch
 
-    from connectors.huggingface.tiny import build_tiny_model
+    from millrace.connectors.huggingface.tiny import build_tiny_model
 
     torch.set_num_threads(args.threads)
     draw = random.Random(0)
@@ -92,7 +92,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def start_engine(model: Path, port_file: Path, threads: int) -> subprocess.Popen[bytes]:
     """The engine as a process of its own."""
-    command = [sys.executable, "-m", "connectors.embedded", "--model-path", str(model), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "millrace.connectors.embedded",
+        "--model-path",
+        str(model),
+        "--port",
+        "0",
+    ]
     command += ["--port-file", str(port_file), "--threads", str(threads), "--max-running-requests", "64"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 

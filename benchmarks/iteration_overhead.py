@@ -24,9 +24,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from connectors.huggingface.tiny import build_tiny_model
-from connectors.storage.parts import read_parts
-from connectors.storage.run_folder import RunFolder
+from millrace.connectors.huggingface.tiny import build_tiny_model
+from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import RunFolder
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         folder = Path(name)
         root = options.root or str(folder / "runs")
         prepare(folder, root, options.iterations)
-        millrace = [sys.executable, "-m", "flows.cli"]
+        millrace = [sys.executable, "-m", "millrace.flows.cli"]
         environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
         try:
             subprocess.run([*millrace, "train", "run.yaml"], cwd=folder, env=environment, check=True)
@@ -68,7 +68,7 @@ def prepare(folder: Path, root: str, iterations: int) -> None:
         "data": {"sources": [{"name": "sums", "path": str(folder / "prompts.jsonl")}]},
         "storage": {"root": root},
         "rollout": {"prompts": 64, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 40}},
-        "reward": {"function": "core.rewards.text:contains"},
+        "reward": {"function": "millrace.core.rewards.text:contains"},
         "trainer": {"global_batch": 512, "max_pack_tokens": 8192, "threads": 2},
         "engines": {"threads": 2},
         "checkpoint": {"every": 1000},

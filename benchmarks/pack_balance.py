@@ -17,8 +17,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.gpu.shapes import model_config
-from core.architecture import architecture
-from core.batching import plan_packs
+from millrace.core.architecture import architecture
+from millrace.core.batching import plan_packs
 
 LONGEST = 16384
 CASES = ((8, 16384), (8, 32768), (16, 16384), (64, 16384))  # ranks, tokens a pack

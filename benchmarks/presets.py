@@ -25,12 +25,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from connectors.storage.run_folder import RunFolder
-from core.config.load import load_config
-from core.config.presets import PRESETS
-from flows.quickstart import held_out_accuracy, recipe
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config.load import load_config
+from millrace.core.config.presets import PRESETS
+from millrace.flows.quickstart import held_out_accuracy, recipe
 
-MILLRACE = [sys.executable, "-m", "flows.cli"]
+MILLRACE = [sys.executable, "-m", "millrace.flows.cli"]
 
 
 def main() -> None:

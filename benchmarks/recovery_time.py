@@ -28,10 +28,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from connectors.huggingface.tiny import build_tiny_model
+from millrace.connectors.huggingface.tiny import build_tiny_model
 
 PHASES = ("find", "build", "load", "replay", "sync", "start", "ready")
-MILLRACE = [sys.executable, "-m", "flows.cli"]
+MILLRACE = [sys.executable, "-m", "millrace.flows.cli"]
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def prepare(folder: Path) -> None:
         "model": {"path": str(folder / "model")},
         "data": {"sources": [{"name": "sums", "path": str(folder / "prompts.jsonl")}]},
         "rollout": {"prompts": 16, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 32}},
-        "reward": {"function": "core.rewards.text:contains", "workers": 1},
+        "reward": {"function": "millrace.core.rewards.text:contains", "workers": 1},
         "trainer": {"global_batch": 64, "max_pack_tokens": 4096, "threads": 2},
         "engines": {"threads": 2},
     }

@@ -72,8 +72,8 @@ class Megatron:
     """The trainer, one rank; a step reads its batch from a file, as in a run."""
 
     def __init__(self, folder: Path, model: Path, threads: int) -> None:
-        from connectors.megatron.rank import TrainerRank
-        from core.config import RunConfig
+        from millrace.connectors.megatron.rank import TrainerRank
+        from millrace.core.config import RunConfig
 
         self.folder = folder
         config = RunConfig.model_validate(
@@ -158,7 +158,7 @@ def _serve(pipe: Any, kind: str, folder: Path, model: Path, threads: int) -> Non
 def measure(name: str, case: Case, threads: int, steps: int) -> dict[str, Any]:
     """Median seconds of both sides, and their ratio. Asserts that they did the same."""
     from benchmarks.batch_rows import write_batch
-    from connectors.huggingface.tiny import build_tiny_model
+    from millrace.connectors.huggingface.tiny import build_tiny_model
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

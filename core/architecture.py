@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import ConfigError
+from millrace.core.errors import ConfigError
 
 SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
 NEEDED = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from core.errors import ConfigError
+from millrace.core.errors import ConfigError
 
 Packs = list[list[int]]  # indices of samples
 

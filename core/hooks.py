@@ -7,17 +7,19 @@ configuration as `package.module:function`. What a hook raises fails its sample 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from core.errors import ConfigError
+from millrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.algorithms.objective import TokenBatch
-    from core.config import RunConfig
+    from millrace.core.algorithms.objective import TokenBatch
+    from millrace.core.config import RunConfig
 
 Prompt = str | Sequence[Mapping[str, Any]]  # text, or chat messages
 
@@ -185,11 +187,12 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError(f"{where}: write it as package.module:function")
+    _search_working_folder()
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{where}: cannot be imported: {error}; put its package on PYTHONPATH or correct the path"
+            f"{where}: cannot be imported: {error}; correct the path, start from the folder that holds it, or put its package on PYTHONPATH"
         ) from error
     for part in name.split("."):
         if not hasattr(target, part):
@@ -200,3 +203,10 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError(f"{where}: {name} is a {type(target).__name__}; name a function")
     return target  # type: ignore[no-any-return]
+
+
+def _search_working_folder() -> None:
+    """Import from the working folder first, as `python -m` does; the installed commands do not by themselves."""
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

@@ -25,8 +25,8 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from core.errors import DataError
-from core.ids import derived_seed
+from millrace.core.contracts.ids import derived_seed
+from millrace.core.errors import DataError
 
 Verdict = Literal["kept", "dropped", "returned"]
 Key = tuple[str, int, int]  # source, row, epoch

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from core.filters import zero_variance
-from core.staleness import staleness
+from millrace.core.group_filters import zero_variance
+from millrace.core.staleness import staleness
 
 
 def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:

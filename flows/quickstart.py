@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from connectors.storage.run_folder import RunFolder
-from core.config import RunConfig
-from core.config.load import load_config
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.config.load import load_config
 
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 problems
@@ -41,8 +41,8 @@ GPU_SHAPE = {
 
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
     """Make model and data, warm up, train, and print what was learnt. Run again it goes on, or only shows."""
-    from connectors.mlflow.tracker import ui_command
-    from flows.server import ensure_server, ui_url
+    from millrace.connectors.mlflow.tracker import ui_command
+    from millrace.connectors.prefect.server import ensure_server, ui_url
 
     started = time.perf_counter()
     page = ui_url(ensure_server())
@@ -51,7 +51,7 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
     prepare(config)
     console.print(f"[bold]2/3[/] warmed-up model and prompts are in {FILES / f'seed-{seed}'}")
 
-    from flows.train import train
+    from millrace.flows.train import train
 
     console.print(
         f"[bold]3/3[/] GRPO, {config.run.iterations} iterations; watch {page} (flow run {config.run.name})"
@@ -86,7 +86,7 @@ def _prepare(config: RunConfig, shape: dict[str, int], overrides: list[str]) -> 
     model = Path(config.model.path)
     if (model / "config.json").exists():
         return
-    from connectors.huggingface.tiny import build_tiny_model
+    from millrace.connectors.huggingface.tiny import build_tiny_model
 
     folder = model.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _learn_answers(config: RunConfig, into: Path, enough: float = 0.0) -> None:
 
     That of the first iteration whose last ten steps have a mean loss of at most `enough`, else of the last.
     """
-    from flows.sft import sft
+    from millrace.flows.sft import sft
 
     asyncio.run(sft(config))
     run = RunFolder(config.storage.root, config.run.name)

@@ -17,11 +17,11 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from core.config import RunConfig
-from core.errors import ConfigError, DataError, MissingFileError
-from core.prompts import SourceFingerprint, source_changes
-from tasks import report
-from tasks.live import Live
+from millrace.core.config import RunConfig
+from millrace.core.contracts.prompts import SourceFingerprint, source_changes
+from millrace.core.errors import ConfigError, DataError, MissingFileError
+from millrace.tasks import report
+from millrace.tasks.runtime.runtime import Live
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,18 @@ import asyncio
 
 from prefect import flow
 
-from core.config import RunConfig
-from core.errors import ConfigError
-from flows.run_record import finish_run_record, open_run_record
-from flows.train import driven, driving, prepare
-from flows.turns import in_turn, mine
-from tasks.checkpoint import checkpoint
-from tasks.context import IterationContext
-from tasks.live import Live
-from tasks.publish import publish_supervised
-from tasks.records import Record, run_recorded
-from tasks.sample_supervised import sample_supervised
-from tasks.train_step import train_step
+from millrace.core.config import RunConfig
+from millrace.core.errors import ConfigError
+from millrace.flows.iteration_slots import in_turn, mine
+from millrace.flows.run_record import finish_run_record, open_run_record
+from millrace.flows.train import driven, driving, prepare
+from millrace.tasks.checkpoint import checkpoint
+from millrace.tasks.context import IterationContext
+from millrace.tasks.publish import publish_supervised
+from millrace.tasks.records import Record, run_recorded
+from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.sample_supervised import sample_supervised
+from millrace.tasks.train_step import train_step
 
 
 @flow(name="sft", flow_run_name="{config.run.name}")

@@ -1,6 +1,6 @@
 """The training run: one parent flow, one subflow an iteration, eight tasks each.
 
-Reads like the recipe it is. What a task does stands in tasks/; what lives between tasks stands in tasks.live.
+Reads like the recipe it is. What a task does stands in tasks/; what lives between tasks stands in millrace.tasks.runtime.runtime.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from contextvars import ContextVar
 
 from prefect import flow
 
-from connectors.storage.lease import DURATION_S, Lease
-from core.config import RunConfig
-from core.config.problems import render_problems
-from core.errors import ConfigError, StorageError
-from core.hooks import load
-from core.retention import due
-from flows.check import check
-from flows.run_record import finish_run_record, open_run_record
-from flows.server import keep_server
-from flows.turns import in_turn, mine, the_first_of_several
-from tasks import report
-from tasks.checkpoint import checkpoint
-from tasks.context import IterationContext
-from tasks.evaluate import evaluate, evaluate_before
-from tasks.filter import filter_groups
-from tasks.live import Live
-from tasks.publish import publish
-from tasks.records import Record, run_recorded
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.sample_prompts import sample_prompts
-from tasks.stream import Stream
-from tasks.sync_weights import sync_weights
-from tasks.train_step import train_step
+from millrace.connectors.prefect.server import keep_server
+from millrace.connectors.storage.lease import DURATION_S, Lease
+from millrace.core.config import RunConfig
+from millrace.core.config.problems import render_problems
+from millrace.core.errors import ConfigError, StorageError
+from millrace.core.hooks import load
+from millrace.core.retention import due
+from millrace.flows.iteration_slots import in_turn, mine, the_first_of_several
+from millrace.flows.preflight.check import check
+from millrace.flows.run_record import finish_run_record, open_run_record
+from millrace.tasks import report
+from millrace.tasks.checkpoint import checkpoint
+from millrace.tasks.context import IterationContext
+from millrace.tasks.evaluate import evaluate, evaluate_before
+from millrace.tasks.filter import filter_groups
+from millrace.tasks.publish import publish
+from millrace.tasks.records import Record, run_recorded
+from millrace.tasks.reward import reward
+from millrace.tasks.rollout import rollout
+from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.sample_prompts import sample_prompts
+from millrace.tasks.stream import Stream
+from millrace.tasks.sync_weights import sync_weights
+from millrace.tasks.train_step import train_step
 
 log = logging.getLogger(__name__)
 driven: ContextVar[Live] = ContextVar("driven")  # not a parameter of iterations, which Prefect keeps whole
@@ -50,7 +50,9 @@ async def train(config: RunConfig) -> Record:
     Run again under the same run name it does what is missing; when nothing is, it returns at once.
     """
     if config.algorithm.loss == "sft":
-        raise ConfigError("algorithm.loss = sft: that is supervised training; run the flow flows.sft:sft")
+        raise ConfigError(
+            "algorithm.loss = sft: that is supervised training; run the flow millrace.flows.sft:sft"
+        )
     await prepare(config)
     live, started = Live(config), time.perf_counter()
     first = await asyncio.to_thread(live.run_folder.first_open_iteration)

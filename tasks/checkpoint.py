@@ -11,10 +11,10 @@ from typing import Any
 
 from prefect import task
 
-from core.retention import checkpoints_to_drop, due
-from tasks.context import IterationContext
-from tasks.holds import stop_point
-from tasks.records import Record, may_help
+from millrace.core.retention import checkpoints_to_drop, due
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
+from millrace.tasks.records import Record, may_help
 
 
 @task(name="checkpoint", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)

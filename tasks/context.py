@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from connectors.storage.run_folder import RunFolder
-from connectors.storage.store import Store
-from core.config import RunConfig
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.config import RunConfig
 
 if TYPE_CHECKING:
-    from tasks.live import Live
-    from tasks.stream import Stream
+    from millrace.tasks.runtime.runtime import Live
+    from millrace.tasks.stream import Stream
 
 
 class IterationContext:

@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from core import schema
-from core.config.training import EvalSet
-from core.ids import derived_seed
-from tasks.context import IterationContext
-from tasks.records import Record, may_help
+from millrace.core.config.training import EvalSet
+from millrace.core.contracts import schema
+from millrace.core.contracts.ids import derived_seed
+from millrace.tasks.context import IterationContext
+from millrace.tasks.records import Record, may_help
 
 
 @task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)

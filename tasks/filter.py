@@ -15,14 +15,14 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from connectors.storage.parts import list_parts, read_parts
-from core import schema
-from core.errors import BudgetError
-from core.filters import GroupSample, Judgement, judge_group
-from core.ids import sample_id
-from tasks.context import IterationContext
-from tasks.holds import stop_point
-from tasks.records import Record
+from millrace.connectors.storage.parts import list_parts, read_parts
+from millrace.core.contracts import schema
+from millrace.core.contracts.ids import sample_id
+from millrace.core.errors import BudgetError
+from millrace.core.group_filters import GroupSample, Judgement, judge_group
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
+from millrace.tasks.records import Record
 
 
 @dataclass
@@ -175,8 +175,8 @@ def _batch(ctx: IterationContext, kept: list[_Group], steps: dict[str, int]) -> 
     """The kept samples' rollouts with reward, advantage and step, in drawing order."""
     import torch
 
-    from core.algorithms.advantages import sample_advantages
-    from core.algorithms.schedule import shape_rewards
+    from millrace.core.algorithms.advantages import sample_advantages
+    from millrace.core.algorithms.schedule import shape_rewards
 
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}

@@ -12,14 +12,14 @@ from typing import Any
 import pyarrow.compute as pc
 from prefect import task
 
-from connectors.storage.manifest import Manifest
-from connectors.storage.parts import read_parts
-from core.config import RunConfig
-from core.metrics import group_metrics, sample_metrics, staleness_metrics
-from tasks import report
-from tasks.context import IterationContext
-from tasks.holds import stop_point
-from tasks.records import Record
+from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.parts import read_parts
+from millrace.core.config import RunConfig
+from millrace.core.metrics import group_metrics, sample_metrics, staleness_metrics
+from millrace.tasks import report
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
+from millrace.tasks.records import Record
 
 SUPERVISED = ("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy")
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")

@@ -22,10 +22,10 @@ from prefect.serializers import JSONSerializer
 from pydantic import Field
 from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from connectors.storage.store import Store
-from core.errors import LASTING, CorruptFileError, MissingFileError, StorageError
-from tasks.context import IterationContext
-from tasks.holds import stop_point
+from millrace.connectors.storage.store import Store
+from millrace.core.errors import LASTING, CorruptFileError, MissingFileError, StorageError
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
 
 log = logging.getLogger(__name__)
 

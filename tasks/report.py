@@ -23,12 +23,12 @@ from prefect.artifacts import (
 )
 from prefect.runtime import flow_run
 
-from connectors.mlflow.tracker import Tracker
-from core.config import RunConfig
-from core.retention import due
-from tasks.context import IterationContext
-from tasks.live import Live
-from tasks.records import Record
+from millrace.connectors.mlflow.tracker import Tracker
+from millrace.core.config import RunConfig
+from millrace.core.retention import due
+from millrace.tasks.context import IterationContext
+from millrace.tasks.records import Record
+from millrace.tasks.runtime.runtime import Live
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from connectors.storage.parts import list_parts, read_parts, write_part
-from core import schema
-from core.errors import BudgetError
-from tasks.context import IterationContext
-from tasks.holds import stop_point
-from tasks.records import Record
+from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.core.contracts import schema
+from millrace.core.errors import BudgetError
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
+from millrace.tasks.records import Record
 
 COLUMNS = [
     "sample_id",

@@ -15,16 +15,16 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from connectors.sglang.client import Generation
-from connectors.sglang.dispatcher import Dispatcher
-from connectors.storage.parts import read_parts, write_part
-from core import schema
-from core.errors import BudgetError, EngineError
-from core.garbage import collect_garbage
-from core.ids import sample_id, sample_seed
-from tasks.context import IterationContext
-from tasks.holds import stop_point
-from tasks.records import Record, may_help
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.storage.parts import read_parts, write_part
+from millrace.core.contracts import schema
+from millrace.core.contracts.ids import sample_id, sample_seed
+from millrace.core.errors import BudgetError, EngineError
+from millrace.core.garbage import collect_garbage
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
+from millrace.tasks.records import Record, may_help
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
 TIDY_AFTER_S = (

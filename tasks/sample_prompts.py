@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from core import schema
-from core.ids import group_id
-from tasks.context import IterationContext
-from tasks.holds import stop_point
-from tasks.records import Record
+from millrace.core.contracts import schema
+from millrace.core.contracts.ids import group_id
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import stop_point
+from millrace.tasks.records import Record
 
 
 def reserve_size(ctx: IterationContext) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 from prefect import task
 
-from core import schema
-from core.errors import DataError
-from core.ids import sample_id
-from tasks.context import IterationContext
-from tasks.records import Record
-from tasks.sample_prompts import drawn_table
+from millrace.core.contracts import schema
+from millrace.core.contracts.ids import sample_id
+from millrace.core.errors import DataError
+from millrace.tasks.context import IterationContext
+from millrace.tasks.records import Record
+from millrace.tasks.sample_prompts import drawn_table
 
 
 @task(name="sample_supervised")

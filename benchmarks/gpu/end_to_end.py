@@ -30,8 +30,8 @@ import yaml
 
 from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
 from benchmarks.iteration_overhead import iteration_split
-from connectors.storage.parts import read_parts
-from connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import RunFolder
 
 SAMPLE_S = 0.1
 GROUP = 8
@@ -75,7 +75,7 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
         engines={"sglang": {**SGLANG, "mem_fraction_static": 0.4, "cuda_graph_max_bs_decode": 256}},
     )
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    millrace = [sys.executable, "-m", "flows.cli"]
+    millrace = [sys.executable, "-m", "millrace.flows.cli"]
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
     overrides = [item for item in given.overrides.split(",") if item]
     run = RunFolder(str(folder / "runs"), name)

@@ -24,15 +24,15 @@ import aiohttp
 import orjson
 
 from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
-from connectors.sglang.dispatcher import Dispatcher
-from connectors.sglang.fleet import Fleet
-from connectors.sglang.process import EngineServer
-from core.config import RunConfig
-from tasks.context import IterationContext
-from tasks.live import Live
-from tasks.rollout import rollout
-from tasks.sample_prompts import sample_prompts
-from tasks.stream import Stream
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.sglang.process import EngineServer
+from millrace.core.config import RunConfig
+from millrace.tasks.context import IterationContext
+from millrace.tasks.rollout import rollout
+from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.sample_prompts import sample_prompts
+from millrace.tasks.stream import Stream
 
 GROUP = 8
 

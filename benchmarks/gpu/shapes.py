@@ -52,7 +52,7 @@ def model_folder(shape: str, folder: Path) -> Path:
 
 def write_model(shape: str, folder: Path) -> None:
     """Config, random weights and tokenizer."""
-    from connectors.huggingface.tiny import build_tokenizer
+    from millrace.connectors.huggingface.tiny import build_tokenizer
 
     partial = folder.with_name(f"{folder.name}.partial")
     random_model(shape, pad_token_id=0, eos_token_id=1, bos_token_id=None).save_pretrained(partial)

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
-    from flows.server import ensure_server
+    from millrace.connectors.prefect.server import ensure_server
 
     os.environ["PREFECT_API_URL"] = ensure_server()
     report: dict[str, Any] = {"command": " ".join(sys.argv), "device": device_name(), "versions": versions()}
@@ -56,8 +56,8 @@ def main() -> None:
 
 
 async def _measured(shape: str, model: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    from core.config import RunConfig
-    from tasks.live import Live
+    from millrace.core.config import RunConfig
+    from millrace.tasks.runtime.runtime import Live
 
     sglang = {**SGLANG, "mem_fraction_static": KV_SHARE[shape], "cuda_graph_max_bs_decode": 16}
     config = RunConfig.model_validate(

@@ -77,8 +77,8 @@ class Millrace:
     """The trainer, one rank on NCCL; a step reads its batch from a file, as in a run."""
 
     def __init__(self, model: Path, scratch: Path, tokens: int, recompute: str) -> None:
-        from connectors.megatron.rank import TrainerRank
-        from core.config import RunConfig
+        from millrace.connectors.megatron.rank import TrainerRank
+        from millrace.core.config import RunConfig
 
         self.scratch, self.version = scratch, 0
         config = RunConfig.model_validate(

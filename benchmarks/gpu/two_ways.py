@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch_rows import batch_row, write_batch
-from connectors.megatron.attention import PackedAttention
-from connectors.megatron.rank import TrainerRank
+from millrace.connectors.megatron.model.attention import PackedAttention
+from millrace.connectors.megatron.rank import TrainerRank
 
 PROMPT, PACK = 64, 16384
 WAYS = {"gradients": ("overlapped", "afterwards"), "context": ("heads exchanged", "keys gathered")}
@@ -77,7 +77,7 @@ def _gpus(given: argparse.Namespace) -> list[str]:
 
 def _model(shape: str, folder: Path) -> Path:
     if shape == "tiny":
-        from connectors.huggingface.tiny import build_tiny_model
+        from millrace.connectors.huggingface.tiny import build_tiny_model
 
         build_tiny_model(folder / shape)
         return folder / shape
@@ -92,7 +92,7 @@ def _rank(
     import torch
 
     from benchmarks.gpu.shapes import device_name
-    from core.config import RunConfig
+    from millrace.core.config import RunConfig
 
     gpu = given.device == "cuda"
     shards = given.ranks if given.what == "context" else 1

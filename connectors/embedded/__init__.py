@@ -1,1 +1,1 @@
-"""A CPU engine that speaks SGLang's native protocol: `python -m connectors.embedded --model-path DIR --port P`."""
+"""A CPU engine that speaks SGLang's native protocol: `python -m millrace.connectors.embedded --model-path DIR --port P`."""

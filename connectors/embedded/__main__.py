@@ -1,4 +1,4 @@
-"""`python -m connectors.embedded`: start the engine's server."""
+"""`python -m millrace.connectors.embedded`: start the engine's server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main() -> None:
     """Parse arguments and serve until told to stop."""
-    parser = argparse.ArgumentParser(prog="python -m connectors.embedded", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m millrace.connectors.embedded", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; loopback unless told")
     parser.add_argument("--port", type=int, default=30000, help="port; 0 takes a free one, see --port-file")
@@ -37,9 +37,9 @@ async def serve(args: argparse.Namespace) -> None:
     import torch
     from aiohttp import web
 
-    from connectors.embedded.engine import Engine
-    from connectors.embedded.model import ModelError
-    from connectors.embedded.server import Server
+    from millrace.connectors.embedded.engine import Engine
+    from millrace.connectors.embedded.model import ModelError
+    from millrace.connectors.embedded.server import Server
 
     if args.threads:
         torch.set_num_threads(args.threads)

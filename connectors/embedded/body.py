@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from connectors.embedded.sampling import RequestError
+from millrace.connectors.embedded.sampling import RequestError
 
 
 async def read_json(http: web.Request) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from connectors.embedded.model import Decoder, ModelError, Shape, Weights, read_tensors
-from connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
-from connectors.embedded.slots import Request, Slots
-from connectors.embedded.text import Text
+from millrace.connectors.embedded.model import Decoder, ModelError, Shape, Weights, read_tensors
+from millrace.connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
+from millrace.connectors.embedded.slots import Request, Slots
+from millrace.connectors.embedded.text import Text
 
 
 @dataclass(eq=False)

@@ -14,12 +14,12 @@ from typing import Any
 
 from aiohttp import web
 
-from connectors.embedded.body import read_json
-from connectors.embedded.engine import Engine
-from connectors.embedded.model import ModelError
-from connectors.embedded.sampling import RequestError, SamplingParams
-from connectors.embedded.slots import Request
-from connectors.embedded.weight_routes import WeightRoutes
+from millrace.connectors.embedded.body import read_json
+from millrace.connectors.embedded.engine import Engine
+from millrace.connectors.embedded.model import ModelError
+from millrace.connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.embedded.slots import Request
+from millrace.connectors.embedded.weight_routes import WeightRoutes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
-from connectors.embedded.sampling import SamplingParams
+from millrace.connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
+from millrace.connectors.embedded.sampling import SamplingParams
 
 PREFIXES = 128  # prompts whose keys and values are kept
 

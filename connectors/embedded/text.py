@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.embedded.sampling import RequestError, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from connectors.embedded.sampling import RequestError
+from millrace.connectors.embedded.sampling import RequestError
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from connectors.embedded.body import read_json
-from connectors.embedded.engine import Engine
-from connectors.embedded.model import ModelError, Weights
-from connectors.embedded.sampling import RequestError
-from connectors.embedded.weight_group import Listed, WeightGroups
+from millrace.connectors.embedded.body import read_json
+from millrace.connectors.embedded.engine import Engine
+from millrace.connectors.embedded.model import ModelError, Weights
+from millrace.connectors.embedded.sampling import RequestError
+from millrace.connectors.embedded.weight_group import Listed, WeightGroups
 
 
 class WeightRoutes:

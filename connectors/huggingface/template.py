@@ -17,7 +17,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from core.prompts import Prompt
+from millrace.core.contracts.prompts import Prompt
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

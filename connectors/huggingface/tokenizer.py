@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.config.model import Model
-from core.errors import ConfigError
-from core.prompts import Prompt
+from millrace.core.config.model import Model
+from millrace.core.contracts.prompts import Prompt
+from millrace.core.errors import ConfigError
 
 
 class PromptTokenizer:

@@ -13,15 +13,15 @@ from megatron.core import tensor_parallel as tp
 from torch import Tensor
 from torch.nn import functional as F
 
-from connectors.megatron.fused import rows
-from connectors.megatron.model import CriticModel
-from connectors.megatron.packs import Pack
-from connectors.megatron.runner import Metrics, Runner, Sums
-from connectors.megatron.share import Share
-from connectors.megatron.trained import Trained, from_hf
-from core.algorithms.losses import value_loss
-from core.algorithms.packed import clean
-from core.config import RunConfig
+from millrace.connectors.megatron.forward_backward import Metrics, Runner, Sums
+from millrace.connectors.megatron.model.fused import rows
+from millrace.connectors.megatron.model.policy_model import CriticModel
+from millrace.connectors.megatron.packing import Pack
+from millrace.connectors.megatron.rank_batch import Share
+from millrace.connectors.megatron.trainable_model import Trained, from_hf
+from millrace.core.algorithms.losses import value_loss
+from millrace.core.algorithms.packed import clean
+from millrace.core.config import RunConfig
 
 
 class Critic:

@@ -15,19 +15,19 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
-from connectors.megatron.critic import Critic, explained_variance
-from connectors.megatron.packs import Row, packs_of
-from connectors.megatron.reference import Reference, Teacher
-from connectors.megatron.runner import LanguageRunner, Sums, merged
-from connectors.megatron.share import Share, share_of
-from connectors.megatron.step import policy_step
-from connectors.megatron.trained import Trained, from_hf
-from core.algorithms.estimate import token_advantages
-from core.algorithms.objective import Objective, derived, on_policy_guard
-from core.algorithms.schedule import KLController, shape_rewards
-from core.architecture import architecture
-from core.config import RunConfig
-from core.errors import RefusedStepError, TrainerError
+from millrace.connectors.megatron.critic import Critic, explained_variance
+from millrace.connectors.megatron.forward_backward import LanguageRunner, Sums, merged
+from millrace.connectors.megatron.frozen_models import Reference, Teacher
+from millrace.connectors.megatron.packing import Row, packs_of
+from millrace.connectors.megatron.policy_step import policy_step
+from millrace.connectors.megatron.rank_batch import Share, share_of
+from millrace.connectors.megatron.trainable_model import Trained, from_hf
+from millrace.core.algorithms.objective import Objective, derived, on_policy_guard
+from millrace.core.algorithms.schedule import KLController, shape_rewards
+from millrace.core.algorithms.token_advantages import token_advantages
+from millrace.core.architecture import architecture
+from millrace.core.config import RunConfig
+from millrace.core.errors import RefusedStepError, TrainerError
 
 
 class Learner:

@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
-from core.garbage import collect_garbage
+from millrace.core.errors import RefusedStepError, TrainerError, TrainerMemoryError
+from millrace.core.garbage import collect_garbage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from connectors.megatron.bucket import Bucket
-    from connectors.megatron.buckets import BucketStream
-    from connectors.megatron.engine_group import EngineGroup
-    from connectors.megatron.packs import Row
-    from core.config import RunConfig
+    from millrace.connectors.megatron.packing import Row
+    from millrace.connectors.megatron.weights.buckets import BucketStream
+    from millrace.connectors.megatron.weights.engine_group import EngineGroup
+    from millrace.core.config import RunConfig
+    from millrace.core.contracts.weight_bucket import Bucket
 
 
 class TrainerRank:
@@ -60,7 +60,9 @@ class TrainerRank:
         if self.settings.get("trainer", {}).get("device") == "cpu":
             # it would compile for seconds to save microseconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        from connectors.megatron import learner, parking, world  # noqa: F401
+        from millrace.connectors.megatron import learner  # noqa: F401
+        from millrace.connectors.megatron.optim import offload as parking  # noqa: F401
+        from millrace.connectors.megatron.process import distributed as world  # noqa: F401
 
         if not gc.get_freeze_count():  # once: `setup` comes here again
             collect_garbage()
@@ -68,8 +70,8 @@ class TrainerRank:
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:
         """Join the other ranks, build the model from model.path and hold version 0."""
         self.prepare()
-        from connectors.megatron import world
-        from core.config import RunConfig
+        from millrace.connectors.megatron.process import distributed as world
+        from millrace.core.config import RunConfig
 
         self.config: RunConfig = RunConfig.model_validate(self.settings)
         self.device = world.join(self.config, self.rank, self.world_size, master)
@@ -79,9 +81,9 @@ class TrainerRank:
         return self.state()
 
     def _build(self) -> None:
-        from connectors.megatron.learner import Learner
-        from connectors.megatron.parking import Parking
-        from core.architecture import read_hf_config
+        from millrace.connectors.megatron.learner import Learner
+        from millrace.connectors.megatron.optim.offload import Parking
+        from millrace.core.architecture import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
         self.learner = Learner(self.config, self.hf, self.device)
@@ -191,7 +193,7 @@ class TrainerRank:
 
     def save(self, url: str) -> dict[str, Any]:
         """Save model, optimizer, schedule and RNG under a URL; complete.json last."""
-        from connectors.megatron.checkpoint import save
+        from millrace.connectors.megatron.checkpoint.checkpoint import save
 
         with self._working("save"):
             assert self.version is not None
@@ -199,7 +201,7 @@ class TrainerRank:
 
     def load(self, url: str) -> int:
         """Load what `save` wrote, under whatever layout this is; returns the version now held."""
-        from connectors.megatron.checkpoint import load
+        from millrace.connectors.megatron.checkpoint.checkpoint import load
 
         with self._working("load"):
             self.version = self.last = None
@@ -213,13 +215,13 @@ class TrainerRank:
 
     def export(self, directory: str, version: int) -> dict[str, Any]:
         """Write the held weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
-        from connectors.megatron.weights import export_hf
+        from millrace.connectors.megatron.weights.hf_files import export_hf
 
         return self._export(export_hf, directory, version)
 
     def upload(self, url: str, version: int) -> dict[str, Any]:
         """Write the same to a folder of any storage. Raises TrainerError if another version is held."""
-        from connectors.megatron.weights import upload_hf
+        from millrace.connectors.megatron.weights.hf_files import upload_hf
 
         return self._export(upload_hf, url, version)
 
@@ -234,7 +236,7 @@ class TrainerRank:
 
         `share`: for other processes on this GPU. Raises TrainerError if another version is held.
         """
-        from connectors.megatron.buckets import BucketStream
+        from millrace.connectors.megatron.weights.buckets import BucketStream
 
         if version != self.version:
             raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
@@ -255,7 +257,7 @@ class TrainerRank:
 
     def open_engine_group(self, name: str, members: list[str], loopback: bool) -> tuple[str, int, str]:
         """Have a group that engines can join instead of any before: its address, its port and its backend."""
-        from connectors.megatron.engine_group import EngineGroup
+        from millrace.connectors.megatron.weights.engine_group import EngineGroup
 
         self.close_engine_group()
         gpu = self.device.type == "cuda"
@@ -291,15 +293,15 @@ class TrainerRank:
 
     def shutdown(self) -> None:
         """Leave the other ranks."""
-        from connectors.megatron import world
+        from millrace.connectors.megatron.process import distributed as world
 
         self.close_engine_group()
         world.leave()
 
     def _read(self, url: str) -> list[Row]:
         """Rows of a batch; an iteration's steps read its file once."""
-        from connectors.megatron.packs import rows_of
-        from connectors.storage.store import Store
+        from millrace.connectors.megatron.packing import rows_of
+        from millrace.connectors.storage.store import Store
 
         if self._rows is None or self._rows[0] != url:
             folder, _, name = url.rpartition("/")
@@ -312,8 +314,8 @@ class TrainerRank:
 
         Raises TrainerMemoryError where the GPU's memory runs out.
         """
-        from connectors.megatron import world
-        from connectors.megatron.memory import out_of_memory, ran_out
+        from millrace.connectors.megatron.process import distributed as world
+        from millrace.connectors.megatron.process.memory_errors import out_of_memory, ran_out
 
         self.busy = what
         try:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from core.errors import MillraceError
+from millrace.core.errors import MillraceError
 
 PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from connectors.ray.placement import Place
-from core.errors import ActorLostError, MillraceError
+from millrace.connectors.ray.placement import Place
+from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from connectors.storage.local import locked
-from core.errors import MillraceError
+from millrace.connectors.storage.local import locked
+from millrace.core.errors import MillraceError
 
 START_TIMEOUT_S = 120
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
@@ -201,8 +201,7 @@ def _read() -> dict[str, Any] | None:
 
 
 def _python_path() -> str:
-    """Where workers find the project when it is not installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(
-        dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-    )
+    """Where workers find millrace, also when it is not installed, and what the driver imports from its own folder."""
+    package = str(Path(__file__).parents[3])  # holds the package millrace and nothing else
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys([package, *inherited, os.getcwd()]))

@@ -23,9 +23,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from core.config import RunConfig
-from core.errors import ActorLostError, ConfigError
-from core.seats import Seats, seats
+from millrace.core.config import RunConfig
+from millrace.core.errors import ActorLostError, ConfigError
+from millrace.core.resource_layout import Seats, seats
 
 log = logging.getLogger(__name__)
 GROUP = "seats"  # its name within the run's namespace

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from connectors.sglang.bucket import Entry
-from core.errors import EngineError, EngineLostError, EngineStalledError
+from millrace.connectors.sglang.bucket_payload import Entry
+from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
@@ -233,7 +233,7 @@ class EngineClient:
             )
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
-        """Load one flattened bucket, a payload (connectors.sglang.bucket) a GPU of the engine.
+        """Load one flattened bucket, a payload (millrace.connectors.sglang.bucket_payload) a GPU of the engine.
 
         The last bucket brings the version. When this returns, the engine has copied what the payload points at.
         """

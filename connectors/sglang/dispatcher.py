@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from connectors.sglang.client import EngineClient, Generation
-from core.errors import EngineError, EngineLostError
+from millrace.connectors.sglang.client import EngineClient, Generation
+from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536

@@ -9,9 +9,9 @@ import asyncio
 import time
 from typing import Any
 
-from connectors.sglang.client import EngineClient
-from core.config import RunConfig
-from core.errors import EngineError
+from millrace.connectors.sglang.client import EngineClient
+from millrace.core.config import RunConfig
+from millrace.core.errors import EngineError
 
 POLL_S = 0.5
 

@@ -1,6 +1,6 @@
 """All engines of a run: started, watched, restarted within their budget, and brought to a weight version.
 
-Owns clients and who may serve (core.engine_health); the handles on the processes are given to it. An engine serves
+Owns clients and who may serve (millrace.core.engine_health); the handles on the processes are given to it. An engine serves
 only after it has confirmed the version it is meant to have.
 """
 
@@ -12,13 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from connectors.sglang.client import EngineClient
-from connectors.sglang.dispatcher import Dispatcher
-from connectors.sglang.prefill import PairingDispatcher
-from connectors.sglang.router import Handle, RoutedDispatcher, Router
-from core.config import RunConfig
-from core.engine_health import EngineHealth, Event, State
-from core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.prefill import PairingDispatcher
+from millrace.connectors.sglang.router import Handle, RoutedDispatcher, Router
+from millrace.core.config import RunConfig
+from millrace.core.engine_health import EngineHealth, Event, State
+from millrace.core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
 log = logging.getLogger(__name__)
 IDLE_TRIES, IDLE_WAIT_S = 200, 0.05

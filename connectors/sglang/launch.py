@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from connectors.sglang.server_args import PYTHON_PATH, argument, option_arguments, option_problems
-from core.config import RunConfig
-from core.config.engine_rules import LOOPBACK
-from core.errors import ConfigError
+from millrace.connectors.sglang.server_args import PYTHON_PATH, argument, option_arguments, option_problems
+from millrace.core.config import RunConfig
+from millrace.core.config.engine_rules import LOOPBACK
+from millrace.core.errors import ConfigError
 
 ROUTER_MISSING = (
     "sglang-router is not installed",
@@ -44,7 +44,7 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     command = [
         sys.executable,
         "-m",
-        "connectors.embedded",
+        "millrace.connectors.embedded",
         "--model-path",
         model,
         "--host",

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from connectors.sglang.client import EngineClient, Generation, Handoff, Look
-from connectors.sglang.dispatcher import Dispatcher, least_loaded
-from core.errors import EngineError, EngineLostError
+from millrace.connectors.sglang.client import EngineClient, Generation, Handoff, Look
+from millrace.connectors.sglang.dispatcher import Dispatcher, least_loaded
+from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 ROOM_BITS = 63

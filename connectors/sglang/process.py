@@ -19,18 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from connectors.sglang.launch import (
+from millrace.connectors.sglang.launch import (
     embedded_command,
     engine_kind,
     router_command,
     sglang_command,
     sglang_environment,
 )
-from connectors.storage import local
-from connectors.storage.store import split_url
-from core.config import RunConfig
-from core.config.plan import visible_gpus
-from core.errors import EngineError
+from millrace.connectors.storage import local
+from millrace.connectors.storage.store import split_url
+from millrace.core.config import RunConfig
+from millrace.core.config.plan import visible_gpus
+from millrace.core.errors import EngineError
 
 PR_SET_PDEATHSIG = 1
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from connectors.sglang.client import LOOKS, EngineClient, Generation
-from connectors.sglang.dispatcher import Dispatcher
-from core.errors import ActorLostError, EngineError, EngineLostError
+from millrace.connectors.sglang.client import LOOKS, EngineClient, Generation
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 NAME = "sglang-router"

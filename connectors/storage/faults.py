@@ -20,8 +20,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from connectors.storage.injected import injected
-from core.errors import MissingFileError, StorageError
+from millrace.connectors.storage.injected import injected
+from millrace.core.errors import MissingFileError, StorageError
 
 log = logging.getLogger(__name__)
 

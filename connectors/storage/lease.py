@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
-from connectors.storage.store import Store
-from core.errors import MillraceError, MissingFileError
+from millrace.connectors.storage.store import Store
+from millrace.core.errors import MillraceError, MissingFileError
 
 PATH = "lease.json"
 DURATION_S = 60.0

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from connectors.storage.store import FileEntry
-from core import schema
-from core.ledger import IterationHistory
+from millrace.connectors.storage.store import FileEntry
+from millrace.core.contracts import schema
+from millrace.core.ledger import IterationHistory
 
 
 class Manifest(BaseModel):

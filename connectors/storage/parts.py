@@ -12,10 +12,10 @@ import uuid
 
 import pyarrow as pa
 
-from connectors.storage import tables
-from connectors.storage.store import FileEntry, Store, in_threads
-from core import schema
-from core.errors import CorruptFileError
+from millrace.connectors.storage import tables
+from millrace.connectors.storage.store import FileEntry, Store, in_threads
+from millrace.core.contracts import schema
+from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from typing import IO, Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from connectors.storage.faults import retried
-from connectors.storage.store import Store, split_url
-from core.errors import DataError, MissingFileError
-from core.prompts import (
+from millrace.connectors.storage.faults import retried
+from millrace.connectors.storage.store import Store, split_url
+from millrace.core.contracts.prompts import (
     Keys,
     PromptRow,
     Quarantined,
@@ -26,6 +25,7 @@ from core.prompts import (
     refuse,
     require_labels,
 )
+from millrace.core.errors import DataError, MissingFileError
 
 FORMATS = (".jsonl", ".json", ".parquet")
 BATCH_ROWS = 1024

@@ -9,11 +9,11 @@ import logging
 
 from pydantic import ValidationError
 
-from connectors.storage.manifest import Manifest
-from connectors.storage.store import Store, in_threads
-from core import schema
-from core.errors import CorruptFileError, MissingFileError, StorageError
-from core.ledger import GroupOutcome, IterationHistory
+from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.store import Store, in_threads
+from millrace.core.contracts import schema
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.core.ledger import GroupOutcome, IterationHistory
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ import fsspec
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
-from connectors.storage import local, tables
-from connectors.storage.faults import retried
-from core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.connectors.storage import local, tables
+from millrace.connectors.storage.faults import retried
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
 BLOCK = 8 << 20
 THREADS = 8
@@ -160,7 +160,7 @@ class Store:
         return self.write(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
 
     def write_table(self, path: str, table: pa.Table, kind: str) -> FileEntry:
-        """Write a table of a kind known to core.schema."""
+        """Write a table of a kind known to millrace.core.contracts.schema."""
         entry = self.write(path, tables.encode(table, kind))
         return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 

@@ -1,4 +1,4 @@
-"""Parquet bytes of tables whose schemas core.schema owns.
+"""Parquet bytes of tables whose schemas millrace.core.contracts.schema owns.
 
 zstd level 1, no dictionaries, byte-stream split for log-probabilities, a checksum a page. Kind and version travel in
 the file.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core import schema
-from core.errors import CorruptFileError
+from millrace.core.contracts import schema
+from millrace.core.errors import CorruptFileError
 
 REMEDY = "restore it, or remove it if it is a part"
 

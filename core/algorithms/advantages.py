@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.algorithms.packed import clean, spread, upcast
-from core.config.algorithm import Algorithm
-from core.errors import DataError
-from core.hooks import load
+from millrace.core.algorithms.packed import clean, spread, upcast
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.errors import DataError
+from millrace.core.hooks import load
 
 
 class _Groups:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.algorithms.packed import clean, spread, upcast
-from core.config.algorithm import Algorithm
+from millrace.core.algorithms.packed import clean, spread, upcast
+from millrace.core.config.algorithm import Algorithm
 
 
 def token_mean(mask_sums: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; knows nothing of the loss they multiply.
 Nothing here carries a gradient. Weights mean what they say only if rollout log-probabilities are those of the
-distribution that was sampled: core.config.algorithm_rules.truncated_sampling refuses configurations where they are not.
+distribution that was sampled: millrace.core.config.algorithm_rules.truncated_sampling refuses configurations where they are not.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.algorithms.kl import kl_estimate
-from core.algorithms.packed import clean, sample_mean, sample_sum, spread, upcast
-from core.config.algorithm import Correction
+from millrace.core.algorithms.kl import kl_estimate
+from millrace.core.algorithms.packed import clean, sample_mean, sample_sum, spread, upcast
+from millrace.core.config.algorithm import Correction
 
 Level = Literal["token", "sequence_product", "sequence_geometric"]
 LOG_WEIGHT_BOUND = 20.0
@@ -105,7 +105,7 @@ def metrics(
     """Figures of the gap as (sum, weight) pairs over unmasked tokens, exact under any split of the batch.
 
     importance_mean and importance_second (second moment; std and effective sample size follow, see
-    core.algorithms.objective.derived), importance_out_of_band (share outside [low, high] of the correction), sampler_k3 and
+    millrace.core.algorithms.objective.derived), importance_out_of_band (share outside [low, high] of the correction), sampler_k3 and
     sampler_k1 (KL of sampler from trainer, nats a token), sampler_gap (mean |old - rollout|).
     """
     on = mask.bool()

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.algorithms.packed import clean, upcast
+from millrace.core.algorithms.packed import clean, upcast
 
 Kind = Literal["k1", "k2", "k3", "low_var", "abs"]
 LOW_VAR_BOUND = 10.0

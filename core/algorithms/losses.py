@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from core.algorithms.packed import clean, sample_mean, spread, upcast
+from millrace.core.algorithms.packed import clean, sample_mean, spread, upcast
 
 LOG_RATIO_BOUND = 20.0
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from core.algorithms import importance, losses
-from core.algorithms.aggregate import reduce, sample_weights
-from core.algorithms.kl import kl_estimate
-from core.algorithms.packed import clean, upcast
-from core.config.algorithm import Algorithm
-from core.errors import TrainerError
-from core.hooks import load
+from millrace.core.algorithms import importance, losses
+from millrace.core.algorithms.aggregate import reduce, sample_weights
+from millrace.core.algorithms.kl import kl_estimate
+from millrace.core.algorithms.packed import clean, upcast
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.errors import TrainerError
+from millrace.core.hooks import load
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -34,7 +34,7 @@ class TokenBatch:
     advantages: Tensor  # [N]
     mask: Tensor  # [N] 1: in the loss
     lengths: Tensor  # [B] response lengths, sum = N
-    weights: Tensor  # [N] see core.algorithms.aggregate; loss = sum of weights * token loss
+    weights: Tensor  # [N] see millrace.core.algorithms.aggregate; loss = sum of weights * token loss
     entropy: Tensor | None = None  # [N] nats; carries the gradient when an entropy bonus is set
     values: Tensor | None = None  # [N] critic; carries the gradient
     returns: Tensor | None = None  # [N]

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from core.algorithms.packed import upcast
-from core.config.algorithm import Algorithm
-from core.hooks import load
+from millrace.core.algorithms.packed import upcast
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.hooks import load
 
 ERROR_BOUND = 0.2
 

@@ -1,3 +1,3 @@
-"""Configuration models; see core.config.run for the whole."""
+"""Configuration models; see millrace.core.config.run for the whole."""
 
-from core.config.run import RunConfig as RunConfig
+from millrace.core.config.run import RunConfig as RunConfig

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from core.config.base import Section
-from core.config.presets import PRESETS, Preset
+from millrace.core.config.base import Section
+from millrace.core.config.presets import PRESETS, Preset
 
 HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
@@ -74,7 +74,9 @@ class Algorithm(Section):
         "none",
     ] = Field("group_relative", description="Advantage estimator.")
     advantage_function: str | None = Field(
-        None, pattern=HOOK, description="Import path of an estimator (core.hooks.Advantage) used instead."
+        None,
+        pattern=HOOK,
+        description="Import path of an estimator (millrace.core.hooks.Advantage) used instead.",
     )
     divide_by_std: bool = Field(
         True, description="Divide group-relative advantages by the group's standard deviation."
@@ -87,14 +89,14 @@ class Algorithm(Section):
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda.")
     overlong: Overlong | None = Field(None, description="Overlong penalty; none when not given.")
     shaping_function: str | None = Field(
-        None, pattern=HOOK, description="Import path of a reward shaping (core.hooks.RewardShaping)."
+        None, pattern=HOOK, description="Import path of a reward shaping (millrace.core.hooks.RewardShaping)."
     )
 
     loss: Literal["clipped", "gspo", "cispo", "sapo", "reinforce", "sft"] = Field(
         "clipped", description="Policy loss."
     )
     loss_function: str | None = Field(
-        None, pattern=HOOK, description="Import path of a token loss (core.hooks.Loss) used instead."
+        None, pattern=HOOK, description="Import path of a token loss (millrace.core.hooks.Loss) used instead."
     )
     clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range of the ratio.")
     clip_high: float = Field(0.2, gt=0, description="Upper clip range of the ratio.")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.config.algorithm import Algorithm
-from core.config.model import Filter, Rollout, Sampling
-from core.config.problems import Problem
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.model import Filter, Rollout, Sampling
+from millrace.core.config.problems import Problem
 
 TOKEN_LEVEL = ("gae", "reinforce_plus_plus")
 RATIO_LOSSES = ("clipped", "gspo", "cispo", "sapo")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from core.config.problems import Problem
-from core.config.run import RunConfig
+from millrace.core.config.problems import Problem
+from millrace.core.config.run import RunConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WITHOUT_LOGPROBS = ("DFLASH", "DSPARK")
@@ -143,7 +143,7 @@ def _external(config: RunConfig) -> Iterator[Problem]:
 
 
 def _router(config: RunConfig) -> Iterator[Problem]:
-    """What sglang-router 0.3.2 does not do: see connectors.sglang.router."""
+    """What sglang-router 0.3.2 does not do: see millrace.connectors.sglang.router."""
     router = config.engines.router
     if router is None:
         return

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from core.config.problems import Problem
-from core.config.run import RunConfig
+from millrace.core.config.problems import Problem
+from millrace.core.config.run import RunConfig
 
 IMPORT_PATH = "write it as package.module:function"
 REASONS = {"literal_error": "not a choice", "string_pattern_mismatch": "does not have the form that it needs"}

@@ -1,6 +1,6 @@
 """A configuration from a YAML file and `key=value` overrides, with every problem found at once.
 
-Owns reading and the wording of pydantic's findings; cross-field rules stand in core.config.rules. What does not parse is
+Owns reading and the wording of pydantic's findings; cross-field rules stand in millrace.core.config.rules. What does not parse is
 reported with its place; what parses is validated whole, and rules are asked of whatever part of it makes sense.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from core.config import rules
-from core.config.findings import as_problem
-from core.config.overrides import apply
-from core.config.problems import Problem, render_problems
-from core.config.run import RunConfig
-from core.config.yaml_text import parse
-from core.errors import ConfigError
+from millrace.core.config import rules
+from millrace.core.config.findings import as_problem
+from millrace.core.config.overrides import apply
+from millrace.core.config.problems import Problem, render_problems
+from millrace.core.config.run import RunConfig
+from millrace.core.config.yaml_text import parse
+from millrace.core.errors import ConfigError
 
 Values = dict[str, Any]
 STAND_INS: dict[tuple[int | str, ...], Any] = {("run", "name"): "unnamed", ("model", "path"): "model"}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from core.config.base import Section
+from millrace.core.config.base import Section
 
 
 class Run(Section):
@@ -133,9 +133,9 @@ class Reward(Section):
     """How samples are scored."""
 
     function: str = Field(
-        "core.rewards.text:exact_match",
+        "millrace.core.rewards.text:exact_match",
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="Import path package.module:function of the reward (see core.hooks.Reward).",
+        description="Import path package.module:function of the reward (see millrace.core.hooks.Reward).",
     )
     options: dict[str, Any] = Field({}, description="Keyword options handed to the reward function.")
     workers: int = Field(1, ge=1, description="Processes that score; each can be killed on its own.")
@@ -154,7 +154,7 @@ class Filter(Section):
     function: str | None = Field(
         None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="Import path of a group filter (see core.hooks.GroupFilter), used besides the above.",
+        description="Import path of a group filter (see millrace.core.hooks.GroupFilter), used besides the above.",
     )
     refill_factor: float = Field(
         2.0,

@@ -10,10 +10,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.architecture import Architecture, architecture, read_hf_config
-from core.config.run import RunConfig
-from core.errors import ConfigError
-from core.retention import checkpoints_to_drop, due
+from millrace.core.architecture import Architecture, architecture, read_hf_config
+from millrace.core.config.run import RunConfig
+from millrace.core.errors import ConfigError
+from millrace.core.retention import checkpoints_to_drop, due
 
 FP32 = 4
 LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk

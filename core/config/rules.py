@@ -1,6 +1,6 @@
 """What fields of different sections demand of each other. Each rule says which fields clash and how to mend it.
 
-Owns rules that need nothing but the configuration; what it names (files, functions, servers) is touched by flows.check.
+Owns rules that need nothing but the configuration; what it names (files, functions, servers) is touched by millrace.flows.preflight.check.
 Pure, no torch.
 """
 
@@ -11,9 +11,9 @@ from math import lcm
 from typing import Any
 from urllib.parse import urlsplit
 
-from core.config import algorithm_rules, engine_rules
-from core.config.model import Source
-from core.config.passthrough import (
+from millrace.core.config import algorithm_rules, engine_rules
+from millrace.core.config.model import Source
+from millrace.core.config.passthrough import (
     MEGATRON_ELSEWHERE,
     MEGATRON_REFUSED,
     ROUTER_OWNED,
@@ -23,9 +23,9 @@ from core.config.passthrough import (
     SGLANG_OWNED,
     SGLANG_REFUSED,
 )
-from core.config.problems import Problem
-from core.config.run import RunConfig
-from core.config.training import EvalSet
+from millrace.core.config.problems import Problem
+from millrace.core.config.run import RunConfig
+from millrace.core.config.training import EvalSet
 
 
 def problems(config: RunConfig) -> list[Problem]:

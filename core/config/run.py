@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from core.config.algorithm import Algorithm
-from core.config.base import Section
-from core.config.model import Data, Filter, Model, Reward, Rollout, Run, Sampling, Storage
-from core.config.training import Checkpoint, Engines, Evaluation, Placement, Sync, Tracking, Trainer
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.base import Section
+from millrace.core.config.model import Data, Filter, Model, Reward, Rollout, Run, Sampling, Storage
+from millrace.core.config.training import Checkpoint, Engines, Evaluation, Placement, Sync, Tracking, Trainer
 
 
 class RunConfig(Section):

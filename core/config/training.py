@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from core.config.base import Section
-from core.config.model import Sampling
+from millrace.core.config.base import Section
+from millrace.core.config.model import Sampling
 
 
 class Parallel(Section):

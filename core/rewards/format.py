@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from core.hooks import RewardInput, RewardResult, load
-from core.rewards.math import last_boxed
+from millrace.core.hooks import RewardInput, RewardResult, load
+from millrace.core.rewards.math import last_boxed
 
 THINK_ANSWER = re.compile(
     r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL

@@ -10,8 +10,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from core.hooks import RewardInput
-from core.rewards.number import find_last
+from millrace.core.hooks import RewardInput
+from millrace.core.rewards.number import find_last
 
 MARKER = "\\boxed"
 FRACTION = re.compile(r"^\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}$|^(-?\d+)/(\d+)$")

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from core.hooks import RewardInput
+from millrace.core.hooks import RewardInput
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 LONGEST = 64  # digits and signs of one number; longer runs are not answers

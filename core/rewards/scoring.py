@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from core.hooks import RewardInput, RewardResult, load
+from millrace.core.hooks import RewardInput, RewardResult, load
 
 
 def sample_input(row: Mapping[str, Any]) -> RewardInput:

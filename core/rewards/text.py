@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.hooks import RewardInput
+from millrace.core.hooks import RewardInput
 
 
 def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> float:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_process import peaked_model
+
+from tests.support.engine_process import peaked_model
 
 torch.set_num_threads(2)
 

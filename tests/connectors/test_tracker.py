@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from connectors.mlflow.tracker import PARAM_LIMIT, Tracker
-from core.errors import MillraceError
+from millrace.connectors.mlflow.tracker import PARAM_LIMIT, Tracker
+from millrace.core.errors import MillraceError
 
 
 @pytest.fixture(scope="module")

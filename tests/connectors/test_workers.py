@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import worker_functions as work
 
-from connectors.workers.pool import WorkerPool
+from millrace.connectors.workers.pool import WorkerPool
+from tests.support import worker_functions as work
 
 TIMEOUT_S = 60
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.architecture import architecture
-from core.batching import Packs, plan_packs
-from core.errors import ConfigError
-from tests.qwen3 import QWEN3_06B
+from millrace.core.architecture import architecture
+from millrace.core.batching import Packs, plan_packs
+from millrace.core.errors import ConfigError
+from tests.support.qwen3 import QWEN3_06B
 
 SHAPE = architecture(QWEN3_06B)
 batches = st.lists(st.integers(1, 16384), max_size=40)

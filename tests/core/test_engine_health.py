@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.engine_health import TRANSITIONS, EngineHealth, Event, State
+from millrace.core.engine_health import TRANSITIONS, EngineHealth, Event, State
 
 EVENTS = st.lists(st.tuples(st.sampled_from(list(Event)), st.integers(0, 3)), max_size=30)
 

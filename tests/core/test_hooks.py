@@ -7,8 +7,8 @@ from dataclasses import fields
 
 import pytest
 
-from core import hooks
-from core.errors import ConfigError
+from millrace.core import hooks
+from millrace.core.errors import ConfigError
 
 SIGNATURES = {
     "generate": "(sample: RewardInput, prompt_tokens: Sequence[int], engine: Callable[[Sequence[int], Mapping[str, Any]], "
@@ -46,19 +46,19 @@ def test_what_hooks_see_is_frozen() -> None:
 
 
 def test_load_finds_functions() -> None:
-    from core.rewards.text import exact_match
+    from millrace.core.rewards.text import exact_match
 
-    assert hooks.load("core.rewards.text:exact_match") is exact_match
+    assert hooks.load("millrace.core.rewards.text:exact_match") is exact_match
 
 
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("core.rewards.text", "package.module:function"),
-        ("core.rewards.text:", "package.module:function"),
+        ("millrace.core.rewards.text", "package.module:function"),
+        ("millrace.core.rewards.text:", "package.module:function"),
         ("no_such_package.module:f", "PYTHONPATH"),
-        ("core.rewards.text:no_such", "has no function no_such"),
-        ("core.filters:ZERO_VARIANCE", "name a function"),
+        ("millrace.core.rewards.text:no_such", "has no function no_such"),
+        ("millrace.core.group_filters:ZERO_VARIANCE", "name a function"),
     ],
 )
 def test_load_refuses_naming_field_path_and_remedy(path: str, says: str) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations
 import pyarrow as pa
 import pytest
 
-from core.metrics import group_metrics, pass_at_k, sample_metrics, staleness_metrics
+from millrace.core.metrics import group_metrics, pass_at_k, sample_metrics, staleness_metrics
 
 
 def tables() -> tuple[pa.Table, pa.Table]:

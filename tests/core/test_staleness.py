@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.staleness import admissible, capacity, staleness
+from millrace.core.staleness import admissible, capacity, staleness
 
 
 def test_capacity_is_bounded_by_concurrency_and_never_negative() -> None:

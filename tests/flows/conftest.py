@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flow_runs import Workplace, make_workplace
+
+from tests.support.flow_runs import Workplace, make_workplace
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import psutil
-from flow_runs import Workplace, trained, wait_until
+
+from tests.support.flow_runs import Workplace, trained, wait_until
 
 SYNC = ["sync.kind=broadcast", "sync.bucket_mib=1", "sync.verify=true", "run.name=a"]
 SHAPE = ["trainer.world_size=2", "trainer.parallel.pipeline=2", "trainer.device=cpu"]
@@ -20,7 +21,8 @@ def engines_of(model: Path) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "connectors.embedded" in (process.info["cmdline"] or []) and str(model) in process.info["cmdline"]
+        if "millrace.connectors.embedded" in (process.info["cmdline"] or [])
+        and str(model) in process.info["cmdline"]
     ]
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
-from wrong_configs import TEXTS, WRONG, write_good
 
 from benchmarks.gpu.shapes import model_config
-from connectors.huggingface.tiny import build_tokenizer
-from core.architecture import architecture, read_hf_config
-from core.config.load import load_config
-from core.config.plan import trainer_memory
-from flows.check import check
-from flows.cli import app
+from millrace.connectors.huggingface.tiny import build_tokenizer
+from millrace.core.architecture import architecture, read_hf_config
+from millrace.core.config.load import load_config
+from millrace.core.config.plan import trainer_memory
+from millrace.flows.cli import app
+from millrace.flows.preflight.check import check
+from tests.support.wrong_configs import TEXTS, WRONG, write_good
 
 HEAVY = ("torch", "prefect", "ray", "mlflow", "megatron", "transformers")
 
@@ -125,7 +125,7 @@ def test_a_screen_holds_what_any_number_of_problems_needs() -> None:
 
 def test_what_prepare_will_make_may_be_missing_until_it_ran() -> None:
     changes = [
-        "run.prepare=flows.quickstart:prepare",
+        "run.prepare=millrace.flows.quickstart:prepare",
         "model.path=later",
         "data.sources.sums.path=later.jsonl",
     ]
@@ -137,7 +137,7 @@ def test_what_prepare_will_make_may_be_missing_until_it_ran() -> None:
 
 
 def test_a_teacher_that_prepare_will_make_may_be_missing_until_it_ran() -> None:
-    changes = ["run.prepare=flows.quickstart:prepare_with_teacher", "algorithm.preset=opd"]
+    changes = ["run.prepare=millrace.flows.quickstart:prepare_with_teacher", "algorithm.preset=opd"]
     config = load_config("run.yaml", [*changes, "algorithm.teacher=later"])
     assert check(config) == []
     assert [problem.field for problem in check(config, prepared=True)] == ["algorithm.teacher"]
@@ -159,7 +159,7 @@ def test_chat_messages_and_parquet_pass(place: Path) -> None:
 
 def test_no_heavy_library_is_imported(place: Path) -> None:
     code = (
-        "import sys\nfrom flows.cli import app\n"
+        "import sys\nfrom millrace.flows.cli import app\n"
         "try:\n    app(['check', 'run.yaml'])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         f"print('loaded:', [name for name in {HEAVY} if name in sys.modules])"
     )
@@ -229,7 +229,7 @@ def test_an_option_that_sglang_in_its_own_folder_does_not_have(place: Path, sgla
 def test_the_recipes_that_ship_pass() -> None:
     recipes = Path(__file__).parents[2] / "deployments" / "recipes"
     for recipe in sorted(set(recipes.glob("*.yaml")) - set(recipes.glob("qwen3*.yaml"))):
-        config = load_config(str(recipe), ["run.prepare=flows.quickstart:prepare"])
+        config = load_config(str(recipe), ["run.prepare=millrace.flows.quickstart:prepare"])
         found = {problem.field for problem in check(config)}
         needs = {"trainer.device", "engines.kind"} if config.trainer.device == "cuda" else set()
         assert found <= needs, recipe.name  # of a GPU host, where this is none

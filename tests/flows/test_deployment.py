@@ -14,7 +14,8 @@ from urllib.request import Request, urlopen
 
 import psutil
 import pytest
-from flow_runs import Workplace, configuration, final_weights, trained, wait_until
+
+from tests.support.flow_runs import Workplace, configuration, final_weights, trained, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]

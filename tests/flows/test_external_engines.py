@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from flow_runs import Workplace, final_weights
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "connectors"))
-
-from engine_process import embedded_engine  # noqa: E402
+from tests.support.engine_process import embedded_engine
+from tests.support.flow_runs import Workplace, final_weights
 
 
 def test_a_run_on_an_external_engine_makes_the_same_weights(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flow_runs import Workplace
 
 from tests.soak.harness import Site
 from tests.soak.points import REDUCED, Point
+from tests.support.flow_runs import Workplace
 
 LONG = [
     point

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import s3fs
-from flow_runs import Workplace
 
-from connectors.storage.store import Store
+from millrace.connectors.storage.store import Store
+from tests.support.flow_runs import Workplace
 
 
 def test_a_run_on_s3_survives_a_kill_and_is_not_repeated(workplace: Workplace, s3_bucket: str) -> None:

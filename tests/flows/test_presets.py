@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 import pyarrow.parquet as pq
 import pytest
-from flow_runs import Workplace
 
 from benchmarks.presets import measure
-from core.config.load import load_config
-from core.config.presets import PRESETS, Preset
-from flows.check import check
-from flows.quickstart import recipe
+from millrace.core.config.load import load_config
+from millrace.core.config.presets import PRESETS, Preset
+from millrace.flows.preflight.check import check
+from millrace.flows.quickstart import recipe
+from tests.support.flow_runs import Workplace
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = json.loads((REPOSITORY / "benchmarks" / "results" / "presets.json").read_text())
@@ -69,7 +69,7 @@ def promise(preset: str) -> tuple[float, float, int, int]:
 @pytest.fixture(scope="module")
 def small(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The run folder of two short iterations, of two steps each, of a preset of SMALL from a random model."""
-    from connectors.huggingface.tiny import build_tiny_model
+    from millrace.connectors.huggingface.tiny import build_tiny_model
 
     build_tiny_model(workplace.folder / "teacher", seed=1)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from flow_runs import Workplace, final_weights
+
+from tests.support.flow_runs import Workplace, final_weights
 
 pytest.importorskip("sglang_router")
 

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from flow_runs import Workplace, final_weights, trained
+
+from tests.support.flow_runs import Workplace, final_weights, trained
 
 
 def test_verify_finds_nothing_wrong_with_a_whole_run(workplace: Workplace, whole: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flow_runs import Workplace, final_weights, trained, wait_until
+
+from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
 
 
 def test_a_run_on_storage_that_fails_now_and_then_ends_the_same(

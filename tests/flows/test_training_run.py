@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from flow_runs import MALFORMED, Workplace, final_weights, trained
 
 from tests.soak.points import TASKS
+from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
 
 
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from flow_runs import PATIENCE_S, Workplace, trained, wait_until
 
-from tests.ray_nodes import RayNodes, ray_nodes
+from tests.support.flow_runs import PATIENCE_S, Workplace, trained, wait_until
+from tests.support.ray_nodes import RayNodes, ray_nodes
 
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)

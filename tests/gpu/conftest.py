@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "flows"), str(TESTS / "connectors"), str(TESTS / "connectors" / "megatron")]
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 

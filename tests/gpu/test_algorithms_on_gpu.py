@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.algorithms import advantages, aggregate
-from core.algorithms.estimate import token_advantages
-from core.algorithms.losses import entropy_from_logits
-from core.algorithms.objective import Objective, TokenBatch
-from core.config.algorithm import Algorithm
-from core.config.presets import PRESETS
+from millrace.core.algorithms import advantages, aggregate
+from millrace.core.algorithms.losses import entropy_from_logits
+from millrace.core.algorithms.objective import Objective, TokenBatch
+from millrace.core.algorithms.token_advantages import token_advantages
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.presets import PRESETS
 
 LENGTHS = torch.tensor([300, 1, 129, 700, 64, 5])
 N = int(LENGTHS.sum())

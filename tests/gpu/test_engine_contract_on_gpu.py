@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_process import peaked_model
 
 from benchmarks.gpu.shapes import SGLANG, configuration
-from connectors.sglang.process import EngineServer
-from core.config import RunConfig
+from millrace.connectors.sglang.process import EngineServer
+from millrace.core.config import RunConfig
+from tests.support.engine_process import peaked_model
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.25  # of log-probabilities: bf16 weights and activations against a plain forward in fp32

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import flow_runs
 import pytest
-from flow_runs import Workplace
-from gpu_workplace import configuration, furnish, steps_of
+
+from tests.support import flow_runs
+from tests.support.flow_runs import Workplace
+from tests.support.gpu_workplace import configuration, furnish, steps_of
 
 ABSURD = 10_000_000
 

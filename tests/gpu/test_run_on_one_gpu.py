@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from flow_runs import Workplace, trained, wait_until
-from gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
+
+from tests.support.flow_runs import Workplace, trained, wait_until
+from tests.support.gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
 
 ITERATIONS, KILLED_IN = 3, 1
 PATIENCE_S = 420

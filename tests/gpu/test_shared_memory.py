@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from gpu_workplace import server_of
-from trainer_ranks import samples, write_batch
 
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
-from core.config import RunConfig
-from flows.server import ensure_server, stop_server
-from tasks.live import Live
+from millrace.connectors.prefect.server import ensure_server, stop_server
+from millrace.core.config import RunConfig
+from millrace.tasks.runtime.runtime import Live
+from tests.support.gpu_workplace import server_of
+from tests.support.trainer_ranks import samples, write_batch
 
 SHARE = 0.3
 STATE_BYTES = 16  # of a parameter: fp32 gradient, fp32 weight, two moments

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import flow_runs
 import pytest
 import yaml
-from flow_runs import Workplace, trained
-from gpu_workplace import steps_of
+
+from tests.support import flow_runs
+from tests.support.flow_runs import Workplace, trained
+from tests.support.gpu_workplace import steps_of
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "recipes" / "one_gpu.yaml"
 ITERATIONS = 2

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import flow_runs
 import pytest
-from flow_runs import Workplace
 
-from connectors.storage.run_folder import RunFolder
-from flows.quickstart import recipe
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.flows.quickstart import recipe
+from tests.support import flow_runs
+from tests.support.flow_runs import Workplace
 
 REPOSITORY = Path(__file__).parents[2]
 LENGTH = "2048"

@@ -5,7 +5,6 @@ In bfloat16, which the packed attention there needs, so that figures agree loose
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -18,11 +17,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "connectors" / "megatron"))
-plain_trainer: Any = importlib.import_module("plain_trainer")
-trainer_ranks: Any = importlib.import_module("trainer_ranks")
-
-from core.config.algorithm import Algorithm  # noqa: E402
+from millrace.core.config.algorithm import Algorithm  # noqa: E402
+from tests.support import plain_trainer, trainer_ranks  # noqa: E402
 
 CRITIC = {"lr": 1e-3, "clip": 0.05}
 CASES: dict[str, dict[str, Any]] = {
@@ -72,7 +68,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
     folder: Path, tmp_path: Path, name: str, per_iteration: int
 ) -> None:
-    from connectors.megatron.rank import TrainerRank
+    from millrace.connectors.megatron.rank import TrainerRank
 
     values = dict(CASES[name])
     if "teacher" in values:
@@ -107,7 +103,7 @@ def test_the_guard_holds_exactly_and_steps_are_those_of_plain_models(
 
 
 def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp_path: Path) -> None:
-    from connectors.megatron.rank import TrainerRank
+    from millrace.connectors.megatron.rank import TrainerRank
 
     settings = trainer_ranks.configuration(
         experts, device="cuda", dtype="bfloat16", global_batch=8, max_pack_tokens=256
@@ -129,7 +125,7 @@ def test_steps_of_a_model_of_experts_are_those_of_a_plain_one(experts: Path, tmp
 
 PRODUCT = """
 import json, os, sys, warnings, torch
-from connectors.megatron.rank import TrainerRank
+from millrace.connectors.megatron.rank import TrainerRank
 rank = TrainerRank(json.loads(sys.argv[1]), 0, 1)
 rank.setup(rank.address())
 assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ  # while it is there, every product parses it

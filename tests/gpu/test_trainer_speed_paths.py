@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +14,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "connectors" / "megatron"))
-kernel_checks: Any = importlib.import_module("kernel_checks")
-trainer_ranks: Any = importlib.import_module("trainer_ranks")
-
-from connectors.megatron import attention, dense_attention, logprobs  # noqa: E402
+from millrace.connectors.megatron.model import attention, dense_attention, logprobs  # noqa: E402
+from tests.support import kernel_checks, trainer_ranks  # noqa: E402
 
 distance: Callable[[Tensor, Tensor], float] = kernel_checks.distance
 LENGTHS = [[128], [1, 700, 33, 64, 256, 2], [512, 512, 512]]
@@ -140,7 +135,7 @@ def test_fused_log_probabilities_and_gradients_are_those_of_a_softmax(entropy: b
 
 
 def weights_after(settings: dict[str, Any], urls: list[str], fast: bool) -> tuple[list[Tensor], list[float]]:
-    from connectors.megatron.rank import TrainerRank
+    from millrace.connectors.megatron.rank import TrainerRank
 
     rank = TrainerRank(settings, 0, 1)
     rank.setup(rank.address())

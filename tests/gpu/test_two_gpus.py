@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flow_runs
 import pytest
 import torch
-from flow_runs import Workplace, trained
-from gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of
 
-from connectors.sglang.server_args import sglang_finds
+from millrace.connectors.sglang.server_args import sglang_finds
+from tests.support import flow_runs
+from tests.support.flow_runs import Workplace, trained
+from tests.support.gpu_workplace import GROUP, MODEL, PROMPTS, SGLANG, furnish, steps_of
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)

@@ -6,14 +6,14 @@ import json
 import os
 from pathlib import Path
 
-import flow_runs
 import psutil
 import pytest
 import torch
-from flow_runs import Workplace, trained, wait_until
-from gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
 
-from tests.ray_nodes import RayNodes
+from tests.support import flow_runs
+from tests.support.flow_runs import Workplace, trained, wait_until
+from tests.support.gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
+from tests.support.ray_nodes import RayNodes
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)

@@ -14,12 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "flows"))
-
-from flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
-
 from tests.soak import promises, victims
 from tests.soak.points import Point
+from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
 
 DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
 __all__ = ["Outcome", "Site", "make_workplace"]
@@ -94,7 +91,7 @@ class Site:
         if number == 1:
             environment["MILLRACE_HOLD"] = f"{point.iteration}/{point.task}/{_hold(point)}"
             environment["MILLRACE_HOLD_FILE"] = str(root / "held")
-        command = [sys.executable, "-m", "flows.cli", "train", "run.yaml", f"storage.root={root}"]
+        command = [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", f"storage.root={root}"]
         with log.open("w") as out:
             process = subprocess.Popen(
                 [*command, *_overrides(point.dynamic)],

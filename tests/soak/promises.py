@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from flow_runs import final_weights
 
-from connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import RunFolder
+from tests.support.flow_runs import final_weights
 
 
 @dataclass

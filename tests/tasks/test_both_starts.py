@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from core.errors import ConfigError, EngineError, MillraceError, TrainerMemoryError
-from tasks.live import _both
+from millrace.core.errors import ConfigError, EngineError, MillraceError, TrainerMemoryError
+from millrace.tasks.runtime.runtime import _both
 
 
 async def fails(error: MillraceError) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from connectors.megatron.rank import TrainerRank
-from core.config import RunConfig
-from core.errors import RefusedStepError
-from tasks.context import IterationContext
-from tasks.live import Live
-from tasks.train_step import train_step
+from millrace.connectors.megatron.rank import TrainerRank
+from millrace.core.config import RunConfig
+from millrace.core.errors import RefusedStepError
+from millrace.tasks.context import IterationContext
+from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.train_step import train_step
 
 LIMIT, CLOSE, FAR = 0.02, 0.001, 0.5
 

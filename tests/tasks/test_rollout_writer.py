@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from core.config import RunConfig
-from core.errors import StorageError
-from tasks.context import IterationContext
-from tasks.live import Live
-from tasks.rollout import _Generator, _row, _writer
-from tasks.stream import Stream
+from millrace.core.config import RunConfig
+from millrace.core.errors import StorageError
+from millrace.tasks.context import IterationContext
+from millrace.tasks.rollout import _Generator, _row, _writer
+from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.stream import Stream
 
 
 def context(root: Path) -> IterationContext:

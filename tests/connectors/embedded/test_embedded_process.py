@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_process import embedded_engine
 
-from connectors.embedded.sampling import SamplingParams
-from connectors.embedded.text import Text
+from millrace.connectors.embedded.sampling import SamplingParams
+from millrace.connectors.embedded.text import Text
+from tests.support.engine_process import embedded_engine
 
 
 def test_it_listens_on_loopback_only_and_ends_when_told(tiny_model: Path, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_wrong_model_path_ends_it_with_the_path_and_no_traceback(tmp_path: Pat
     command = [
         sys.executable,
         "-m",
-        "connectors.embedded",
+        "millrace.connectors.embedded",
         "--model-path",
         str(tmp_path / "nowhere"),
         "--port",

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.embedded.engine import Engine
-from connectors.embedded.model import ModelError
-from connectors.embedded.sampling import RequestError, SamplingParams
-from connectors.embedded.slots import Request
+from millrace.connectors.embedded.engine import Engine
+from millrace.connectors.embedded.model import ModelError
+from millrace.connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.embedded.slots import Request
 
 TIMEOUT_S = 60
 PROMPT = [10, 20, 30]

@@ -19,8 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from engine_process import embedded_engine
 from safetensors.torch import load_file, save_file
+
+from tests.support.engine_process import embedded_engine
 
 TIMEOUT_S = 120
 

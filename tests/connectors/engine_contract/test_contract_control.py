@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_process import CLOSE, EXACT, logprobs_of, reference_logprobs
 from safetensors.torch import load_file, save
+
+from tests.support.engine_process import CLOSE, EXACT, logprobs_of, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]
 LONG = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_process import CLOSE, logprobs_of, reference_logits, reference_logprobs
+
+from tests.support.engine_process import CLOSE, logprobs_of, reference_logits, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]
 ENDS_SGLANG = pytest.mark.embedded_only("SGLang looks at no such number, and its scheduler ends with it")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_ranks import VOCAB, Workers, samples, write_batch
+
+from tests.support.trainer_ranks import VOCAB, Workers, samples, write_batch
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_ranks import Group, Workers, configuration
+
+from tests.support.trainer_ranks import Group, Workers, configuration
 
 SIZE = 4096
 LAYOUTS: dict[str, tuple[str, int, dict[str, int | bool]]] = {
@@ -49,7 +50,7 @@ def passed(rank: Any) -> list[tuple[dict[str, torch.Tensor], int, bool, int]]:
 
 def copied(rank: Any) -> set[str]:
     """What is not read where the parameters lie, by the last parts of the names."""
-    from connectors.megatron.weights import hf_tensors
+    from millrace.connectors.megatron.weights.hf_files import hf_tensors
 
     held = {parameter.untyped_storage().data_ptr() for parameter in rank.policy.parameters()}
     return {

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_ranks import Workers, configuration, samples, write_batch
+
+from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": ("qwen3", {}, {}),
@@ -24,7 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def in_small_buckets(rank: Any) -> int:
     """Build the rank's model anew with buckets of few parameters; how many there are."""
-    from connectors.megatron import optim
+    from millrace.connectors.megatron.optim import optimizer as optim
 
     whole = optim.DistributedDataParallelConfig
     optim.DistributedDataParallelConfig = partial(whole, bucket_size=2000)  # type: ignore[misc, assignment]
@@ -39,7 +40,7 @@ def in_small_buckets(rank: Any) -> int:
 
 def add_output_gradient_in_place(rank: Any) -> None:
     """Have the output layer's gradient go by autograd, as on a GPU."""
-    from connectors.megatron import logprobs
+    from millrace.connectors.megatron.model import logprobs
 
     plain = logprobs._TokenLogprobs
 
@@ -57,7 +58,7 @@ def add_output_gradient_in_place(rank: Any) -> None:
 
 
 def add_it_by_autograd(rank: Any) -> None:
-    from connectors.megatron import logprobs
+    from millrace.connectors.megatron.model import logprobs
 
     logprobs._TokenLogprobs = rank.plain  # type: ignore[misc]
 

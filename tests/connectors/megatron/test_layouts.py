@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_ranks import Workers, configuration
+
+from tests.support.trainer_ranks import Workers, configuration
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},

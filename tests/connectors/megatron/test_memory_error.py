@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from prefect.states import Failed
-from trainer_ranks import configuration
 
-from connectors.megatron.memory import out_of_memory
-from connectors.megatron.parking import Parking
-from connectors.megatron.rank import TrainerRank
-from core.config import RunConfig
-from core.errors import RefusedStepError, TrainerError, TrainerMemoryError
-from tasks.train_step import train_step
+from millrace.connectors.megatron.optim.offload import Parking
+from millrace.connectors.megatron.process.memory_errors import out_of_memory
+from millrace.connectors.megatron.rank import TrainerRank
+from millrace.core.config import RunConfig
+from millrace.core.errors import RefusedStepError, TrainerError, TrainerMemoryError
+from millrace.tasks.train_step import train_step
+from tests.support.trainer_ranks import configuration
 
 TOLD = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is "

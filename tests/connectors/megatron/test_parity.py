@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from plain_trainer import Plain
 from torch import Tensor
-from trainer_ranks import Workers, configuration, samples, write_batch
+
+from tests.support.plain_trainer import Plain
+from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 
 STEPS = 4
 

@@ -15,15 +15,15 @@ import psutil
 import pytest
 import pytest_asyncio
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from trainer_ranks import samples, write_batch
 
-from connectors.ray import actors
-from core.config import RunConfig
-from flows.server import ensure_server, stop_server
-from tasks.checkpoint import checkpoint
-from tasks.context import IterationContext
-from tasks.live import Live
-from tests.ray_nodes import RayNodes, token_of
+from millrace.connectors.prefect.server import ensure_server, stop_server
+from millrace.connectors.ray import actors
+from millrace.core.config import RunConfig
+from millrace.tasks.checkpoint import checkpoint
+from millrace.tasks.context import IterationContext
+from millrace.tasks.runtime.runtime import Live
+from tests.support.ray_nodes import RayNodes, token_of
+from tests.support.trainer_ranks import samples, write_batch
 
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
-from connectors.megatron.world import cpu_threads
+from millrace.connectors.megatron.process.distributed import cpu_threads
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 SCHEDULE = {"kind": "linear", "warmup_steps": 2, "decay_steps": 9}
 

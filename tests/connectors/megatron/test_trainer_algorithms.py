@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from plain_trainer import PlainLearner, scored
-from trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
-from core.config.algorithm import Algorithm
-from core.config.presets import PRESETS
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.presets import PRESETS
+from tests.support.plain_trainer import PlainLearner, scored
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 CRITIC = {"lr": 1e-3, "clip": 0.05}
 CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.ray import cluster
+from millrace.connectors.ray import cluster
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def ray_home(head_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The environment of a driver; what it joined it leaves."""
     monkeypatch.setenv("MILLRACE_HOME", str(head_folder))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=":")
     yield head_folder
     cluster.leave()
 

@@ -13,16 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from held_parts import Counter
 
-from connectors.ray import actors, cluster
-from core.errors import ActorLostError, TrainerError
+from millrace.connectors.ray import actors, cluster
+from millrace.core.errors import ActorLostError, TrainerError
+from tests.support.held_parts import Counter
 
 TIMEOUT_S = 60
 DRIVER = """
 import asyncio, os, signal
-from connectors.ray import actors, cluster
-from held_parts import Counter
+from millrace.connectors.ray import actors
+from millrace.connectors.ray import cluster
+from tests.support.held_parts import Counter
 
 async def main():
     cluster.start_or_join(None, "left-behind")

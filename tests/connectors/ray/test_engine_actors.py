@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from connectors.ray import actors
-from connectors.sglang.fleet import Fleet
-from connectors.sglang.process import EngineServer
-from core.config import RunConfig
+from millrace.connectors.ray import actors
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.sglang.process import EngineServer
+from millrace.core.config import RunConfig
 
 PARAMS = {"max_new_tokens": 1000, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import ray
-from held_parts import Counter
 
-from connectors.ray import actors, cluster, placement
-from core.config import RunConfig
-from core.errors import ActorLostError, ConfigError
-from tasks.reach import check_reach
-from tests.ray_nodes import RayNodes, ray_nodes, token_of
+from millrace.connectors.ray import actors, cluster, placement
+from millrace.core.config import RunConfig
+from millrace.core.errors import ActorLostError, ConfigError
+from millrace.tasks.runtime.network_check import check_reach
+from tests.support.held_parts import Counter
+from tests.support.ray_nodes import RayNodes, ray_nodes, token_of
 
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
@@ -28,7 +28,7 @@ HELD = {"start": 1}
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=":")
         with ray_nodes(cpus=4, gpus=2) as found, token_of(found):
             yield found
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from local_handle import COUNT, LocalHandle, fleet_config
 
-from connectors.sglang.client import EngineClient
-from connectors.sglang.fleet import Fleet
-from connectors.sglang.process import RouterServer
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.sglang.process import RouterServer
+from tests.support.local_handle import COUNT, LocalHandle, fleet_config
 
 
 @pytest.fixture(scope="session")

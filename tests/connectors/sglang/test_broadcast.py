@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from local_handle import LocalHandle
 from safetensors.torch import load_file
 
-from connectors.megatron.engine_group import EngineGroup
-from connectors.sglang import handover
-from connectors.sglang.bucket import Entry
-from connectors.sglang.fleet import Fleet
-from core.errors import EngineError, TrainerStalledError
+from millrace.connectors.megatron.weights.engine_group import EngineGroup
+from millrace.connectors.sglang import weight_update as handover
+from millrace.connectors.sglang.bucket_payload import Entry
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.core.errors import EngineError, TrainerStalledError
+from tests.support.local_handle import LocalHandle
 
 MakeFleet = Callable[..., Fleet]
 BUCKETS = 3

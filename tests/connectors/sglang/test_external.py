@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from engine_process import embedded_engine, reference_logprobs
-from local_handle import fleet_config
 
-from connectors.sglang.external import ExternalEngine
-from connectors.sglang.fleet import Fleet
-from core.errors import EngineError
+from millrace.connectors.sglang.external import ExternalEngine
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.core.errors import EngineError
+from tests.support.engine_process import embedded_engine, reference_logprobs
+from tests.support.local_handle import fleet_config
 
 PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}

@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_process import reference_logprobs
-from local_handle import LocalHandle
 
-from connectors.sglang.client import Generation
-from connectors.sglang.dispatcher import Dispatcher, request_id
-from connectors.sglang.fleet import Fleet, differing
-from core.errors import EngineError, EngineLostError, EngineStalledError, MissingFileError
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
+from millrace.connectors.sglang.fleet import Fleet, differing
+from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, MissingFileError
+from tests.support.engine_process import reference_logprobs
+from tests.support.local_handle import LocalHandle
 
 PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from local_handle import fleet_config
-
-from connectors.sglang.launch import COLOCATED_MEMORY, sglang_command, sglang_environment
+from millrace.connectors.sglang.launch import COLOCATED_MEMORY, sglang_command, sglang_environment
+from tests.support.local_handle import fleet_config
 
 
 def command(index: int, **changes: dict[str, Any]) -> list[str]:

@@ -14,14 +14,14 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from engine_process import embedded_engine, reference_logprobs
-from local_handle import fleet_config
 from test_fleet import LONG, PROMPT, SHORT, generate, recovery, serving
 
-from connectors.sglang.client import EngineClient
-from connectors.sglang.external import ExternalEngine
-from connectors.sglang.fleet import Fleet
-from core.errors import EngineError
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.external import ExternalEngine
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.core.errors import EngineError
+from tests.support.engine_process import embedded_engine, reference_logprobs
+from tests.support.local_handle import fleet_config
 
 BOOTSTRAP_PORT = 8998
 MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from local_handle import COUNT, fleet_config
 
-from connectors.sglang.process import EngineServer
-from core.errors import EngineError
+from millrace.connectors.sglang.process import EngineServer
+from millrace.core.errors import EngineError
+from tests.support.local_handle import COUNT, fleet_config
 
 
 def test_a_started_server_leaves_its_log_alone(

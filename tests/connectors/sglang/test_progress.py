@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from connectors.sglang.client import LOOKS, EngineClient, Generation
-from core.errors import EngineLostError, EngineStalledError
+from millrace.connectors.sglang.client import LOOKS, EngineClient, Generation
+from millrace.core.errors import EngineLostError, EngineStalledError
 
 TIMEOUT_S = 0.8
 ANSWER = {

@@ -11,15 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from local_handle import LocalHandle, fleet_config
 from test_fleet import LONG, SHORT, generate, serving, until_generating
 
-from connectors.sglang.client import SESSION
-from connectors.sglang.dispatcher import Dispatcher
-from connectors.sglang.fleet import Fleet
-from connectors.sglang.process import RouterServer
-from connectors.sglang.router import PASSED, Router
-from core.errors import EngineError
+from millrace.connectors.sglang.client import SESSION
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.sglang.process import RouterServer
+from millrace.connectors.sglang.router import PASSED, Router
+from millrace.core.errors import EngineError
+from tests.support.local_handle import LocalHandle, fleet_config
 
 pytest.importorskip("sglang_router")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_handle import fleet_config
 
-from connectors.sglang.launch import sglang_command
-from connectors.sglang.server_args import option_arguments, option_problems, server_args
-from core.errors import ConfigError
+from millrace.connectors.sglang.launch import sglang_command
+from millrace.connectors.sglang.server_args import option_arguments, option_problems, server_args
+from millrace.core.errors import ConfigError
+from tests.support.local_handle import fleet_config
 
 SOURCE = '''
 import package_for_cuda

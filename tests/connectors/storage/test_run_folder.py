@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from connectors.storage.manifest import Manifest
-from connectors.storage.run_folder import RunFolder
-from core import schema
-from core.errors import CorruptFileError, MissingFileError, StorageError
-from core.ledger import Ledger
+from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.contracts import schema
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.core.ledger import Ledger
 
 SAMPLES = 2
 

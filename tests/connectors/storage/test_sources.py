@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.storage import prompts, store
-from connectors.storage.prompts import fingerprint, read_source
-from connectors.storage.store import Store
-from core.config.model import Source
-from core.errors import DataError
-from core.prompts import PromptRow, source_changes
+from millrace.connectors.storage import prompts, store
+from millrace.connectors.storage.prompts import fingerprint, read_source
+from millrace.connectors.storage.store import Store
+from millrace.core.config.model import Source
+from millrace.core.contracts.prompts import PromptRow, source_changes
+from millrace.core.errors import DataError
 
 BAD = {
     "not JSON": b'{"prompt": "1 + 1 =", "label"',

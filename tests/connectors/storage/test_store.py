@@ -19,9 +19,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from connectors.storage import faults
-from connectors.storage.store import Store, split_url
-from core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.connectors.storage import faults
+from millrace.connectors.storage.store import Store, split_url
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
 
 def test_what_is_written_is_read_listed_and_removed(root: str) -> None:
@@ -61,7 +61,7 @@ def test_another_process_s_writes_are_seen_at_once(root: str) -> None:
     store = Store(root)
     assert store.list() == []
     assert not store.exists("folder/file")
-    code = "import sys; from connectors.storage.store import Store; Store(sys.argv[1]).write('folder/file', b'there')"
+    code = "import sys; from millrace.connectors.storage.store import Store; Store(sys.argv[1]).write('folder/file', b'there')"
     subprocess.run([sys.executable, "-c", code, root], check=True)
     assert store.list() == ["folder/file"]
     assert store.exists("folder/file")
@@ -160,7 +160,7 @@ def test_writers_of_one_file_leave_one_of_their_versions(tmp_path: Path) -> None
 
 WRITER = """
 import sys
-from connectors.storage.store import Store
+from millrace.connectors.storage.store import Store
 store = Store(sys.argv[1])
 print("ready", flush=True)
 for number in range(10**6):

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from connectors.storage import tables
-from connectors.storage.parts import list_parts, read_parts, write_part
-from connectors.storage.store import FileEntry, Store
-from core import schema
-from core.errors import CorruptFileError, MissingFileError
+from millrace.connectors.storage import tables
+from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.connectors.storage.store import FileEntry, Store
+from millrace.core.contracts import schema
+from millrace.core.errors import CorruptFileError, MissingFileError
 
 
 def rewards(first: int, count: int) -> pa.Table:

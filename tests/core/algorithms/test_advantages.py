@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.algorithms import advantages
-from core.config.algorithm import Algorithm
-from core.errors import DataError
+from millrace.core.algorithms import advantages
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.errors import DataError
 
 reward = st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))
 groups = st.lists(st.lists(reward, min_size=2, max_size=8), min_size=1, max_size=6)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.algorithms import aggregate
-from core.config.algorithm import Algorithm
+from millrace.core.algorithms import aggregate
+from millrace.core.config.algorithm import Algorithm
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant", "per_rollout")
 

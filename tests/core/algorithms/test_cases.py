@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from core import staleness
-from core.algorithms import advantages, aggregate, importance, kl, losses, schedule
+from millrace.core import staleness
+from millrace.core.algorithms import advantages, aggregate, importance, kl, losses, schedule
 
 CASES = json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]
 

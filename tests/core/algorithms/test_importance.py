@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.algorithms import importance
-from core.algorithms.objective import derived
-from core.config.algorithm import Correction
+from millrace.core.algorithms import importance
+from millrace.core.algorithms.objective import derived
+from millrace.core.config.algorithm import Correction
 
 OLD = torch.tensor([-1.0, -2.0, math.nan, -0.5, -3.0])
 ROLLOUT = torch.tensor([-1.5, -1.0, -9.0, -0.5, -5.0])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.algorithms.kl import kl_estimate
+from millrace.core.algorithms.kl import kl_estimate
 
 KINDS = ("k1", "k2", "k3", "low_var", "abs")
 

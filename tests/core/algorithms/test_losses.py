@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.algorithms import losses
+from millrace.core.algorithms import losses
 
 LENGTHS = torch.tensor([3, 1, 4])
 MASK = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1])

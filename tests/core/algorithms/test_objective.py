@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.algorithms import aggregate, importance, losses
-from core.algorithms.kl import kl_estimate
-from core.algorithms.objective import Objective, TokenBatch, derived, on_policy_guard
-from core.config.algorithm import Algorithm
-from core.config.presets import PRESETS
-from core.errors import TrainerError
+from millrace.core.algorithms import aggregate, importance, losses
+from millrace.core.algorithms.kl import kl_estimate
+from millrace.core.algorithms.objective import Objective, TokenBatch, derived, on_policy_guard
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.presets import PRESETS
+from millrace.core.errors import TrainerError
 
 CONFIGS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {
     "sft": {"loss": "sft"},

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from core.algorithms import schedule
-from core.config.algorithm import Algorithm
+from millrace.core.algorithms import schedule
+from millrace.core.config.algorithm import Algorithm
 
 
 def test_adaptive_coefficient_moves_towards_the_target_and_survives_a_restart() -> None:

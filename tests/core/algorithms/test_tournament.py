@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.algorithms import tournament
+from millrace.core.algorithms import tournament
 
 
 class Judge:

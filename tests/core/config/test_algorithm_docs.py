@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from core.config.presets import PRESETS
+from millrace.core.config.presets import PRESETS
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 

@@ -7,10 +7,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from core.config.algorithm import Algorithm, Correction
-from core.config.algorithm_rules import problems
-from core.config.model import Filter, Rollout, Sampling
-from core.config.presets import PRESETS, Preset
+from millrace.core.config.algorithm import Algorithm, Correction
+from millrace.core.config.algorithm_rules import problems
+from millrace.core.config.model import Filter, Rollout, Sampling
+from millrace.core.config.presets import PRESETS, Preset
 
 
 def found(

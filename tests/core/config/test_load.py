@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from core.config.load import load_config, validate
-from core.config.overrides import apply
-from core.config.problems import Problem, render_problems
-from core.config.yaml_text import parse
-from core.errors import ConfigError
+from millrace.core.config.load import load_config, validate
+from millrace.core.config.overrides import apply
+from millrace.core.config.problems import Problem, render_problems
+from millrace.core.config.yaml_text import parse
+from millrace.core.errors import ConfigError
 
 TEXT = """
 run: {name: a}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from core.architecture import architecture
-from core.config.overrides import apply
-from core.config.plan import make_plan, parameters_of_rank
-from core.config.run import RunConfig
-from tests.qwen3 import QWEN3_06B
+from millrace.core.architecture import architecture
+from millrace.core.config.overrides import apply
+from millrace.core.config.plan import make_plan, parameters_of_rank
+from millrace.core.config.run import RunConfig
+from tests.support.qwen3 import QWEN3_06B
 
 MOE = {
     **QWEN3_06B,

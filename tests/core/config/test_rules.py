@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from core.config.overrides import apply
-from core.config.rules import problems
-from core.config.run import RunConfig
+from millrace.core.config.overrides import apply
+from millrace.core.config.rules import problems
+from millrace.core.config.run import RunConfig
 
 BASE: dict[str, Any] = {
     "run": {"name": "a", "iterations": 10},

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from core.config.findings import all_fields, models
-from core.config.reference import PAGE, page
-from core.config.run import RunConfig
+from millrace.core.config.docs_page import PAGE, page
+from millrace.core.config.findings import all_fields, models
+from millrace.core.config.run import RunConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,7 +71,7 @@ def test_every_section_says_what_it_is(model: type[BaseModel]) -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m core.config.reference"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m millrace.core.config.docs_page"
 
 
 def test_links_of_the_page_lead_somewhere() -> None:

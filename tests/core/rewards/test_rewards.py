@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from core.errors import ConfigError
-from core.hooks import RewardInput, RewardResult
-from core.rewards import format, math, number, scoring, text
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards import format, math, number, scoring, text
 
 
 def sample(response: str, label: Any = None, **more: Any) -> RewardInput:
@@ -117,8 +117,12 @@ def test_forms() -> None:
 
 def test_weighted_rewards_keep_their_parts() -> None:
     parts = {
-        "right": {"function": "core.rewards.number:arithmetic"},
-        "form": {"function": "core.rewards.format:matches", "weight": 0.5, "options": {"pattern": "="}},
+        "right": {"function": "millrace.core.rewards.number:arithmetic"},
+        "form": {
+            "function": "millrace.core.rewards.format:matches",
+            "weight": 0.5,
+            "options": {"pattern": "="},
+        },
     }
     found = format.weighted(sample("3+4=7", 7), parts=parts)
     assert found == RewardResult(1.5, {"right": 1.0, "form": 1.0})
@@ -153,7 +157,10 @@ def test_scoring_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "my_rewards", sys.modules[__name__])
-    assert scoring.score_sample("core.rewards.number:arithmetic", {}, ROW) == {"reward": 1.0, "parts": {}}
+    assert scoring.score_sample("millrace.core.rewards.number:arithmetic", {}, ROW) == {
+        "reward": 1.0,
+        "parts": {},
+    }
     assert scoring.score_sample("my_rewards:slow", {"add": 1}, ROW) == {
         "reward": 2.0,
         "parts": {"length": 1.0},
@@ -170,5 +177,5 @@ def test_scoring_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, core.rewards.scoring, core.rewards.format, core.filters, core.hooks; assert 'torch' not in sys.modules"
+    code = "import sys, millrace.core.rewards.scoring, millrace.core.rewards.format, millrace.core.group_filters, millrace.core.hooks; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

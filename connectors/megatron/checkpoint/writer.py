@@ -1,0 +1,49 @@
+"""Writes megatron's torch_dist checkpoints in the calling thread.
+
+megatron's own writer starts a manager process and forks one process a file, which takes seconds however small the
+checkpoint is, and forks a process that runs communication threads. The files are the same. Owns nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from millrace.core.errors import StorageError
+
+
+class SynchronousSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """The torch_dist strategy over PyTorch's plain file writer: one file a rank, synced to disk."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any, **__: Any) -> None:
+        """Write this rank's shards; every rank must call it. Raises StorageError on all of them if one cannot."""
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=False,
+            flatten_state_dict=False,
+            can_run_decentralized_global_plan=False,
+        )
+        try:
+            save(
+                mcore_to_pyt_state_dict(by_key, False),
+                storage_writer=FileSystemWriter(checkpoint_dir),
+                planner=planner,
+            )
+        except CheckpointException as error:  # on every rank, whichever could not write
+            cause = next((failure for failure, _ in error.failures.values()), error)
+            free = shutil.disk_usage(checkpoint_dir).free / 2**20  # PyTorch's writer does not say "full"
+            raise StorageError(
+                f"{checkpoint_dir}: cannot write the checkpoint, {free:,.0f} MiB are free there: {cause}; "
+                "free space or mend the disk and start again; nothing committed is lost"
+            ) from error

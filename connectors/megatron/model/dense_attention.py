@@ -1,0 +1,160 @@
+"""Long sequences of a pack through cuDNN's attention, which takes equal lengths only and is twice as fast as what takes any.
+
+A pack is cut into parts: sequences of nearly one length, each padded to that length at its end (harmless under a causal
+mask), and the short ones, left to variable-length attention. cuDNN plans anew for every shape, which takes it tens of
+milliseconds: lengths are rounded up and counts are powers of two, so that shapes recur.
+
+Owns the cut and the way of rows there and back; knows nothing of heads' making.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Attention = Callable[[Tensor, Tensor, Tensor, "Part", float | None], Tensor]  # query, key, value, part, scale
+
+SHORTEST = 1024  # tokens: padding and moving shorter sequences costs what cuDNN gains
+STEPS = 8  # lengths in an octave: sequences grow by an eighth at most
+
+
+@dataclass(frozen=True)
+class Part:
+    """`rows`: the pack's row at each place, -1 for padding. Dense: count * length places; else `bounds` of sequences."""
+
+    rows: list[int]
+    count: int = 0
+    length: int = 0
+    bounds: tuple[int, ...] = ()
+
+
+def rounded(length: int) -> int:
+    """The length up to which a sequence is padded."""
+    step = max(64, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length > 1 else 64
+    return -(-length // step) * step
+
+
+@lru_cache(maxsize=16)
+def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
+    """Parts of a pack whose sequences lie between `bounds`; each row is in one part, once."""
+    kinds: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(bounds):
+        kinds.setdefault(rounded(end - start) if end - start >= SHORTEST else 0, []).append((start, end))
+    parts = []
+    short = kinds.pop(0, [])
+    if short:
+        rows = [row for start, end in short for row in range(start, end)]
+        ends = [0]
+        for start, end in short:
+            ends.append(ends[-1] + end - start)
+        parts.append(Part(rows, bounds=tuple(ends)))
+    for length, spans in sorted(kinds.items()):
+        while spans:
+            count = 1 << (len(spans).bit_length() - 1)
+            rows = []
+            for start, end in spans[:count]:
+                rows += [*range(start, end), *[-1] * (length - (end - start))]
+            parts.append(Part(rows, count, length))
+            spans = spans[count:]
+    return tuple(parts)
+
+
+def usable(query: Tensor) -> bool:
+    """Whether cuDNN's attention takes these heads, on a GPU where it is the faster one."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 128
+        and _hopper(query.device.index)
+    )
+
+
+@lru_cache
+def _hopper(device: int) -> bool:
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[int],
+    scale: float | None,
+    *,
+    varlen: Attention,
+    dense: Attention,
+) -> Tensor:
+    """Causal attention within each sequence of a pack [T, heads, d], a part at a time by the way for its kind."""
+    parts = cut(tuple(bounds))
+    ways = [dense if part.length else varlen for part in parts]
+    if len(parts) == 1 and len(parts[0].rows) == len(query):  # as it lies
+        return ways[0](query, key, value, parts[0], scale)
+    rows = _on_device(tuple(bounds), query.device)
+    sizes = [len(part.rows) for part in parts]
+    pieces = zip(*(x.split(sizes) for x in _Take.apply(rows, query, key, value)), strict=True)
+    outs = [way(*piece, part, scale) for way, part, piece in zip(ways, parts, pieces, strict=True)]
+    out: Tensor = _Put.apply(rows, torch.cat(outs), len(query))
+    return out
+
+
+@lru_cache(maxsize=16)
+def _on_device(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Rows of all parts, end to end."""
+    return torch.tensor([row for part in cut(bounds) for row in part.rows], device=device)
+
+
+def cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Tensor:
+    """Attention within the sequences of a dense part."""
+    q, k, v = (x.unflatten(0, (part.count, part.length)).transpose(1, 2) for x in (query, key, value))
+    attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out: Tensor = attention(q, k, v, None, True, 0.0, True, False, scale=scale)[0]
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+@lru_cache(maxsize=64)
+def cumulative(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bounds where variable-length attention wants them."""
+    return torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+class _Take(torch.autograd.Function):
+    """Rows of each tensor [T, ...], with zeros for padding."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        from millrace.connectors.megatron.model import kernels
+
+        ctx.rows, ctx.count = rows, len(tensors[0])
+        return tuple(kernels.take_rows(x.contiguous(), rows) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_put(ctx.rows, grad, ctx.count) for grad in grads)
+
+
+class _Put(torch.autograd.Function):
+    """Rows of all parts back in the pack's order: [T, ...]; padding is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, x: Tensor, count: int) -> Tensor:
+        ctx.rows = rows
+        return _put(rows, x, count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from millrace.connectors.megatron.model import kernels
+
+        return None, kernels.take_rows(grads[0].contiguous(), ctx.rows), None
+
+
+def _put(rows: Tensor, x: Tensor, count: int) -> Tensor:
+    from millrace.connectors.megatron.model import kernels
+
+    return kernels.put_rows(x.contiguous(), rows, x.new_empty(count, *x.shape[1:]))

@@ -1,0 +1,174 @@
+"""Operations of the model that take many passes over memory when written plainly, as one: on a GPU by Triton kernels, and
+plainly, with autograd's own gradients, everywhere else.
+
+Each function's plain form is its definition; tests hold the kernels to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    if x.is_cuda:
+        out: Tensor = _Norm.apply(x, None, weight, eps)[0]
+        return out
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + added, and that sum: a layer's residual. Gradients of the two meet in one pass."""
+    if x.is_cuda:
+        found: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
+        return found
+    total = x if added is None else x + added
+    return rms_norm(total, weight, eps), total
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """silu(first half) * second half of the last dimension."""
+    if x.is_cuda:
+        out: Tensor = _GatedSilu.apply(x)
+        return out
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary_table(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """Cosine and sine of each token's angles: frequencies [S, ..., d], whose halves are equal; positions [T] -> [2, T, d / 2]."""
+    angles = frequencies.reshape(frequencies.shape[0], -1)[:, : frequencies.shape[-1] // 2]
+    return torch.stack([angles.cos()[positions], angles.sin()[positions]])
+
+
+def rotated(x: Tensor, table: Tensor) -> Tensor:
+    """Heads [T, heads, d] turned by their tokens' angles, in x's type."""
+    half = table.shape[-1]
+    cos, sin = (torch.cat((part, part), dim=-1).to(x.dtype)[:, None] for part in table)
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos) + (turned * sin)
+
+
+def query_key_value(
+    mixed: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    table: Tensor,
+    *,
+    per_group: int,
+    head_dim: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of a fused projection [T, groups * (per_group + 2) * d]: per group its queries, its key, its value.
+
+    Queries and keys are normed where weights are given, and turned. Gives [T, heads, d] and twice [T, groups, d].
+    """
+    if mixed.is_cuda and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
+        found: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
+        return found
+    grouped = mixed.unflatten(-1, (-1, (per_group + 2) * head_dim))
+    query, key, value = grouped.split([per_group * head_dim, head_dim, head_dim], dim=-1)
+    query = query.reshape(len(mixed), -1, head_dim)
+    if q_weight is not None and k_weight is not None:
+        query, key = rms_norm(query, q_weight, eps), rms_norm(key.contiguous(), k_weight, eps)
+    return rotated(query, table), rotated(key, table), value
+
+
+def rows(x: Tensor, places: Tensor) -> Tensor:
+    """x[places] of [T, H] for places that occur once."""
+    if x.is_cuda:
+        out: Tensor = _Rows.apply(x, places)
+        return out
+    return x[places]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        from millrace.connectors.megatron.model import kernels
+
+        x = x.contiguous()
+        out, total = kernels.norm(x, weight, eps, None if added is None else added.contiguous())
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.added = eps, added is not None
+        ctx.set_materialize_grads(False)
+        return out, total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        from millrace.connectors.megatron.model import kernels
+
+        x, weight = ctx.saved_tensors
+        grad, passed = (None if g is None else g.contiguous() for g in grads)
+        if grad is None:  # the norm was not used
+            return passed, passed if ctx.added else None, None, None
+        grad_x, grad_weight = kernels.norm_backward(x, weight, grad, ctx.eps, passed)
+        return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), None
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from millrace.connectors.megatron.model import kernels
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        return kernels.gated_silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        from millrace.connectors.megatron.model import kernels
+
+        return kernels.gated_silu_backward(*ctx.saved_tensors, grads[0].contiguous())
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        table: Tensor,
+        per_group: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from millrace.connectors.megatron.model import kernels
+
+        mixed = mixed.contiguous()
+        ctx.save_for_backward(mixed, q_weight, k_weight, table)
+        ctx.per_group, ctx.eps = per_group, eps
+        return kernels.heads(mixed, q_weight, k_weight, table, per_group, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from millrace.connectors.megatron.model import kernels
+
+        mixed, q_weight, k_weight, table = ctx.saved_tensors
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        grad, *weights = kernels.heads_backward(
+            mixed, q_weight, k_weight, table, ctx.per_group, ctx.eps, dq, dk, dv
+        )
+        dqw, dkw = (None if found is None else found.to(q_weight.dtype) for found in weights)
+        return grad, dqw, dkw, None, None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from millrace.connectors.megatron.model import kernels
+
+        grad = grads[0].contiguous()
+        return kernels.put_rows(grad, *ctx.saved_tensors, grad.new_zeros(ctx.shape)), None

@@ -1,0 +1,219 @@
+"""Log-probabilities (and entropies) of chosen tokens from hidden states, over a vocabulary split by tensor parallelism.
+
+Never holds logits of more than a chunk of tokens: the backward pass computes them again, chunk by chunk. On a GPU a chunk's
+logits stay in the model's type and are read once, their gradient takes their place, and the output layer's gradient is
+summed in fp32 where the optimizer reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace.connectors.megatron.optim.weight_gradients import add_product
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int,
+    group: Any,
+    temperature: float,
+    chunk: int,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ weight.T / temperature)[target], and the distribution's entropy if asked for.
+
+    hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding).
+    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients flow to hidden (this rank's part of the sum) and weight.
+    """
+    start = group.rank() * weight.shape[0]
+    live = max(0, min(weight.shape[0], vocab - start))
+    settings = start, live, group, temperature, chunk, entropy
+    if hidden.is_cuda:
+        logprobs, entropies = _FusedTokenLogprobs.apply(
+            hidden, weight, targets, *settings, torch.is_grad_enabled()
+        )
+    else:
+        logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, *settings)
+    return logprobs, entropies if entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        start: int,
+        live: int,
+        group: Any,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logsum = torch.zeros(count, dtype=torch.float32, device=hidden.device)
+        picked = torch.zeros_like(logsum)
+        entropies = torch.zeros_like(logsum)
+        for at in range(0, count, chunk):
+            span = slice(at, at + chunk)
+            logits = _logits(hidden[span], weight, live, temperature)
+            local = targets[span] - start
+            mine = (local >= 0) & (local < live)
+            top = _reduce(logits.amax(-1), dist.ReduceOp.MAX, group)
+            exps = (logits - top[:, None]).exp_()
+            own = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+            sums = [exps.sum(-1), torch.where(mine, own, torch.zeros_like(own))]
+            if entropy:
+                sums.append((exps * logits.masked_fill(exps == 0, 0)).sum(-1))
+            reduced = _reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
+            logsum[span] = top + reduced[0].log()
+            picked[span] = reduced[1]
+            if entropy:
+                entropies[span] = logsum[span] - reduced[2] / reduced[0]
+        ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
+        ctx.settings = (start, live, temperature, chunk, entropy)
+        return picked - logsum, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, logsum, entropies = ctx.saved_tensors
+        start, live, temperature, chunk, entropy = ctx.settings
+        grad, grad_entropy = grads
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for at in range(0, hidden.shape[0], chunk):
+            span = slice(at, at + chunk)
+            logits = _logits(hidden[span], weight, live, temperature)
+            logp = logits - logsum[span, None]
+            p = logp.exp()
+            d = -grad[span, None] * p
+            local = targets[span] - start
+            mine = ((local >= 0) & (local < live)).nonzero()[:, 0]
+            d[mine, local[mine]] += grad[span][mine]
+            if entropy:
+                inner = logp.masked_fill(p == 0, 0) + entropies[span, None]
+                d -= grad_entropy[span, None] * p * inner
+            d = (d / temperature).to(hidden.dtype)
+            grad_hidden[span] = d @ weight
+            grad_weight += (d.t() @ hidden[span]).float()
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
+
+
+# the plain form holds 16 bytes a logit, the fused one 2: four chunks at once, in half the memory
+FUSED_CHUNKS = 4
+
+
+class _FusedTokenLogprobs(torch.autograd.Function):
+    """The same by millrace.connectors.megatron.model.kernels.
+
+    Where the weight has a `main_grad`, its gradient is added there in fp32, and autograd gets none. While the device has
+    room to spare, chunks' logits are kept for the backward pass instead of being computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        start: int,
+        live: int,
+        group: Any,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+        graded: bool,
+    ) -> tuple[Tensor, Tensor]:
+        from millrace.connectors.megatron.model import kernels
+
+        chunk *= FUSED_CHUNKS
+        count = hidden.shape[0]
+        kept: dict[int, Tensor] = {}
+        sums = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
+        for at in range(0, count, chunk):
+            span = slice(at, at + chunk)
+            logits = hidden[span] @ weight.t()
+            if graded and _roomy(logits):
+                kept[at] = logits
+            sums[:, span] = kernels.softmax_sums(logits, targets[span], start, live, temperature, entropy)
+        top = _reduce(sums[0].clone(), dist.ReduceOp.MAX, group)
+        factor = (sums[0] - top).exp()
+        total, picked, moment = _reduce(
+            torch.stack([sums[1] * factor, sums[2], sums[3] * factor]), dist.ReduceOp.SUM, group
+        )
+        logsum = top + total.log()
+        entropies = logsum - moment / total if entropy else torch.zeros_like(logsum)
+        ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        ctx.settings = (start, live, temperature, chunk, entropy)
+        ctx.kept = kept
+        return picked - logsum, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from millrace.connectors.megatron.model import kernels
+
+        hidden, weight, targets, logsum, entropies = ctx.saved_tensors
+        start, live, temperature, chunk, entropy = ctx.settings
+        grad, grad_entropy = (g.contiguous() for g in grads)
+        total = ctx.main_grad
+        if total is None:
+            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_hidden = torch.empty_like(hidden)
+        for at in range(0, hidden.shape[0], chunk):
+            span = slice(at, at + chunk)
+            logits = ctx.kept.pop(at, None)
+            d = kernels.softmax_gradient(
+                hidden[span] @ weight.t() if logits is None else logits, targets[span], logsum[span], grad[span], entropies[span],
+                grad_entropy[span], start, live, temperature, entropy,
+            )  # fmt: skip
+            torch.mm(d, weight, out=grad_hidden[span])
+            add_product(total, d.t(), hidden[span])
+        if ctx.main_grad is not None:
+            note_added(weight)
+            return grad_hidden, *[None] * 9
+        return grad_hidden, total.to(weight.dtype), *[None] * 8
+
+
+def note_added(weight: Tensor) -> None:
+    """Tell DDP, which reduces a weight's gradient once autograd is through with it, that `main_grad` has it already.
+
+    DDP looks for a gradient all the same: it gets one of a single element. Where an embedding is the same weight, that one's
+    comes through autograd, to be added.
+    """
+    tied = getattr(weight, "zero_out_wgrad", False)  # megatron's mark
+    if hasattr(weight, "grad_added_to_main_grad") and not tied:
+        weight.grad = weight.new_empty(1).expand(weight.shape)
+        weight.grad_added_to_main_grad = True
+
+
+def _roomy(tensor: Tensor) -> bool:
+    """Whether a third of the device's memory is free beside the given tensor; what this process caches is free."""
+    free, total = torch.cuda.mem_get_info(tensor.device)
+    cached = torch.cuda.memory_reserved(tensor.device) - torch.cuda.memory_allocated(tensor.device)
+    return free + cached > total // 3
+
+
+def _logits(hidden: Tensor, weight: Tensor, live: int, temperature: float) -> Tensor:
+    """fp32 logits [n, V / tp]; padding rows of the vocabulary get minus infinity."""
+    logits = (hidden @ weight.t()).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if live < weight.shape[0]:
+        logits[:, live:] = float("-inf")
+    return logits
+
+
+def _reduce(values: Tensor, op: Any, group: Any) -> Tensor:
+    if group.size() > 1:
+        values = values.contiguous()
+        dist.all_reduce(values, op=op, group=group)
+    return values

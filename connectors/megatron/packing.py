@@ -1,0 +1,156 @@
+"""Samples as packs of this rank: token tensors in megatron's layout and the response tokens' places in them.
+
+Owns which rank gets which sample, padding and context parallel order; knows nothing of losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from millrace.connectors.megatron.model.attention import zigzag_positions
+from millrace.core.architecture import Architecture
+from millrace.core.batching import plan_packs
+from millrace.core.config import RunConfig
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass
+class Row:
+    """One sample of a batch, as the trainer needs it."""
+
+    sample_id: str
+    tokens: Ints
+    response_length: int
+    loss_mask: Ints
+    rollout_logprobs: Floats
+    advantage: float | None  # None: computed token by token
+    reward: float  # NaN: not scored
+    truncated: bool
+    train_step: int
+
+
+@dataclass
+class Pack:
+    """One microbatch of this rank. T tokens of the rank, N response tokens of the whole pack."""
+
+    rows: list[Row]
+    members: list[int]  # where the rows stand in the global batch
+    input_ids: Tensor  # [1, T / cp]
+    position_ids: Tensor  # [1, T / cp]
+    params: PackedSeqParams
+    places: Tensor  # [n] local positions whose next token is a response token held by this rank
+    targets: Tensor  # [n] those next tokens
+    slots: Tensor  # [n] where they stand among the pack's N response tokens
+    count: int  # N
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the samples, without padding."""
+        return sum(len(row.tokens) for row in self.rows)
+
+
+def rows_of(table: pa.Table) -> list[Row]:
+    """The rows of a batch table, in its order."""
+    tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
+    logprobs = _lists(table, "rollout_logprobs", np.float32)
+    columns = ["sample_id", "response_length", "advantage", "reward", "status", "train_step"]
+    plain = table.select(columns).to_pylist()
+    return [
+        Row(
+            sample_id=row["sample_id"],
+            tokens=tokens[i],
+            response_length=row["response_length"],
+            loss_mask=masks[i],
+            rollout_logprobs=logprobs[i],
+            advantage=row["advantage"],
+            reward=float("nan") if row["reward"] is None else row["reward"],
+            truncated=row["status"] == "truncated",
+            train_step=row["train_step"],
+        )
+        for i, row in enumerate(plain)
+    ]
+
+
+def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
+    """Each row's list as an array, without a Python object an element."""
+    lists = table.column(column).combine_chunks()
+    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    values = lists.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+    bounds = lists.offsets.to_numpy()
+    return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def packs_of(rows: Sequence[Row], config: RunConfig, shape: Architecture, device: Any) -> list[Pack]:
+    """This rank's packs of a global batch; every rank gets as many, and about as many operations of a model of `shape`."""
+    parallel = config.trainer.parallel
+    align = (2 * parallel.context if parallel.context > 1 else 1) * (
+        parallel.tensor if parallel.sequence else 1
+    )
+    lengths = [-(-len(row.tokens) // align) * align for row in rows]
+    ranks = mpu.get_data_parallel_world_size()
+    limit = config.trainer.max_pack_tokens * parallel.context
+    cost = [shape.flops(length) for length in lengths]
+    planned = plan_packs(lengths, ranks=ranks, max_tokens=limit, cost=cost)[mpu.get_data_parallel_rank()]
+    return [
+        make_pack(
+            [rows[i] for i in members],
+            members,
+            cp_size=parallel.context,
+            cp_rank=mpu.get_context_parallel_rank(),
+            align=align,
+            device=device,
+        )
+        for members in planned
+    ]
+
+
+def make_pack(
+    rows: Sequence[Row], members: list[int], *, cp_size: int, cp_rank: int, align: int, device: Any
+) -> Pack:
+    """Lay samples end to end, each padded to `align` tokens. No rows gives a pack of padding without response tokens."""
+    padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
+    bounds = [0, *np.cumsum(padded).tolist()]
+    tokens = np.zeros(bounds[-1], dtype=np.int64)
+    before_response = np.zeros(bounds[-1], dtype=bool)
+    for row, start in zip(rows, bounds, strict=False):
+        assert row.response_length < len(row.tokens), f"sample {row.sample_id} has no prompt token"
+        end = start + len(row.tokens)
+        tokens[start:end] = row.tokens
+        before_response[end - row.response_length - 1 : end - 1] = True
+    positions = np.concatenate([np.arange(length) for length in padded])
+    flat, chosen = torch.from_numpy(tokens), torch.from_numpy(before_response)
+    mine = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
+    places = chosen[mine].nonzero()[:, 0]
+    whole = mine[places]
+    cu = torch.tensor(bounds, dtype=torch.int32, device=device)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+    )
+    params.bounds = bounds
+    return Pack(
+        rows=list(rows),
+        members=members,
+        input_ids=flat[mine][None].to(device),
+        position_ids=torch.from_numpy(positions)[mine][None].to(device),
+        params=params,
+        places=places.to(device),
+        targets=flat[whole + 1].to(device),
+        slots=(chosen.cumsum(0) - 1)[whole].to(device),
+        count=int(chosen.sum()),
+    )

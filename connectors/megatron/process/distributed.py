@@ -1,0 +1,96 @@
+"""The process group of the trainer's ranks and megatron's parallel groups within it, on gloo or NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import random as megatron_random
+
+from millrace.connectors.megatron.process import cpu_shim
+from millrace.core.config import RunConfig
+from millrace.core.errors import ConfigError
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int]) -> torch.device:
+    """Start this rank's process group and parallel state; returns its device. Called once a process."""
+    cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("trainer.device = cuda: this host has no GPU; set trainer.device=cpu or auto")
+    if cuda:
+        device = torch.device("cuda", 0)  # the rank sees one GPU, its own
+        torch.cuda.set_device(device)
+        # Ranks of one group must agree on it, and SGLang's processes, which get weights through one, turn it off.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    else:
+        device = torch.device("cpu")
+        cpu_shim.install()
+    torch.set_num_threads(cpu_threads(config.trainer.threads, world_size, gpu=cuda))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"tcp://{master[0]}:{master[1]}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=30),
+    )
+    p = config.trainer.parallel
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=p.tensor,
+        pipeline_model_parallel_size=p.pipeline,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
+        expert_tensor_parallel_size=1 if p.expert > 1 else None,
+    )
+    torch.manual_seed(config.run.seed)
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
+    if config.trainer.deterministic:
+        _be_deterministic(device)
+    return device
+
+
+def _be_deterministic(device: torch.device) -> None:
+    """Have PyTorch use deterministic kernels, and warn where it has none.
+
+    For cuBLAS it wants a variable set, and looks for it at the first product only; each product then parses what the
+    variable says, which takes longer than all else of its start. So it is set for the first, unless it was before.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.type == "cuda" and CUBLAS_WORKSPACE not in os.environ:
+        os.environ[CUBLAS_WORKSPACE] = ":4096:8"
+        one = torch.ones(1, 1, device=device)
+        torch.mm(one, one)
+        del os.environ[CUBLAS_WORKSPACE]
+
+
+def cpu_threads(wanted: int | None, world_size: int, *, gpu: bool) -> int:
+    """Threads of a rank's work on the CPU: those wanted, or its share of the cores.
+
+    Beside a GPU that work is small, and a team of threads for it does harm: they spin for one that another process keeps
+    off its core, which made 1 ms of making packs 35, and take the time of the threads that start the GPU's kernels.
+    """
+    return wanted or (1 if gpu else max(1, (os.cpu_count() or 1) // world_size))
+
+
+def leave() -> None:
+    """Undo `join`, so that the process may join other ranks."""
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What each thread enters around megatron's calls."""
+    return cpu_shim.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
+
+
+def model_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What may be entered around the model's and the loss's own calls, which name no device."""
+    return cpu_shim.suspended() if device.type == "cpu" else contextlib.nullcontext()

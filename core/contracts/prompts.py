@@ -1,0 +1,224 @@
+"""One row of a data source made a prompt, or the reason why it cannot be one; what a source held. Pure.
+
+Owns what a usable row is; knows nothing of files, tokenizers or of which rows are drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from pydantic import BaseModel
+
+from millrace.core.contracts.ids import prompt_id
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+EXCERPT = 80
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True)
+
+
+class Keys(Protocol):
+    """Which columns of a source hold what."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def prompt_key(self) -> str: ...
+    @property
+    def label_key(self) -> str | None: ...
+    @property
+    def metadata_key(self) -> str | None: ...
+
+
+Prompt = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A usable prompt: text or chat messages, with what the reward needs. All of it can be written as JSON."""
+
+    source: str
+    row: int
+    prompt_id: str
+    prompt: Prompt
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A row that cannot be used, and why: `kind of reason: particulars`."""
+
+    source: str
+    row: int
+    reason: str
+    excerpt: str
+
+
+class SourceFingerprint(BaseModel):
+    """What a source held, to notice that it changed under a run."""
+
+    path: str
+    size: int
+    sha256: str
+    rows: int
+    usable: int
+    usable_sha256: str  # of the usable rows' prompt ids, in order
+
+    @classmethod
+    def of(
+        cls, path: str, size: int, sha256: str, rows: int, usable: Iterable[PromptRow]
+    ) -> SourceFingerprint:
+        """The fingerprint of a file of `rows` rows, of which `usable` can be used."""
+        hashed, count = hashlib.sha256(), 0
+        for row in usable:
+            hashed.update(row.prompt_id.encode())
+            count += 1
+        return cls(
+            path=path, size=size, sha256=sha256, rows=rows, usable=count, usable_sha256=hashed.hexdigest()
+        )
+
+
+def source_changes(
+    before: Mapping[str, SourceFingerprint], now: Mapping[str, SourceFingerprint]
+) -> list[str]:
+    """What changed in the sources of a run, a line each; nothing where only a path did."""
+    lines = [f"source {name}: was not there before" for name in sorted(now.keys() - before.keys())]
+    lines += [f"source {name}: is no longer there" for name in sorted(before.keys() - now.keys())]
+    for name in sorted(before.keys() & now.keys()):
+        old, new = before[name], now[name]
+        if old.usable_sha256 == new.usable_sha256 and old.sha256 == new.sha256:
+            continue
+        same = "the file is the same, what makes a row usable changed"
+        what = same if old.sha256 == new.sha256 else f"{old.size} -> {new.size} bytes"
+        lines.append(
+            f"source {name} ({new.path}): {what}, {old.rows} -> {new.rows} rows, "
+            f"{old.usable} -> {new.usable} of them usable"
+        )
+    return lines
+
+
+def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
+    """A line of JSONL as a prompt."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return refuse(keys, row, f"not UTF-8: byte {error.start}", repr(line[:EXCERPT]))
+    text = text.removeprefix("\ufeff") if row == 0 else text
+    if not text.strip():
+        return refuse(keys, row, "empty line", "")
+    try:
+        values = json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError) as error:
+        return refuse(keys, row, f"not JSON: {error}", text)
+    if not isinstance(values, Mapping):
+        return refuse(keys, row, f"not an object: {type(values).__name__}", text)
+    return parse_row(values, row, keys)
+
+
+def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Quarantined:
+    """A mapping of columns as a prompt."""
+    if keys.prompt_key not in values:
+        return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
+    prompt, problem = _prompt(values[keys.prompt_key])
+    label = values.get(keys.label_key) if keys.label_key else None
+    metadata, wrong = _metadata(values.get(keys.metadata_key) if keys.metadata_key else None)
+    problem = problem or wrong or _not_storable({"prompt": prompt, "label": label, "metadata": metadata})
+    if problem:
+        return refuse(keys, row, problem, _shown(values))
+    text = _encoder.encode(prompt)
+    return PromptRow(keys.name, row, prompt_id(keys.name, row, text), prompt, label, metadata)
+
+
+def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRow], list[Quarantined]]:
+    """Rows with a label, and those without: a source has labels in every row or, for rewards that need none, in none."""
+    if keys.label_key is None or all(row.label is None for row in rows):
+        return list(rows), []
+    reason = f"missing key: {keys.label_key} (other rows of the source have it)"
+    refused = [refuse(keys, row.row, reason, _shown(row.prompt)) for row in rows if row.label is None]
+    return [row for row in rows if row.label is not None], refused
+
+
+def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
+    """An unusable row, with the beginning of what it holds."""
+    excerpt = shown[:EXCERPT].encode("utf-8", "backslashreplace").decode()
+    return Quarantined(keys.name, row, reason.encode("utf-8", "backslashreplace").decode(), excerpt)
+
+
+def _prompt(value: Any) -> tuple[Prompt, str | None]:
+    """The prompt, and what is wrong with it."""
+    if isinstance(value, str):
+        return value, None if value.strip() else "empty prompt: only white space"
+    if not isinstance(value, list):
+        return "", f"wrong type: the prompt is {_type(value)}, not text or a list of messages"
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            return "", f"bad message: number {number}: {_type(message)}, not an object"
+        given = {name: item for name, item in message.items() if item is not None}
+        if given.get("role") not in ROLES:
+            return (
+                "",
+                f"bad message: number {number}: role is {str(given.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
+            )
+        if not isinstance(given.get("content"), str | list) and not given.get("tool_calls"):
+            return "", f"bad message: number {number}: content is {_type(message.get('content'))}"
+        messages.append(given)
+    if not any(_has_text(message.get("content")) for message in messages):
+        return "", "empty prompt: no message has content"
+    return messages, None
+
+
+def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            return {}, "wrong type: metadata is text that is not JSON"
+    if value is None:
+        return {}, None
+    if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        value = {str(name): item for name, item in value}  # how Arrow gives a map
+    if not isinstance(value, Mapping):
+        return {}, f"wrong type: metadata is {_type(value)}, not an object"
+    return dict(value), None
+
+
+def _not_storable(values: dict[str, Any]) -> str | None:
+    """What of these values JSON in UTF-8 cannot hold."""
+    if _json_problem(values) is None:  # one pass for the many rows that have none
+        return None
+    problems = ((name, _json_problem(value)) for name, value in values.items())
+    return next(
+        (f"{problem}, in the {name}" for name, problem in problems if problem),
+        "wrong type: nested too deeply",
+    )
+
+
+def _json_problem(value: Any) -> str | None:
+    try:
+        _encoder.encode(value).encode("utf-8")
+    except UnicodeEncodeError:
+        return "not UTF-8: a lone surrogate"
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"wrong type: {error}"
+    return None
+
+
+def _has_text(content: Any) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def _type(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

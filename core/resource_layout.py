@@ -1,0 +1,72 @@
+"""Which part of a cluster each trainer rank and each engine gets.
+
+Owns how GPUs and CPUs are bundled: a bundle lies on one node. It is an engine's GPUs, or those of one tensor parallel
+group; where trainer and engines share GPUs it is both, so that they stay together wherever it goes. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+
+from millrace.core.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One actor's place: a bundle, and which of the bundle's GPUs."""
+
+    bundle: int
+    gpus: range
+
+
+@dataclass(frozen=True)
+class Seats:
+    """What a run reserves, and the place of each actor of a role in it."""
+
+    bundles: list[dict[str, float]]
+    of: Mapping[str, list[Seat]]
+
+    @property
+    def needed(self) -> dict[str, float]:
+        """Sum of all bundles."""
+        return {kind: sum(bundle.get(kind, 0) for bundle in self.bundles) for kind in ("CPU", "GPU")}
+
+
+def seats(config: RunConfig, gpus: bool, engines: bool = True) -> Seats:
+    """The seats of a run on a cluster that has `gpus` or none; without `engines`, of its trainer alone."""
+    t, e = config.trainer, config.engines
+    on_gpu = t.device == "cuda" or config.placement.colocate or (t.device == "auto" and gpus)
+    served = engines and e.kind != "external" and config.algorithm.loss != "sft"
+    engine_gpus = e.gpus if gpus and e.kind in ("auto", "sglang") else 0
+    if config.placement.colocate:
+        size = lcm(t.parallel.tensor, e.gpus)
+        return Seats(
+            _bundles(t.world_size, size, on_gpu),
+            {
+                "trainer": _row(t.world_size, 1, size),
+                "engine": _row(e.count, e.gpus, size) if served else [],
+            },
+        )
+    group = t.parallel.tensor
+    trainer = _bundles(t.world_size, group, on_gpu)
+    each = max(1, engine_gpus)
+    serving = _bundles(e.count * each, each, engine_gpus > 0) if served else []
+    return Seats(
+        trainer + serving,
+        {
+            "trainer": _row(t.world_size, 1 if on_gpu else 0, group),
+            "engine": [Seat(len(trainer) + i, range(engine_gpus)) for i in range(len(serving))],
+        },
+    )
+
+
+def _bundles(slots: int, size: int, on_gpu: bool) -> list[dict[str, float]]:
+    return [{"CPU": size, **({"GPU": size} if on_gpu else {})} for _ in range(slots // size)]
+
+
+def _row(count: int, gpus: int, size: int) -> list[Seat]:
+    """Actors of `gpus` GPUs each, one after the other in bundles of `size`; without GPUs, one a place."""
+    firsts = [index * max(1, gpus) for index in range(count)]
+    return [Seat(first // size, range(first % size, first % size + gpus)) for first in firsts]

@@ -1,0 +1,143 @@
+"""The functions and upstream options that a configuration names: importable, and callable as they will be called.
+
+Upstream's options are compared with the source of the installed versions, which is read and not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.connectors.sglang.server_args import option_problems
+from millrace.core.config import RunConfig
+from millrace.core.config.passthrough import (
+    MEGATRON_ELSEWHERE,
+    MEGATRON_REFUSED,
+    ROUTER_OWNED,
+    ROUTER_REFUSED,
+    SGLANG_ELSEWHERE,
+    SGLANG_OWNED,
+    SGLANG_REFUSED,
+)
+from millrace.core.config.problems import Problem, nearest
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import load
+
+MEGATRON = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
+ROUTER = ("router_args.py",)
+
+
+def check_hooks(config: RunConfig) -> Iterator[Problem]:
+    """Functions that cannot be had, or not be called with what they will be given."""
+    a = config.algorithm
+    samples, options = ("samples",), config.reward.options
+    yield from _hook("reward.function", config.reward.function, ("sample",), options)
+    yield from _hook("filter.function", config.filter.function, samples)
+    yield from _hook("algorithm.advantage_function", a.advantage_function, ("rewards", "group_ids"))
+    yield from _hook("algorithm.loss_function", a.loss_function, ("batch",))
+    shaped = ("rewards", "response_lengths", "truncated")
+    yield from _hook("algorithm.shaping_function", a.shaping_function, shaped)
+    yield from _hook("run.prepare", config.run.prepare, ("config",))
+
+
+def _hook(
+    field: str, path: str | None, given: Sequence[str], options: dict[str, Any] | None = None
+) -> Iterator[Problem]:
+    if path is None:
+        return
+    try:
+        function = load(path, field)
+    except ConfigError as error:
+        reason, _, remedy = str(error).removeprefix(f"{field} = {path}: ").rpartition("; ")
+        yield Problem(field, path, reason or remedy, remedy if reason else "correct the path")
+        return
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+        yield Problem(field, path, f"its module fails: {type(error).__name__}: {error}", "mend the module")
+        return
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        if not options:
+            yield Problem(
+                field,
+                path,
+                f"cannot be called with ({', '.join(given)}): {error}",
+                f"give it these parameters; now it is {path.rpartition(':')[2]}{signature}",
+            )
+            return
+    try:
+        signature.bind(*given, **(options or {}))
+    except TypeError as error:
+        yield Problem(
+            "reward.options" if options else field,
+            options,
+            f"{path} does not take them: {error}",
+            f"its parameters are {signature}",
+        )
+
+
+def check_passthrough(config: RunConfig) -> Iterator[Problem]:
+    """Options that the installed megatron-core, SGLang and sglang-router do not have."""
+    megatron = set(config.trainer.megatron) - set(MEGATRON_REFUSED) - set(MEGATRON_ELSEWHERE)
+    yield from _unknown(
+        "trainer.megatron",
+        {name: config.trainer.megatron[name] for name in sorted(megatron)},
+        ("megatron", MEGATRON, ("TransformerConfig", "ModelParallelConfig")),
+        "megatron-core's TransformerConfig",
+    )
+    refused = {*SGLANG_OWNED, *SGLANG_REFUSED, *SGLANG_ELSEWHERE}
+    yield from option_problems({k: v for k, v in config.engines.sglang.items() if k not in refused})
+    options = config.engines.router.options if config.engines.router else {}
+    yield from _unknown(
+        "engines.router.options",
+        {name: options[name] for name in sorted(set(options) - set(ROUTER_OWNED) - set(ROUTER_REFUSED))},
+        ("sglang_router", ROUTER, ("RouterArgs",)),
+        "sglang-router's RouterArgs",
+    )
+
+
+def _unknown(
+    section: str,
+    given: dict[str, Any],
+    where: tuple[str, Sequence[str], Sequence[str]],
+    what: str,
+) -> Iterator[Problem]:
+    known = _fields(*where) if given else None
+    if not known:
+        return
+    for name, value in given.items():
+        if name not in known:
+            yield Problem(
+                f"{section}.{name}",
+                value,
+                f"the installed version's {what[what.index(' ') + 1 :]} has no such field",
+                nearest(name, known),
+            )
+
+
+def _fields(package: str, files: Sequence[str], classes: Sequence[str]) -> set[str]:
+    """Annotated names in the classes' bodies, from the source; empty where the package is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return set()
+    names: set[str] = set()
+    for root in spec.submodule_search_locations or ():
+        for file in files:
+            path = Path(root) / file
+            if path.is_file():
+                for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                    if isinstance(node, ast.ClassDef) and node.name in classes:
+                        names |= {
+                            item.target.id
+                            for item in node.body
+                            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                        }
+    return names

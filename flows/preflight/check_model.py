@@ -1,0 +1,184 @@
+"""What a configuration says of its model against the checkpoint folder: files, sizes, tokenizer, template.
+
+No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder, weight_files
+from millrace.core.architecture import Architecture, architecture, read_hf_config
+from millrace.core.config import RunConfig
+from millrace.core.config.problems import Problem
+from millrace.core.errors import ConfigError
+
+GET = "give a checkpoint folder: one you have, or one made by `hf download NAME --local-dir FOLDER`"
+
+
+@dataclass
+class Checkpoint:
+    """What was found of the model; the parts that were not are None."""
+
+    shape: Architecture | None = None
+    tokenizer: Any = None
+    template: ChatTemplate | None = None
+    template_given: bool = False  # whether there is a template, be it good or bad
+
+
+def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
+    """Problems of the model's folder; fills `found` with what others need of it."""
+    path = config.model.path
+    if may_be_made and not (Path(path) / "config.json").exists():
+        return
+    shape = yield from _folder("model.path", path)
+    if shape:
+        found.shape = shape
+        yield from _sizes(config, shape)
+    if Path(path).is_dir() or config.model.tokenizer:
+        yield from _tokenizer(config, found)
+    path = config.algorithm.teacher
+    if path and not (may_be_made and not (Path(path) / "config.json").exists()):
+        teacher = yield from _folder("algorithm.teacher", path)
+        if teacher and shape and teacher.vocab != shape.vocab:
+            yield Problem(
+                "algorithm.teacher",
+                path,
+                f"its vocabulary of {teacher.vocab} is not the model's, {shape.vocab}",
+                "take a teacher with the model's tokenizer",
+            )
+        if teacher:
+            yield from _sizes(config, teacher, "teacher")
+
+
+def _folder(field: str, folder: str) -> Iterator[Problem]:
+    if not Path(folder).is_dir():
+        yield Problem(field, folder, "no such folder", GET)
+        return None
+    try:
+        shape = architecture(read_hf_config(folder, field))
+        missing = weight_files(folder)
+    except ConfigError as error:
+        reason, _, remedy = str(error).removeprefix(f"{field} = {folder}: ").rpartition("; ")
+        yield Problem(field, folder, reason or remedy, remedy if reason else GET)
+        return None
+    except ValueError as error:
+        yield Problem(field, folder, str(error), "copy the checkpoint again")
+        return None
+    if missing:
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        yield Problem(field, folder, f"its weights lack {some}", "copy the whole checkpoint")
+    return shape
+
+
+def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iterator[Problem]:
+    p = config.trainer.parallel
+    cut = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    if not shape.experts or p.expert == 1:
+        cut["MLP channels"] = shape.expert_ffn if shape.experts else shape.ffn
+    for name, size in cut.items():
+        if size % p.tensor:
+            yield Problem(
+                "trainer.parallel.tensor",
+                p.tensor,
+                f"does not divide the {whose}'s {size} {name}",
+                f"use a divisor of {size}",
+            )
+            break
+    if shape.layers % p.pipeline:
+        yield Problem(
+            "trainer.parallel.pipeline",
+            p.pipeline,
+            f"does not divide the {whose}'s {shape.layers} layers",
+            f"use a divisor of {shape.layers}",
+        )
+    if p.expert > 1 and not shape.experts:
+        yield Problem("trainer.parallel.expert", p.expert, f"the {whose} has no experts", "set it to 1")
+    elif shape.experts and shape.experts % p.expert:
+        yield Problem(
+            "trainer.parallel.expert",
+            p.expert,
+            f"does not divide the {whose}'s {shape.experts} experts",
+            f"use a divisor of {shape.experts}",
+        )
+    if shape.experts and p.tensor > 1 and not p.sequence:
+        yield Problem(
+            "trainer.parallel.sequence",
+            False,
+            "experts under tensor parallelism need sequence parallelism",
+            "set it to true",
+        )
+    yield from _positions(config, shape, whose)
+
+
+def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+    prompt = config.data.max_prompt_tokens
+    budgets = {"rollout.sampling.max_new_tokens": config.rollout.sampling.max_new_tokens}
+    for held_out in config.evaluation.sets:
+        budgets[f"evaluation.sets.{held_out.name}.sampling.max_new_tokens"] = held_out.sampling.max_new_tokens
+    for field, tokens in budgets.items():
+        if prompt + tokens > shape.positions:
+            yield Problem(
+                field,
+                tokens,
+                f"with data.max_prompt_tokens = {prompt} it is more than the {whose}'s {shape.positions} positions",
+                f"lower the two to {shape.positions} together",
+            )
+            return
+
+
+def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
+    field, folder = (
+        ("model.tokenizer", config.model.tokenizer)
+        if config.model.tokenizer
+        else ("model.path", config.model.path)
+    )
+    special: dict[str, str] = {}
+    own: str | None = None
+    try:
+        files = TokenizerFolder(folder)
+        special, own = files.special, files.template()
+        found.tokenizer = files.load()
+    except (ValueError, OSError) as error:
+        yield Problem(field, folder, str(error), "copy the tokenizer's files there, or set model.tokenizer")
+    else:
+        yield from _vocabulary(field, folder, found, special)
+    given = config.model.chat_template
+    if given:
+        try:
+            own = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found.template_given = True
+            yield Problem(
+                "model.chat_template", given, f"cannot be read: {error}", "name a file of Jinja text"
+            )
+            return
+    if own is None:
+        return
+    found.template_given = True
+    try:
+        found.template = ChatTemplate(own, special)
+    except ValueError as error:
+        whose = "" if given else f"the tokenizer's own template in {folder}: "
+        yield Problem("model.chat_template", given, f"{whose}no Jinja template: {error}", "mend that line")
+
+
+def _vocabulary(field: str, folder: str, found: Checkpoint, special: dict[str, str]) -> Iterator[Problem]:
+    if "eos_token" not in special:
+        yield Problem(
+            field,
+            folder,
+            "the tokenizer names no eos_token, so that no response would end",
+            "add eos_token to tokenizer_config.json",
+        )
+    size = found.tokenizer.get_vocab_size() if found.tokenizer else 0
+    if found.shape and size > found.shape.vocab:
+        yield Problem(
+            field,
+            folder,
+            f"the tokenizer has {size} tokens, the model's vocabulary {found.shape.vocab}",
+            "take the tokenizer that belongs to the model",
+        )

@@ -1,0 +1,149 @@
+"""`millrace replay`: make stored steps again from stored batches, and compare figures and weights.
+
+Uses trainer ranks of its own beside a run that may be going on; changes nothing in storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.config import RunConfig
+from millrace.core.errors import StorageError
+from millrace.flows.tools.browse import run_record
+
+FIGURES = ("loss", "grad_norm", "tokens", "samples")
+
+
+@dataclass
+class Replay:
+    """Steps that were made again, and how they compare with what is stored."""
+
+    started_from: str
+    steps: list[dict[str, Any]] = field(default_factory=list)  # version, figure -> (stored, again)
+    weights: str = ""
+    equal: bool = True
+
+
+def replay_run(root: str, run: str, first: int, last: int) -> Replay:
+    """Replay iterations `first` to `last` (exclusive), from the newest complete checkpoint that is not after `first`."""
+    record, folder = run_record(root, run), RunFolder(root, run)
+    config = RunConfig.model_validate(record["config"])
+    committed = len(folder.manifests())
+    if not 0 <= first < last <= committed:
+        raise StorageError(
+            f"{folder.store.url}: has {committed} committed iterations; ask for 0 <= from < to <= {committed}"
+        )
+    cluster.start_or_join(config.placement.ray_address, f"{run}-replay")
+    try:
+        return asyncio.run(_replay(config, folder, first, last))
+    finally:
+        cluster.leave()
+
+
+async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
+    await actors.end()
+    world, steps = config.trainer.world_size, config.steps_per_iteration
+    settings = config.for_actors()
+    try:
+        places = placement.Reservation(config, engines=False).places("trainer")
+        group = actors.ActorGroup(
+            [
+                actors.make("trainer", rank, world, TrainerRank, settings, place)
+                for rank, place in enumerate(places)
+            ]
+        )
+        await group.call("setup", await group.actors[0].call("address"))
+        usable = [done for done in folder.complete_checkpoints() if done <= first]
+        held = 0
+        if usable:
+            held = (await group.call("load", folder.store.url_of(folder.checkpoint_path(usable[-1]))))[0]
+        result = Replay(f"checkpoint {usable[-1]}" if usable else "the model as it was before the first step")
+        for version in range(held + 1, last * steps + 1):
+            index = (version - 1) // steps
+            answer = (
+                await group.call("train", version, folder.iteration(index).url_of("batch.parquet"), None)
+            )[0]
+            if index >= first:
+                stored = folder.iteration(index).read_json("step.json")["steps"][version - index * steps - 1]
+                compared = {name: (stored[name], answer[name]) for name in FIGURES}
+                result.steps.append({"version": version, **compared})
+                result.equal = result.equal and all(before == after for before, after in compared.values())
+        await _compare_weights(config, group, folder, last, last * steps, result)
+        return result
+    finally:
+        await actors.end()
+        placement.release()
+
+
+async def _compare_weights(
+    config: RunConfig, group: actors.ActorGroup, folder: RunFolder, last: int, version: int, result: Replay
+) -> None:
+    """Against the export or the checkpoint after the last iteration, whichever there is."""
+    here = None if config.sync.by_url else config.sync.directory
+    with tempfile.TemporaryDirectory(dir=here) as name:
+        again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
+        await _export(config, group, version, again)
+        if folder.store.list(f"exports/{last:06d}"):
+            folder.store.download_dir(f"exports/{last:06d}", str(stored))
+            against = "export"
+        elif last in folder.complete_checkpoints():
+            await group.call("load", folder.store.url_of(folder.checkpoint_path(last)))
+            await _export(config, group, version, stored)
+            against = "checkpoint"
+        else:
+            result.weights = (
+                f"there is neither a checkpoint nor an export after iteration {last} to compare weights with"
+            )
+            return
+        differing = largest_differences(again, stored)
+    result.equal = result.equal and not differing
+    shown = "; ".join(f"{name} by {value:.3g}" for name, value in list(differing.items())[:5])
+    result.weights = (
+        f"{len(differing)} tensors differ from the {against}: {shown}"
+        if differing
+        else f"every weight equals the {against} after iteration {last}, bit for bit"
+    )
+
+
+async def _export(config: RunConfig, group: actors.ActorGroup, version: int, folder: Path) -> None:
+    """The weights of the ranks in a folder of this host, by way of sync.directory where that is a URL."""
+    if not config.sync.by_url:
+        await group.call("export", str(folder), version)
+        return
+    between = Store(config.sync.directory or "").child(f"millrace-replay-{uuid.uuid4().hex}")
+    try:
+        await group.call("upload", between.url_of("model"), version)
+        between.download_dir("model", str(folder))
+    finally:
+        between.remove("", recursive=True)
+
+
+def largest_differences(one: Path, other: Path) -> dict[str, float]:
+    """Tensors of two Hugging Face folders that are not equal bit for bit, with their largest difference."""
+    left, right = (_tensors(folder) for folder in (one, other))
+    assert left.keys() == right.keys(), "exports of one model name the same tensors"
+    return {
+        name: float(np.abs(left[name].astype(np.float64) - right[name].astype(np.float64)).max())
+        for name in sorted(left)
+        if left[name].tobytes() != right[name].tobytes()
+    }
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }

@@ -1,0 +1,143 @@
+"""`millrace verify`: every hash, the ledger and the lineage of a run, checked again from storage alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.progress import track
+
+from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import derived_seed
+from millrace.core.errors import DataError, StorageError
+from millrace.core.ledger import Ledger
+from millrace.core.lineage import StoredIteration, findings
+from millrace.flows.tools.browse import run_record, settings_of
+
+SAMPLE = ["sample_id", "group_id"]
+
+
+@dataclass
+class Verdict:
+    """What was looked at, and what was found wrong."""
+
+    problems: list[str] = field(default_factory=list)
+    iterations: int = 0
+    files: int = 0
+    trained_samples: int = 0
+    checkpoints: int = 0
+    open_iteration: int | None = None
+
+
+def verify_run(root: str, run: str) -> Verdict:
+    """Check a run. Raises StorageError if there is no such run."""
+    record, folder, verdict = run_record(root, run), RunFolder(root, run), Verdict()
+    config = RunConfig.model_validate(settings_of(record))
+    try:
+        committed = sorted(folder.manifests())
+    except StorageError as error:
+        verdict.problems.append(str(error))
+        return verdict
+    for index in track(committed, description=f"verifying {run}", transient=True):
+        broken = folder.verify(index)
+        verdict.problems += broken
+        manifest = folder.manifest(index)
+        assert manifest is not None
+        verdict.files += len(manifest.files)
+        if not broken:
+            verdict.problems += _lineage(folder, config, index, verdict)
+        verdict.iterations += 1
+    verdict.problems += _ledger(folder, record, config)
+    for done in folder.complete_checkpoints():
+        verdict.problems += _checkpoint(folder.store.child(folder.checkpoint_path(done)))
+        verdict.checkpoints += 1
+    if folder.store.list(folder.iteration_path(len(committed))):
+        verdict.open_iteration = len(committed)
+    return verdict
+
+
+def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict) -> list[str]:
+    store, steps = folder.iteration(index), config.steps_per_iteration
+    supervised = config.algorithm.loss == "sft"
+    stored = StoredIteration(
+        index=index,
+        prompts=_rows(store, "prompts", ["group_id"]),
+        rollouts=[] if supervised else _parts(store, "rollouts", [*SAMPLE, "tokens", "rollout_logprobs"]),
+        rewards=[] if supervised else _parts(store, "rewards", [*SAMPLE, "reward"]),
+        verdicts=_rows(store, "verdicts", [*SAMPLE, "verdict", "train_step"]),
+        batch=_rows(
+            store, "batch", [*SAMPLE, "tokens", "rollout_logprobs", "reward", "train_step", "policy_versions"]
+        ),
+        steps=store.read_json("step.json")["steps"],
+    )
+    verdict.trained_samples += len(stored.batch)
+    return findings(stored, range(index * steps + 1, (index + 1) * steps + 1))
+
+
+def _rows(store: Store, kind: str, columns: list[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = store.read_table(f"{kind}.parquet", kind, columns=columns).to_pylist()
+    return rows
+
+
+def _parts(store: Store, kind: str, columns: list[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = read_parts(store, kind, kind).select(columns).to_pylist()
+    return rows
+
+
+def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
+    """Draw every iteration again from the histories before it: the same groups must come."""
+    history = folder.history()
+    spans = record.get("data") or []
+    ends = [*(span["since"] for span in spans[1:]), len(history)]
+    for span, end in zip(spans, ends, strict=True):
+        since, seed = span["since"], config.run.seed
+        sources = {s.name: (s.weight, span["sources"][s.name]["usable"]) for s in config.data.sources}
+        ledger = Ledger(
+            derived_seed(seed, "data", since) if since else seed,
+            sources,
+            shuffle=config.data.shuffle,
+            first=since,
+        )
+        for index in range(since, end):
+            keys = history[index].keys()
+            drawn = ledger.draw(index, config.rollout.prompts, len(keys) - config.rollout.prompts)
+            if [draw.key for draw in drawn] != keys:
+                yield f"iteration {index} holds other groups than the ledger draws after the iterations before it"
+                return
+            try:
+                ledger.apply(history[index])
+            except DataError as error:
+                yield str(error)
+                return
+
+
+def _checkpoint(store: Store) -> Iterator[str]:
+    marker = store.read_json(COMPLETE)
+    for entry in marker["files"]:
+        problem = _file_problem(lambda entry=entry: _hash(store, entry["path"]), entry["sha256"])
+        if problem:
+            yield f"{store.url_of(entry['path'])}: {problem}"
+
+
+def _file_problem(hash_of: Callable[[], str], wanted: str) -> str | None:
+    try:
+        found = hash_of()
+    except StorageError as error:
+        return str(error)
+    return (
+        None
+        if found == wanted
+        else "its content does not have the hash that complete.json names; restore the file"
+    )
+
+
+def _hash(store: Store, path: str) -> str:
+    digest = hashlib.sha256()
+    for block in store.blocks(path):
+        digest.update(block)
+    return digest.hexdigest()

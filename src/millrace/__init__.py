@@ -1,0 +1,1 @@
+"""millrace: LLM reinforcement-learning post-training as resumable Prefect flows."""

@@ -1,0 +1,32 @@
+"""What must be configured when parts of a run lie on other nodes than the process that drives it.
+
+Nodes are told apart by their address. Knows nothing of how parts are made or placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from millrace.connectors.ray import cluster
+from millrace.core.config import RunConfig
+from millrace.core.config.engine_rules import LOOPBACK
+from millrace.core.errors import ConfigError
+
+
+def check_reach(config: RunConfig, addresses: Iterable[str], served: bool = False) -> None:
+    """Raise ConfigError if actors on these nodes could not be reached (`served`: they are engines) or given weights."""
+    here = cluster.node_address()
+    elsewhere = sorted(set(addresses) - {here})
+    if not elsewhere:
+        return
+    where = f"this process is on node {here}, and parts of the run are on {', '.join(elsewhere)}"
+    if served and config.engines.host in LOOPBACK:
+        raise ConfigError(
+            f"engines.host = {config.engines.host}: {where}, where loopback cannot be reached; set it to 0.0.0.0, in a "
+            "network that nobody else is in: engines ask for no password"
+        )
+    if config.sync.directory is None:
+        raise ConfigError(
+            f"sync.directory: {where}, which do not see this host's folders, where weights go by disk and in a replay; name a folder "
+            "that every node sees under the same path, or a URL such as s3://bucket/weights"
+        )

@@ -1,0 +1,75 @@
+"""The folder through which the trainer hands weights to the engines, in place or by way of storage (sync.directory).
+
+Owns where it is, which version is in it, and that nothing else stays: neither older versions nor what drivers that died
+left. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import socket
+import uuid
+
+from millrace.connectors.ray.actors import ActorGroup
+from millrace.connectors.storage import local
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.config import RunConfig
+from millrace.core.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+
+class WeightsFolder:
+    """A driver's own folder, with one version of the weights."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises StorageError if it cannot be made, or what drivers of the run that died left cannot be removed."""
+        self.version: int | None = None
+        if config.sync.by_url:
+            self._export, self._store = "upload", _in_storage(config)
+        else:
+            where = os.path.abspath(config.sync.directory) if config.sync.directory else None
+            self._export = "export"
+            self._store = Store(local.own_folder(f"millrace-{config.run.name}", where))
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the Hugging Face folder with the version held."""
+        return self._store.url_of(_name(self.version))
+
+    async def take(self, trainer: ActorGroup, version: int) -> None:
+        """Have the trainer write a version, then remove the others."""
+        await trainer.call(self._export, self._store.url_of(_name(version)), version)
+        self.version = version
+        await asyncio.to_thread(self._remove_others)
+
+    def _remove_others(self) -> None:
+        for name in self._store.folders():
+            if name != _name(self.version):
+                self._store.remove(name, recursive=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        try:
+            self._store.remove("", recursive=True)
+        except StorageError as error:
+            log.warning("weights are left behind: %s", error)
+
+
+def _name(version: int | None) -> str:
+    assert version is not None
+    return f"weights-{version:08d}"
+
+
+def _in_storage(config: RunConfig) -> Store:
+    """A folder of this driver's alone in the run's, where no other driver is at work: the run's lease sees to that."""
+    runs = RunFolder(config.storage.root, config.run.name).store
+    place = f"{socket.gethostname()}:{runs.url}" if runs.local else runs.url
+    key = hashlib.sha256(place.encode()).hexdigest()[:8]
+    mine = Store(config.sync.directory or "").child(f"millrace-{config.run.name}-{key}")
+    mine.remove("", recursive=True)
+    return mine.child(uuid.uuid4().hex)

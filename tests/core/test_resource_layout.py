@@ -1,0 +1,96 @@
+"""Seats of runs on clusters with and without GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from millrace.core.config import RunConfig
+from millrace.core.resource_layout import Seat, seats
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    values = {
+        "run": {"name": "a", "iterations": 1},
+        "model": {"path": "m"},
+        "data": {"sources": [{"path": "d.jsonl"}]},
+    }
+    return RunConfig.model_validate({**values, **sections})
+
+
+def test_without_gpus_every_rank_and_engine_has_a_cpu_to_itself() -> None:
+    found = seats(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 1}), gpus=False)
+    assert found.bundles == [{"CPU": 1}] * 4
+    assert [seat.bundle for seat in found.of["trainer"]] == [0, 1]
+    assert [seat.bundle for seat in found.of["engine"]] == [2, 3]
+    assert not any(seat.gpus for role in found.of.values() for seat in role)
+
+
+def test_apart_an_engines_gpus_are_one_bundle_and_ranks_have_bundles_of_their_own() -> None:
+    found = seats(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 4}), gpus=True)
+    assert found.bundles == [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 4, "GPU": 4}] * 2
+    assert found.of["trainer"] == [Seat(0, range(1)), Seat(1, range(1))]
+    assert found.of["engine"] == [Seat(2, range(4)), Seat(3, range(4))]
+    assert found.needed == {"CPU": 10, "GPU": 10}
+
+
+def test_a_tensor_parallel_group_is_one_bundle() -> None:
+    found = seats(config(trainer={"world_size": 4, "parallel": {"tensor": 2}}), gpus=True)
+    assert found.bundles == [{"CPU": 2, "GPU": 2}] * 2 + [{"CPU": 1, "GPU": 1}]
+    assert found.of["trainer"] == [
+        Seat(0, range(1)),
+        Seat(0, range(1, 2)),
+        Seat(1, range(1)),
+        Seat(1, range(1, 2)),
+    ]
+
+
+@pytest.mark.parametrize(("tensor", "gpus"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 2)])
+def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus: int) -> None:
+    world = 12
+    found = seats(
+        config(
+            trainer={"world_size": world, "parallel": {"tensor": tensor}},
+            engines={"count": world // gpus, "gpus": gpus},
+            placement={"colocate": True},
+        ),
+        gpus=True,
+    )
+    assert found.needed == {"CPU": world, "GPU": world}
+
+    def of(seat: Seat) -> set[tuple[int, int]]:
+        return {(seat.bundle, number) for number in seat.gpus}
+
+    ranks = found.of["trainer"]
+    assert len(set.union(*map(of, ranks))) == world
+    for index, engine in enumerate(found.of["engine"]):
+        assert of(engine) == set.union(*map(of, ranks[index * gpus : (index + 1) * gpus]))
+    for first in range(0, world, tensor):
+        assert len({rank.bundle for rank in ranks[first : first + tensor]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "bundles"),
+    [
+        ({"trainer": {"device": "cpu"}}, True, [{"CPU": 1}, {"CPU": 1, "GPU": 1}]),
+        (
+            {"trainer": {"device": "cuda"}, "engines": {"kind": "embedded"}},
+            True,
+            [{"CPU": 1, "GPU": 1}, {"CPU": 1}],
+        ),
+        ({"trainer": {"device": "cuda"}}, False, [{"CPU": 1, "GPU": 1}, {"CPU": 1}]),  # and cannot be had
+        ({"engines": {"kind": "external", "addresses": ["http://h:1"]}}, True, [{"CPU": 1, "GPU": 1}]),
+        ({"algorithm": {"loss": "sft"}}, False, [{"CPU": 1}]),
+    ],
+)
+def test_a_gpu_is_reserved_for_what_uses_one(
+    sections: dict[str, Any], gpus: bool, bundles: list[dict[str, int]]
+) -> None:
+    assert seats(config(**sections), gpus).bundles == bundles
+
+
+def test_a_replay_reserves_nothing_for_engines() -> None:
+    found = seats(config(engines={"count": 3}), gpus=False, engines=False)
+    assert found.bundles == [{"CPU": 1}]
+    assert found.of["engine"] == []

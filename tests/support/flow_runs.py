@@ -1,0 +1,140 @@
+"""Running millrace in processes of its own, as a user does, and reading what a run left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PATIENCE_S = 240
+MALFORMED = [  # lines among the training prompts, and what is wrong with them
+    ('{"prompt": "1+1=", "label"', "not JSON"),
+    ('{"question": "1+1="}', "missing key"),
+    ('{"prompt": ""}', "empty prompt"),
+    ("", "empty line"),
+    ('{"prompt": 17}', "wrong type"),
+    (json.dumps({"prompt": "1" * 40, "label": "1"}), "too long"),
+] * 2
+
+
+class Workplace:
+    """A folder with a model, data and a configuration; MILLRACE_HOME of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+        self.environment.pop("PREFECT_API_URL", None)
+
+    @property
+    def api(self) -> str:
+        """The API of the workplace's Prefect server, which runs."""
+        url: str = json.loads((self.folder / "home" / "prefect-server.json").read_text())["url"]
+        return url
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a millrace command."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "millrace.flows.cli", *arguments],
+            env={**self.environment, **environment},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def call(self, *arguments: str, expect: int = 0, **environment: str) -> str:
+        """Run a millrace command to its end and return what it printed."""
+        process = self.start(*arguments, **environment)
+        out, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == expect, out
+        return out
+
+    def train(self, root: str | Path, *overrides: str, expect: int = 0, **environment: str) -> str:
+        """Train (or go on with) the run `a` under a storage root."""
+        return self.call(
+            "train", "run.yaml", f"storage.root={root}", *overrides, expect=expect, **environment
+        )
+
+    def train_and_kill(self, root: str | Path, when: Callable[[], bool], *overrides: str) -> str:
+        """Start the run, `kill -9` its process as soon as `when` holds, and return what it had printed."""
+        process = self.start("train", "run.yaml", f"storage.root={root}", *overrides)
+        wait_until(lambda: when() or process.poll() is not None)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+        out, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == -signal.SIGKILL, f"ended before it could be killed:\n{out}"
+        return out
+
+
+def make_workplace(folder: Path) -> Workplace:
+    """A workplace with a random model, a hundred sums, a dozen malformed rows and the configuration in run.yaml; no server runs yet."""
+    from millrace.connectors.huggingface.tiny import build_tiny_model
+
+    place = Workplace(folder)
+    build_tiny_model(folder / "model", seed=0)
+    rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(10) for b in range(10)]
+    lines = [json.dumps(row) for row in rows]
+    for number, (bad, _) in enumerate(MALFORMED):
+        lines.insert(9 * number, bad)
+    (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+    (folder / "run.yaml").write_text(yaml.safe_dump(configuration()))
+    return place
+
+
+def wait_until(holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Poll closely; a test that waits in vain fails."""
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def configuration() -> dict[str, Any]:
+    """Three short iterations of two steps each, that a random model gets some reward in."""
+    return {
+        "run": {"name": "a", "iterations": 3},
+        "model": {"path": "model"},
+        "data": {"max_prompt_tokens": 32, "sources": [{"name": "sums", "path": "train.jsonl"}]},
+        "rollout": {
+            "prompts": 8,
+            "samples_per_prompt": 4,
+            "part_groups": 2,
+            "sampling": {"max_new_tokens": 16},
+        },
+        "reward": {"function": "millrace.core.rewards.text:contains", "workers": 1},
+        "algorithm": {"preset": "grpo"},
+        "trainer": {"global_batch": 16, "max_pack_tokens": 512, "threads": 1, "optimizer": {"lr": 1e-3}},
+        "engines": {"threads": 1},
+        "checkpoint": {"every": 2},
+        "evaluation": {
+            "every": 2,
+            "sets": [{"name": "held_out", "path": "held_out.jsonl", "sampling": {"max_new_tokens": 16}}],
+        },
+    }
+
+
+def trained(run: Path) -> list[tuple[str, int]]:
+    """What was trained, in order: (sample id, step)."""
+    import pyarrow.parquet as pq
+
+    pairs: list[tuple[str, int]] = []
+    for folder in sorted((run / "iterations").iterdir()):
+        table = pq.read_table(folder / "batch.parquet", columns=["sample_id", "train_step"])
+        pairs += zip(table["sample_id"].to_pylist(), table["train_step"].to_pylist(), strict=True)
+    return pairs
+
+
+def final_weights(run: Path) -> bytes:
+    """The bytes of the last Hugging Face export."""
+    newest = sorted((run / "exports").iterdir())[-1]
+    return (newest / "model.safetensors").read_bytes()

@@ -1,0 +1,43 @@
+"""Plain classes that the tests turn into actors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.errors import TrainerError
+
+
+class Counter:
+    """Counts, waits, fails and dies when told to."""
+
+    def __init__(self, config: Mapping[str, Any], index: int, count: int) -> None:
+        self.start = config["start"]
+        self.index = index
+        self.count = count
+        self.value = self.start
+        self.busy = False
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "busy": self.busy, "index": self.index}
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    def work(self, seconds: float) -> int:
+        self.busy = True
+        time.sleep(seconds)
+        self.busy = False
+        return os.getpid()
+
+    def refuse(self) -> None:
+        raise TrainerError("trainer.parallel.tensor = 3: does not divide 4 heads")
+
+    def break_down(self) -> None:
+        raise ZeroDivisionError("by chance")
+
+    def die(self) -> None:
+        os._exit(1)

@@ -1,0 +1,191 @@
+"""The trainer's steps in the plainest way: Hugging Face models, torch AdamW, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.core.algorithms.advantages import sample_advantages
+from millrace.core.algorithms.aggregate import sample_weights
+from millrace.core.algorithms.losses import value_loss
+from millrace.core.algorithms.objective import Objective, TokenBatch
+from millrace.core.algorithms.packed import spread
+from millrace.core.algorithms.schedule import KLController, shape_rewards
+from millrace.core.algorithms.token_advantages import token_advantages
+from millrace.core.config.algorithm import Algorithm
+
+LR, DECAY, CLIP = 1e-3, 0.01, 0.5
+
+
+def adamw(parameters: list[Tensor], lr: float = LR) -> torch.optim.AdamW:
+    """The trainer's optimizer: vectors do not decay."""
+    matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=lr,
+        betas=(0.9, 0.98),
+        eps=1e-8,
+    )
+
+
+def stepped(loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """One clipped step; the gradient's norm."""
+    optimizer.zero_grad()
+    loss.backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+    optimizer.step()
+    return float(norm)
+
+
+class Plain:
+    """A policy, its reference and its optimizer; nothing packed, nothing cut."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = adamw(list(self.model.parameters()))
+
+    def logprobs(self, row: dict[str, Any], model: Any = None, temperature: float = 1.0) -> Tensor:
+        tokens = torch.tensor(row["tokens"])
+        logits = (model or self.model)(tokens[None]).logits[0] / temperature
+        chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        return chosen[-row["response_length"] :]
+
+    def step(self, loss: Tensor) -> float:
+        return stepped(loss, self.optimizer)
+
+
+class PlainCritic:
+    """Values of response tokens: the model's body and a scalar head that starts at zero."""
+
+    def __init__(self, folder: Path, lr: float) -> None:
+        import transformers
+
+        self.body = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+        self.head = torch.nn.Linear(self.body.config.hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.optimizer = adamw([*self.body.parameters(), *self.head.parameters()], lr)
+
+    def values(self, rows: list[dict[str, Any]]) -> Tensor:
+        found = []
+        for row in rows:
+            hidden = self.body(torch.tensor(row["tokens"])[None]).last_hidden_state[0]
+            found.append(self.head(hidden)[:-1, 0][-row["response_length"] :])
+        return torch.cat(found)
+
+
+class PlainLearner(Plain):
+    """Steps of any algorithm, by the pure functions of millrace.core.algorithms on one sequence after another."""
+
+    def __init__(self, folder: Path, config: Algorithm) -> None:
+        import transformers
+
+        super().__init__(folder)
+        self.config = config
+        self.objective = Objective(config)
+        self.controller = KLController(config)
+        self.critic = PlainCritic(folder, config.critic.lr) if config.advantage == "gae" else None
+        self.teacher = (
+            transformers.AutoModelForCausalLM.from_pretrained(config.teacher, dtype=torch.float32)
+            if config.teacher
+            else None
+        )
+        self.old: dict[str, Tensor] = {}
+        self.old_values: dict[str, Tensor] = {}
+
+    def all_logprobs(self, rows: list[dict[str, Any]], model: Any = None) -> Tensor:
+        return torch.cat([self.logprobs(row, model) for row in rows])
+
+    @torch.no_grad()
+    def begin(self, rows: list[dict[str, Any]]) -> None:
+        """Take what the weights before an iteration say of its samples."""
+        self.old = {row["sample_id"]: self.logprobs(row) for row in rows}
+        if self.critic is not None:
+            self.old_values = {row["sample_id"]: self.critic.values([row]) for row in rows}
+
+    def learn(self, rows: list[dict[str, Any]], version: int) -> dict[str, float]:
+        """One step on these rows; its figures."""
+        c = self.config
+        lengths = torch.tensor([row["response_length"] for row in rows])
+        mask = torch.tensor([x for row in rows for x in row["loss_mask"]])
+        sums = torch.tensor([sum(row["loss_mask"]) for row in rows])
+        old = torch.cat([self.old[row["sample_id"]] for row in rows])
+        values = torch.cat([self.old_values[row["sample_id"]] for row in rows]) if self.critic else None
+        with torch.no_grad():
+            ref = self.all_logprobs(rows, self.reference) if self.objective.needs_ref else None
+            teacher = self.all_logprobs(rows, self.teacher) if self.teacher is not None else None
+        given = [row["advantage"] for row in rows]
+        advantages, returns = token_advantages(
+            c,
+            rewards=shaped(rows, c),
+            sample_advantages=None if given[0] is None else torch.tensor(given),
+            mask=mask,
+            lengths=lengths,
+            logprobs=old,
+            ref_logprobs=ref,
+            teacher_logprobs=teacher,
+            values=values,
+            kl_coef=self.controller.value,
+        )
+        self.objective.kl_coef = self.controller.value
+        loss, metrics = self.objective(
+            TokenBatch(
+                logprobs=self.all_logprobs(rows),
+                old_logprobs=old,
+                rollout_logprobs=torch.tensor([x for row in rows for x in row["rollout_logprobs"]]),
+                ref_logprobs=ref,
+                advantages=advantages.float(),
+                mask=mask,
+                lengths=lengths,
+                weights=spread(sample_weights(sums, c, max_length=16), lengths),
+            )
+        )
+        found = {"loss": float(loss.detach()), "grad_norm": 0.0}
+        if self.objective.needs_ref:
+            found["kl_coef"] = self.controller.value
+        if self.critic is not None:
+            assert values is not None
+            assert returns is not None
+            each = value_loss(self.critic.values(rows), values, returns, clip=c.critic.clip)
+            error = (each * mask).sum() / mask.sum()
+            found["value_loss"] = float(error.detach())
+            found["critic_grad_norm"] = stepped(error, self.critic.optimizer)
+        if self.critic is None or version > c.critic.only_steps:
+            found["grad_norm"] = self.step(loss)
+            if "kl" in metrics:
+                value, weight = metrics["kl"]
+                self.controller.update(float(value / weight), len(rows))
+        if c.reference_update_steps and version % c.reference_update_steps == 0:
+            self.reference.load_state_dict(self.model.state_dict())
+        return found
+
+
+def shaped(rows: list[dict[str, Any]], config: Algorithm) -> Tensor:
+    """Rewards as advantages see them."""
+    return shape_rewards(
+        torch.tensor([row["reward"] for row in rows], dtype=torch.float64),
+        torch.tensor([row["response_length"] for row in rows]),
+        torch.tensor([row["status"] == "truncated" for row in rows]),
+        config,
+        budget=16,
+    )
+
+
+def scored(rows: list[dict[str, Any]], config: Algorithm) -> list[dict[str, Any]]:
+    """Rows with rewards that vary and the advantages that the filter would store."""
+    for i, row in enumerate(rows):
+        row["reward"] = float((i * 7 + len(row["tokens"])) % 3) / 2
+    groups = torch.tensor([i // 4 for i in range(len(rows))])
+    found = sample_advantages(shaped(rows, config), groups, config)
+    for i, row in enumerate(rows):
+        row["advantage"] = None if found is None else float(found[i])
+    return rows

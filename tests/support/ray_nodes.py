@@ -1,0 +1,164 @@
+"""A Ray cluster of several nodes on this host, each with an address of its own on loopback, ended by process.
+
+Ray's servers listen on every interface once a node has another address than 127.0.0.1, so the cluster asks for a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ray._private.authentication_test_utils import reset_auth_token_state
+
+from millrace.connectors.ray.cluster import ADDRESS_FILE
+
+PATIENCE_S = 120
+STARTED = "Ray runtime started"
+FAST = {  # a dead node is noticed in some 3 s instead of 15
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class Node:
+    """One node: the `ray start` that holds its processes."""
+
+    def __init__(self, address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.address = address
+        self._process = process
+        self._log = log
+
+    def wait(self) -> Node:
+        """Until the node has joined."""
+        deadline = time.monotonic() + PATIENCE_S
+        while STARTED not in self._log.read_text():
+            text = self._log.read_text()
+            assert self._process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+        return self
+
+    def actors(self) -> set[int]:
+        """Processes of millrace's actors on it."""
+        return {p.pid for p in self._processes() if _command(p).startswith("ray::Host")}
+
+    def kill(self) -> None:
+        """`kill -9` of everything on the node."""
+        everything = self._processes()
+        for process in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        psutil.wait_procs(everything, timeout=20)
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            node = psutil.Process(self._process.pid)
+            return [node, *node.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
+
+
+class RayNodes:
+    """The cluster: a head and what was added to it. `environment` is what drivers need to join."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="mr-", dir="/tmp"))  # sockets allow no long path
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        self.nodes: list[Node] = []
+
+    def add(self, cpus: int, gpus: int = 0, **environment: str) -> Node:
+        """Start the head, or one more node once the head runs; does not wait for it."""
+        number = len(self.nodes)
+        address = f"127.0.0.{2 + number}"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command += [f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
+        command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        if number:
+            command += [f"--address={self.address}"]
+        else:
+            command += ["--head", "--port=0", "--include-dashboard=false"]
+            command += [f"--temp-dir={self.folder}", f"--ray-client-server-port={_free_port(address)}"]
+        quiet = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+        log = self.folder / f"node-{number}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **FAST, **quiet, **self.environment, **environment},
+                start_new_session=True,
+            )
+        node = Node(address, process, log)
+        self.nodes.append(node)
+        return node
+
+    @property
+    def address(self) -> str:
+        """The head's, which Ray notes a moment after it says that it runs."""
+        file, deadline = self.folder / ADDRESS_FILE, time.monotonic() + PATIENCE_S
+        while not (file.exists() and file.read_text()):
+            assert time.monotonic() < deadline, self.nodes[0].wait()
+            time.sleep(0.05)
+        return file.read_text()
+
+    def close(self) -> None:
+        """End all nodes."""
+        for node in reversed(self.nodes):
+            node.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ray_nodes(cpus: int, gpus: int = 0) -> Iterator[RayNodes]:
+    """A head and a second node alike."""
+    cluster = RayNodes()
+    try:
+        cluster.add(cpus, gpus).wait()
+        cluster.add(cpus, gpus).wait()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@contextlib.contextmanager
+def token_of(cluster: RayNodes) -> Iterator[None]:
+    """This process may join the cluster meanwhile: Ray reads the environment when it is imported, and here again."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in cluster.environment.items():
+            environment.setenv(name, value)
+        reset_auth_token_state()
+        yield
+    reset_auth_token_state()
+
+
+def _free_port(address: str) -> int:
+    """A port below those that the system gives out, so that none of this host's processes takes it by chance."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise AssertionError(f"no port of {address} is free")

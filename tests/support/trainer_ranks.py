@@ -1,0 +1,231 @@
+"""Trainer ranks in processes of their own, as in production; the processes serve one layout after another."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from millrace.core.config import RunConfig
+from millrace.core.contracts import schema
+
+VOCAB = 97
+PATIENCE_S = 90.0
+LAYOUTS_A_PROCESS = 12  # gloo's threads of a layout outlive it, for DDP's gradient hooks keep its groups
+
+
+def configuration(model: str | Path, world: int = 1, **changes: Any) -> dict[str, Any]:
+    """A run of 3 steps on 8 samples each; `changes` are laid over trainer and algorithm."""
+    parallel = changes.pop("parallel", {})
+    optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 0.5, **changes.pop("optimizer", {})}
+    algorithm = changes.pop("algorithm", {})
+    seed = changes.pop("seed", 0)
+    dtype = changes.pop("dtype", "float32")
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "a", "seed": seed, "iterations": 3},
+            "model": {"path": str(model), "dtype": dtype},
+            "data": {"sources": [{"path": "p"}]},
+            "rollout": {"prompts": 2, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 16}},
+            "trainer": {
+                "world_size": world,
+                "parallel": parallel,
+                "max_pack_tokens": 48,
+                "logprob_chunk_tokens": 16,
+                "threads": 1,
+                "device": "cpu",
+                "optimizer": optimizer,
+                **changes,
+            },
+            "algorithm": algorithm,
+        }
+    )
+    return config.model_dump(mode="json")
+
+
+def samples(
+    step: int, count: int = 8, seed: int = 0, logprob: float = -4.6, longest: int = 12
+) -> list[dict[str, Any]]:
+    """Rows of one step of a batch: random tokens, advantages and masks."""
+    draw = random.Random(f"{seed}/{step}")
+    rows = []
+    for i in range(count):
+        prompt, response = draw.randint(2, 6), draw.randint(1, longest)
+        mask = [1] * response
+        if response > 4 and i % 3 == 0:
+            mask[1] = mask[2] = 0
+        rows.append(
+            {
+                "sample_id": f"s{step}-{i}",
+                "group_id": f"g{step}-{i // 4}",
+                "prompt_id": "p",
+                "iteration": 0,
+                "source": "a",
+                "index": i % 4,
+                "prompt": '"x"',
+                "label": None,
+                "metadata": None,
+                "tokens": [draw.randrange(VOCAB) for _ in range(prompt + response)],
+                "response_length": response,
+                "response": "",
+                "loss_mask": mask,
+                "rollout_logprobs": [logprob] * response,
+                "policy_versions": [],
+                "engine_id": "",
+                "seed": 0,
+                "turns": 1,
+                "status": "completed",
+                "reason": None,
+                "timings": [],
+                "reward": 1.0,
+                "reward_parts": [],
+                "scoring": "scored",
+                "verdict": "kept",
+                "advantage": draw.uniform(-1, 1),
+                "train_step": step,
+            }
+        )
+    return rows
+
+
+def write_batch(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """URL of a batch with these rows."""
+    from millrace.connectors.storage.store import Store
+
+    table = pa.Table.from_pylist(list(rows), schema=schema.schema("batch"))
+    Store(str(folder)).write_table("batch.parquet", table, "batch")
+    return f"{folder}/batch.parquet"
+
+
+class RankFailedError(Exception):
+    """A rank's call raised; the message carries its type and text."""
+
+
+class Group:
+    """The ranks of one layout."""
+
+    def __init__(self, workers: Workers, world: int) -> None:
+        self._workers = workers
+        self.world = world
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The method's result of every rank. Raises RankFailedError with the first rank's error."""
+        return self._workers.ask(self.world, ("call", method, args, kwargs))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(rank object, *args) on every rank."""
+        return self._workers.ask(self.world, ("run", function, args, {}))
+
+    def train(self, versions: Sequence[int], url: str, guard: float | None = None) -> list[dict[str, Any]]:
+        """Rank 0's metrics of several steps."""
+        return [self.call("train", version, url, guard)[0] for version in versions]
+
+
+class Workers:
+    """Processes that hold one TrainerRank each, started when a layout first needs them."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._layouts = 0  # that the processes have served
+
+    @contextmanager
+    def group(self, config: dict[str, Any]) -> Iterator[Group]:
+        """Ranks as the configuration names them, holding version 0."""
+        world = config["trainer"]["world_size"]
+        self._ensure(world)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            master = ("127.0.0.1", probe.getsockname()[1])
+        try:
+            self.ask(world, ("setup", config, (world, master), {}))
+            yield Group(self, world)
+        except BaseException:
+            self.close()  # the next group starts from new processes
+            raise
+        if self._processes:
+            self.ask(world, ("shutdown", None, (), {}))
+            self._layouts += 1
+            if self._layouts == LAYOUTS_A_PROCESS:
+                self.close()
+
+    def ask(self, world: int, message: Any) -> list[Any]:
+        pipes = self._pipes[:world]
+        for pipe in pipes:
+            pipe.send(message)
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while len(answers) < world:
+            missing = [pipe for number, pipe in enumerate(pipes) if number not in answers]
+            for pipe in wait(missing, timeout=1.0):
+                try:
+                    answers[pipes.index(pipe)] = pipe.recv()
+                except EOFError:
+                    answers[pipes.index(pipe)] = (False, "the process died")
+            failed = [text for good, text in answers.values() if not good]
+            if failed and len(answers) < world:
+                deadline = min(deadline, time.monotonic() + 10)  # the others may wait for the failed one
+            if time.monotonic() > deadline:
+                self.close()
+                raise RankFailedError(f"ranks {sorted(answers)} of {world} answered: {failed}")
+        for number in range(world):
+            good, value = answers[number]
+            if not good:
+                raise RankFailedError(value)
+        return [answers[number][1] for number in range(world)]
+
+    def _ensure(self, world: int) -> None:
+        spawn = get_context("spawn")
+        for number in range(len(self._processes), world):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(there, number), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes, self._layouts = [], [], 0
+
+
+def _serve(pipe: Any, number: int) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from millrace.connectors.megatron.rank import TrainerRank
+
+    rank: Any = None
+    while True:
+        try:
+            kind, what, args, kwargs = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            value: Any = None
+            if kind == "setup":
+                rank = TrainerRank(what, number, args[0])
+                value = rank.setup(args[1])
+            elif kind == "call":
+                value = getattr(rank, what)(*args, **kwargs)
+            elif kind == "run":
+                value = what(rank, *args)
+            else:
+                rank.shutdown()
+                rank = None
+            pipe.send((True, value))
+        except Exception as error:  # noqa: BLE001 the parent raises it
+            pipe.send((False, f"{type(error).__name__}: {error}"))

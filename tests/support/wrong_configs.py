@@ -1,0 +1,182 @@
+"""Wrong configurations, each with the field that the answer must name. What they are wrong beside lies in `write_good`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+GOOD: dict[str, Any] = {
+    "run": {"name": "a", "iterations": 4},
+    "model": {"path": "model"},
+    "storage": {"root": "runs"},
+    "data": {"max_prompt_tokens": 32, "sources": [{"name": "sums", "path": "train.jsonl"}]},
+    "rollout": {"prompts": 8, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 16}},
+    "trainer": {"global_batch": 16, "max_pack_tokens": 512},
+    "evaluation": {"sets": [{"name": "held_out", "path": "train.jsonl"}]},
+}
+
+# what is wrong, overrides of the good configuration, the field that is named
+WRONG: list[tuple[str, list[str], str]] = [
+    ("unknown key", ["run.iteratoins=3"], "run.iteratoins"),
+    ("unknown section", ["reword.timeout_s=3"], "reword"),
+    ("unknown key in a list's item", ["data.sources.sums.weigth=2"], "data.sources.0.weigth"),
+    ("wrong type", ["rollout.prompts=many"], "rollout.prompts"),
+    ("text for a section", ["trainer.optimizer=fast"], "trainer.optimizer"),
+    ("negative number", ["trainer.optimizer.lr=-1e-5"], "trainer.optimizer.lr"),
+    ("zero samples", ["rollout.samples_per_prompt=0"], "rollout.samples_per_prompt"),
+    ("a group of one", ["rollout.samples_per_prompt=1", "trainer.global_batch=8"], "rollout.samples_per_prompt"),
+    ("bad run name", ["run.name=My Run"], "run.name"),
+    ("override without value", ["run.name"], "run.name"),
+    ("override below a value", ["run.name.x=1"], "run.name.x"),
+    ("override of no item", ["data.sources.products.weight=2"], "data.sources.products"),
+    ("batch does not divide", ["trainer.global_batch=12"], "trainer.global_batch"),
+    ("layout does not divide the world", ["trainer.parallel.tensor=2"], "trainer.world_size"),
+    (
+        "layout does not divide the heads",
+        ["trainer.world_size=3", "trainer.parallel.tensor=3"],
+        "trainer.parallel.tensor",
+    ),
+    (
+        "stages do not divide the layers",
+        ["trainer.world_size=4", "trainer.parallel.pipeline=4"],
+        "trainer.parallel.pipeline",
+    ),
+    ("experts of a dense model", ["trainer.world_size=2", "trainer.parallel.expert=2"], "trainer.parallel.expert"),
+    ("sequence parallel alone", ["trainer.parallel.sequence=true"], "trainer.parallel.sequence"),
+    ("pack too small", ["trainer.max_pack_tokens=40"], "trainer.max_pack_tokens"),
+    ("longer than the model's positions", ["rollout.sampling.max_new_tokens=4000"], "rollout.sampling.max_new_tokens"),
+    ("KV cache too small", ["engines.max_total_tokens=40"], "engines.max_total_tokens"),
+    ("no such model", ["model.path=no-model"], "model.path"),
+    ("a folder that is no model", ["model.path=empty"], "model.path"),
+    ("unsupported family", ["model.path=bert"], "model.path"),
+    ("weights are missing", ["model.path=weightless"], "model.path"),
+    ("no tokenizer", ["model.tokenizer=empty"], "model.tokenizer"),
+    ("no such data", ["data.sources.sums.path=no.jsonl"], "data.sources.sums.path"),
+    ("data of unknown format", ["data.sources.sums.path=train.csv"], "data.sources.sums.path"),
+    ("rows that are no JSON", ["data.sources.sums.path=garbage.jsonl"], "data.sources.sums.path"),
+    ("no rows", ["data.sources.sums.path=nothing.jsonl"], "data.sources.sums.path"),
+    ("missing key", ["data.sources.sums.prompt_key=question"], "data.sources.sums.prompt_key"),
+    (
+        "missing column",
+        ["data.sources.sums.path=train.parquet", "data.sources.sums.prompt_key=question"],
+        "data.sources.sums.prompt_key",
+    ),
+    ("a torn Parquet file", ["data.sources.sums.path=torn.parquet"], "data.sources.sums.path"),
+    ("missing label key", ["data.sources.sums.label_key=solution"], "data.sources.sums.label_key"),
+    ("no label for the reward", ["data.sources.sums.path=unlabelled.jsonl"], "data.sources.sums.label_key"),
+    ("prompts too long", ["data.max_prompt_tokens=2"], "data.max_prompt_tokens"),
+    (
+        "one name twice",
+        ['data.sources=[{name: x, path: train.jsonl}, {name: x, path: train.jsonl}]'],
+        "data.sources.1.name",
+    ),
+    ("bad template", ["model.chat_template=unclosed.jinja"], "model.chat_template"),
+    ("template that fails", ["model.chat_template=failing.jinja"], "model.chat_template"),
+    ("template that drops the prompt", ["model.chat_template=deaf.jinja"], "model.chat_template"),
+    ("no such template", ["model.chat_template=no.jinja"], "model.chat_template"),
+    (
+        "template against system messages",
+        ["model.chat_template=no_system.jinja", "data.sources.sums.system=Be brief."],
+        "data.sources.sums.system",
+    ),
+    ("no template", ["model.tokenizer=untemplated"], "model.chat_template"),
+    ("root is a file", ["storage.root=train.jsonl"], "storage.root"),
+    ("root of nobody", ["storage.root=/proc/millrace"], "storage.root"),
+    ("root in memory", ["storage.root=memory://runs"], "storage.root"),
+    ("unknown storage", ["storage.root=ftps4://runs"], "storage.root"),
+    ("a bucket that does not answer", ["storage.root=s3://bucket/runs"], "storage.root"),
+    ("no such reward module", ["reward.function=no.such.module:score"], "reward.function"),
+    ("no such reward", ["reward.function=millrace.core.rewards.text:exact"], "reward.function"),
+    ("reward without a colon", ["reward.function=exact_match"], "reward.function"),
+    ("reward with another signature", ["reward.function=hooks_of_a_user:no_sample"], "reward.function"),
+    ("reward's module fails", ["reward.function=broken_hooks_of_a_user:score"], "reward.function"),
+    ("unknown option of the reward", ["reward.options.stripped=true"], "reward.options"),
+    ("filter with another signature", ["filter.function=hooks_of_a_user:no_sample"], "filter.function"),
+    ("unknown preset", ["algorithm.preset=grppo"], "algorithm.preset"),
+    (
+        "truncated sampling and importance ratios",
+        ["rollout.sampling.top_p=0.9", "algorithm.correction.kind=truncate"],
+        "rollout.sampling.top_p",
+    ),
+    ("critic's GAE in a sequence loss", ["algorithm.preset=ppo", "algorithm.loss=gspo"], "algorithm.loss"),
+    ("no such teacher", ["algorithm.preset=opd", "algorithm.teacher=no-model"], "algorithm.teacher"),
+    ("top-k of nothing", ["rollout.sampling.top_k=0"], "rollout.sampling.top_k"),
+    ("empty stop string", ['rollout.sampling.stop=[""]'], "rollout.sampling.stop"),
+    ("greedy group in an evaluation", ["evaluation.sets.held_out.samples_per_prompt=4",
+      "evaluation.sets.held_out.sampling.temperature=0"], "evaluation.sets.held_out.samples_per_prompt"),
+    ("no such evaluation set", ["evaluation.sets.held_out.path=no.jsonl"], "evaluation.sets.held_out.path"),
+    ("colocation", ["placement.colocate=true"], "placement.colocate"),
+    ("sync by NCCL", ["sync.kind=nccl"], "sync.kind"),
+    ("GPU memory handed over between GPUs", ["sync.kind=ipc"], "sync.kind"),
+    ("sync folder is missing", ["sync.directory=no/folder"], "sync.directory"),
+    ("sync folder in a bucket that does not answer", ["sync.directory=s3://bucket/weights"], "sync.directory"),
+    ("sync folder in no storage", ["sync.directory=ftps4://weights"], "sync.directory"),
+    ("nothing to verify weights by", ["sync.kind=disk", "sync.verify=true"], "sync.verify"),
+    ("no Ray there", ["placement.ray_address=127.0.0.1:1"], "placement.ray_address"),
+    ("host of others", ["engines.host=192.0.2.1"], "engines.host"),
+    ("tracking without a URI", ["tracking.uri=mlflow.db"], "tracking.uri"),
+    ("password in the tracking URI", ["tracking.uri=http://me:secret@host"], "tracking.uri"),
+    ("option megatron does not have", ["trainer.megatron.moe_router_topkk=2"], "trainer.megatron.moe_router_topkk"),
+    ("option that follows from another", ["trainer.megatron.num_layers=2"], "trainer.megatron.num_layers"),
+    ("option that millrace sets", ["engines.sglang.port=30000"], "engines.sglang.port"),
+    ("decay shorter than its warm-up",
+     ["trainer.schedule.kind=cosine", "trainer.schedule.warmup_steps=99"], "trainer.schedule.warmup_steps"),
+    ("a checkpoint that never comes",
+     ["run.iterations=10", "checkpoint.every=4", "checkpoint.keep_every=9"], "checkpoint.keep_every"),
+]  # fmt: skip
+
+TEXTS: list[tuple[str, str, str]] = [
+    ("no YAML", "run: {name: a\nmodel: [", "line 2"),
+    ("a tab", "run:\n\tname: a\n", "line 2"),
+    ("a key twice", "run: {name: a}\nmodel: {path: m}\nrun: {name: b}\n", "line 3"),
+    ("a list", "- run\n", "mapping"),
+    ("nothing", "", "data: missing"),
+]
+
+
+def write_good(folder: Path) -> None:
+    """The good configuration (run.yaml) and all files, good and bad, that it and the wrong ones name."""
+    import shutil
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from millrace.connectors.huggingface.tiny import build_tiny_model
+
+    model = build_tiny_model(folder / "model")
+    (folder / "run.yaml").write_text(yaml.safe_dump(GOOD))
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10) for b in range(10)]
+    lines = {
+        "train.jsonl": rows,
+        "unlabelled.jsonl": [{"prompt": row["prompt"]} for row in rows],
+        "nothing.jsonl": [],
+    }
+    for name, kept in lines.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+    (folder / "garbage.jsonl").write_text("1+1=2\n" * 5)
+    (folder / "train.csv").write_text("prompt,label\n1+1=,2\n")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "torn.parquet").write_bytes((folder / "train.parquet").read_bytes()[:200])
+    (folder / "empty").mkdir()
+    (folder / "bert").mkdir()
+    (folder / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    shutil.copytree(model, folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(model, folder / "untemplated", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "untemplated" / "tokenizer_config.json").write_text(json.dumps(settings))
+    every = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    templates = {
+        "unclosed": "{% for m in messages %}{{ m['content'] }}",
+        "failing": "{{ messages[7]['content']['text'] }}",
+        "deaf": "{{ messages | length }}",
+        "no_system": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + every,
+    }
+    for name, text in templates.items():
+        (folder / f"{name}.jinja").write_text(text)
+    (folder / "hooks_of_a_user.py").write_text("def no_sample():\n    return 0.0\n")
+    (folder / "broken_hooks_of_a_user.py").write_text("def score(sample):\n    return NOTHING\n1 / 0\n")
