@@ -82,7 +82,7 @@ def recovery(folder: Path, environment: dict[str, str], replay: int, everything:
     root, held = folder / f"{replay}-{everything}", folder / "held"
     command = [*MILLRACE, "train", "run.yaml", f"storage.root={root}", f"checkpoint.every={replay + 1}"]
     command.append(f"run.iterations={2 * replay + 2}")
-    hold = {"MILLRACE_HOLD": f"{2 * replay + 1}/rollout/before", "MILLRACE_HOLD_FILE": str(held)}
+    hold = {"MILLRACE_KILL_POINT": f"{2 * replay + 1}/rollout/before", "MILLRACE_KILL_POINT_FILE": str(held)}
     run = subprocess.Popen(command, cwd=folder, env={**environment, **hold}, stdout=subprocess.DEVNULL)
     while not held.exists():
         if run.poll() is not None:

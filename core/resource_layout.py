@@ -14,7 +14,7 @@ from millrace.core.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """One actor's place: a bundle, and which of the bundle's GPUs."""
 
     bundle: int
@@ -22,11 +22,11 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Seats:
+class ResourceLayout:
     """What a run reserves, and the place of each actor of a role in it."""
 
     bundles: list[dict[str, float]]
-    of: Mapping[str, list[Seat]]
+    of: Mapping[str, list[Slot]]
 
     @property
     def needed(self) -> dict[str, float]:
@@ -34,7 +34,7 @@ class Seats:
         return {kind: sum(bundle.get(kind, 0) for bundle in self.bundles) for kind in ("CPU", "GPU")}
 
 
-def seats(config: RunConfig, gpus: bool, engines: bool = True) -> Seats:
+def seats(config: RunConfig, gpus: bool, engines: bool = True) -> ResourceLayout:
     """The seats of a run on a cluster that has `gpus` or none; without `engines`, of its trainer alone."""
     t, e = config.trainer, config.engines
     on_gpu = t.device == "cuda" or config.placement.colocate or (t.device == "auto" and gpus)
@@ -42,7 +42,7 @@ def seats(config: RunConfig, gpus: bool, engines: bool = True) -> Seats:
     engine_gpus = e.gpus if gpus and e.kind in ("auto", "sglang") else 0
     if config.placement.colocate:
         size = lcm(t.parallel.tensor, e.gpus)
-        return Seats(
+        return ResourceLayout(
             _bundles(t.world_size, size, on_gpu),
             {
                 "trainer": _row(t.world_size, 1, size),
@@ -53,11 +53,11 @@ def seats(config: RunConfig, gpus: bool, engines: bool = True) -> Seats:
     trainer = _bundles(t.world_size, group, on_gpu)
     each = max(1, engine_gpus)
     serving = _bundles(e.count * each, each, engine_gpus > 0) if served else []
-    return Seats(
+    return ResourceLayout(
         trainer + serving,
         {
             "trainer": _row(t.world_size, 1 if on_gpu else 0, group),
-            "engine": [Seat(len(trainer) + i, range(engine_gpus)) for i in range(len(serving))],
+            "engine": [Slot(len(trainer) + i, range(engine_gpus)) for i in range(len(serving))],
         },
     )
 
@@ -66,7 +66,7 @@ def _bundles(slots: int, size: int, on_gpu: bool) -> list[dict[str, float]]:
     return [{"CPU": size, **({"GPU": size} if on_gpu else {})} for _ in range(slots // size)]
 
 
-def _row(count: int, gpus: int, size: int) -> list[Seat]:
+def _row(count: int, gpus: int, size: int) -> list[Slot]:
     """Actors of `gpus` GPUs each, one after the other in bundles of `size`; without GPUs, one a place."""
     firsts = [index * max(1, gpus) for index in range(count)]
-    return [Seat(first // size, range(first % size, first % size + gpus)) for first in firsts]
+    return [Slot(first // size, range(first % size, first % size + gpus)) for first in firsts]

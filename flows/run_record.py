@@ -21,7 +21,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import ConfigError, DataError, MissingFileError
 from millrace.tasks import report
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -60,26 +60,26 @@ VERSIONED = (
 )
 
 
-async def open_run_record(live: Live, attempt: int) -> None:
+async def open_run_record(runtime: Runtime, attempt: int) -> None:
     """Write or extend run.json, and open the MLflow run that belongs to it.
 
     Raises ConfigError if the configuration differs from the run's in a field that would make it another run.
     """
-    store = live.run_folder.store
-    resolved = live.config.model_dump(mode="json")
+    store = runtime.run_folder.store
+    resolved = runtime.config.model_dump(mode="json")
     try:
         record: dict[str, Any] = await asyncio.to_thread(store.read_json, "run.json")
     except MissingFileError:
-        record = {"name": live.config.run.name, "config": resolved, "mlflow_run_id": None, "attempts": []}
+        record = {"name": runtime.config.run.name, "config": resolved, "mlflow_run_id": None, "attempts": []}
     if record["config"] is not None:
-        check_same_run(record["config"], resolved, live.config, FIXED)
+        check_same_run(record["config"], resolved, runtime.config, FIXED)
     else:
-        check_same_run(record["parent"]["config"], resolved, live.config, FIXED_IN_A_BRANCH)
+        check_same_run(record["parent"]["config"], resolved, runtime.config, FIXED_IN_A_BRANCH)
     record["config"] = resolved
-    record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), live)
-    await asyncio.to_thread(live.prompts.write_quarantine, store)
-    record["quarantined"] = live.prompts.quarantined()
-    record["mlflow_run_id"] = await report.open_tracking(live, record["mlflow_run_id"])
+    record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
+    await asyncio.to_thread(runtime.prompts.write_quarantine, store)
+    record["quarantined"] = runtime.prompts.quarantined()
+    record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["versions"] = versions()
     record["code_revision"] = code_revision()
     record["attempts"].append(
@@ -94,14 +94,14 @@ async def open_run_record(live: Live, attempt: int) -> None:
     await asyncio.to_thread(store.write_json, "run.json", record)
 
 
-async def finish_run_record(live: Live) -> None:
+async def finish_run_record(runtime: Runtime) -> None:
     """Mark the run complete in run.json and in MLflow."""
-    store = live.run_folder.store
+    store = runtime.run_folder.store
     record = await asyncio.to_thread(store.read_json, "run.json")
     record["completed"] = datetime.now(UTC).isoformat()
-    record["attempts"][-1]["recovery"] = live.recovery  # seconds until it worked, by phase
+    record["attempts"][-1]["recovery"] = runtime.recovery  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_json, "run.json", record)
-    await report.close_tracking(live)
+    await report.close_tracking(runtime)
 
 
 def check_same_run(
@@ -120,13 +120,13 @@ def check_same_run(
         )
 
 
-def check_same_data(before: list[dict[str, Any]], live: Live) -> list[dict[str, Any]]:
+def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict[str, Any]]:
     """What the sources held, by the iteration since which they did; the last is what they hold now.
 
     Refuses sources that changed under the run, naming what did, unless data.allow_changes is set: then the ledger begins
     anew with the first open iteration. A file that was only moved is the same data.
     """
-    now = live.prompts.fingerprints()
+    now = runtime.prompts.fingerprints()
     since = 0
     if before:
         held = {
@@ -134,18 +134,18 @@ def check_same_data(before: list[dict[str, Any]], live: Live) -> list[dict[str, 
         }
         changes = source_changes(held, now)
         if not changes:
-            live.data_since = before[-1]["since"]
+            runtime.data_since = before[-1]["since"]
             return before
-        if not live.config.data.allow_changes:
+        if not runtime.config.data.allow_changes:
             raise DataError(
-                f"the data of run {live.config.run.name} changed:\n  " + "\n  ".join(changes) + "\n"
+                f"the data of run {runtime.config.run.name} changed:\n  " + "\n  ".join(changes) + "\n"
                 "Put the files back, start under another run.name, or set data.allow_changes=true to go on with them."
             )
-        since = live.run_folder.first_open_iteration()
+        since = runtime.run_folder.first_open_iteration()
         log.warning(
             "the data changed; from iteration %d on it is drawn as it is now: %s", since, "; ".join(changes)
         )
-    live.data_since = since
+    runtime.data_since = since
     return [*before, {"since": since, "sources": {name: value.model_dump() for name, value in now.items()}}]
 
 

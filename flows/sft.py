@@ -18,7 +18,7 @@ from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import publish_supervised
 from millrace.tasks.records import Record, run_recorded
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_supervised import sample_supervised
 from millrace.tasks.train_step import train_step
 
@@ -31,13 +31,13 @@ async def sft(config: RunConfig) -> Record:
             f"algorithm.loss = {config.algorithm.loss}: supervised training needs algorithm.loss=sft; set it"
         )
     await prepare(config)
-    live = Live(config)
-    first = await asyncio.to_thread(live.run_folder.first_open_iteration)
+    runtime = Runtime(config)
+    first = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
     if first < config.run.iterations:
-        async with driving(live) as attempt:
-            await open_run_record(live, attempt)
+        async with driving(runtime) as attempt:
+            await open_run_record(runtime, attempt)
             await in_turn(sft_iteration, config, first)
-            await finish_run_record(live)
+            await finish_run_record(runtime)
     return {
         "run": config.run.name,
         "iterations": config.run.iterations,
@@ -48,9 +48,9 @@ async def sft(config: RunConfig) -> Record:
 @flow(name="sft_iteration")
 async def sft_iteration(index: int) -> None:
     """Draw, train, save when due, publish."""
-    turn, live = mine.get(), driven.get()
+    turn, runtime = mine.get(), driven.get()
     await turn.wait()
-    ctx = IterationContext(live.config, index, live)
+    ctx = IterationContext(runtime.config, index, runtime)
     for name, task in (
         ("sample_supervised", sample_supervised),
         ("train_step", train_step),

@@ -33,14 +33,14 @@ from millrace.tasks.publish import publish
 from millrace.tasks.records import Record, run_recorded
 from millrace.tasks.reward import reward
 from millrace.tasks.rollout import rollout
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.stream import Stream
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import train_step
 
 log = logging.getLogger(__name__)
-driven: ContextVar[Live] = ContextVar("driven")  # not a parameter of iterations, which Prefect keeps whole
+driven: ContextVar[Runtime] = ContextVar("driven")  # not a parameter of iterations, which Prefect keeps whole
 
 
 @flow(name="train", flow_run_name="{config.run.name}")
@@ -54,18 +54,20 @@ async def train(config: RunConfig) -> Record:
             "algorithm.loss = sft: that is supervised training; run the flow millrace.flows.sft:sft"
         )
     await prepare(config)
-    live, started = Live(config), time.perf_counter()
-    first = await asyncio.to_thread(live.run_folder.first_open_iteration)
-    live.recovery["find"] = time.perf_counter() - started
+    runtime, started = Runtime(config), time.perf_counter()
+    first = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    runtime.recovery["find"] = time.perf_counter() - started
     if first >= config.run.iterations:
-        log.info("run %s is complete: %d iterations in %s", config.run.name, first, live.run_folder.store.url)
+        log.info(
+            "run %s is complete: %d iterations in %s", config.run.name, first, runtime.run_folder.store.url
+        )
         return {"run": config.run.name, "iterations": first, "did": 0}
-    async with driving(live) as attempt:
-        await open_run_record(live, attempt)
+    async with driving(runtime) as attempt:
+        await open_run_record(runtime, attempt)
         if config.evaluation.sets and first == 0:
-            await _evaluate_before(live)
+            await _evaluate_before(runtime)
         await in_turn(iteration, config, first)
-        await finish_run_record(live)
+        await finish_run_record(runtime)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 
 
@@ -84,10 +86,10 @@ async def prepare(config: RunConfig) -> None:
 @flow(name="iteration")
 async def iteration(index: int) -> None:
     """One pass of the eight tasks over iteration `index` of the run that is being driven."""
-    turn, live = mine.get(), driven.get()
+    turn, runtime = mine.get(), driven.get()
     await turn.wait()
-    config = live.config
-    ctx = IterationContext(config, index, live, Stream(released=config.rollout.prompts))
+    config = runtime.config
+    ctx = IterationContext(config, index, runtime, Stream(released=config.rollout.prompts))
 
     async def step(name: str, running: Awaitable[Record]) -> None:
         started = time.perf_counter()
@@ -110,19 +112,19 @@ async def iteration(index: int) -> None:
     turn.over()
 
 
-async def _evaluate_before(live: Live) -> None:
+async def _evaluate_before(runtime: Runtime) -> None:
     """Held-out accuracy of the untrained policy, kept with iteration 0."""
-    record = await run_recorded(evaluate_before, IterationContext(live.config, 0, live))
-    await report.evaluation(live, record)
+    record = await run_recorded(evaluate_before, IterationContext(runtime.config, 0, runtime))
+    await report.evaluation(runtime, record)
 
 
 @contextlib.asynccontextmanager
-async def driving(live: Live) -> AsyncIterator[int]:
+async def driving(runtime: Runtime) -> AsyncIterator[int]:
     """Hold the run's lease, renewed in the background; losing it cancels the flow. Yields the number of this attempt.
 
     What interrupted writes left is removed first. The run's actors end on leaving, unless another driver has them.
     """
-    lease = await asyncio.to_thread(Lease.take, live.run_folder.store)
+    lease = await asyncio.to_thread(Lease.take, runtime.run_folder.store)
     driver = asyncio.current_task()
     assert driver is not None
     lost: list[Exception] = []
@@ -139,9 +141,9 @@ async def driving(live: Live) -> AsyncIterator[int]:
 
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
     try:
-        await asyncio.to_thread(live.run_folder.clean)
-        await live.open()
-        driven.set(live)
+        await asyncio.to_thread(runtime.run_folder.clean)
+        await runtime.open()
+        driven.set(runtime)
         yield lease.token
     except asyncio.CancelledError:
         if lost:
@@ -150,7 +152,7 @@ async def driving(live: Live) -> AsyncIterator[int]:
     finally:
         for task in background:
             task.cancel()
-        await live.close(end_actors=not lost)
+        await runtime.close(end_actors=not lost)
         try:
             await asyncio.to_thread(lease.release)
         except (

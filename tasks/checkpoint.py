@@ -13,7 +13,7 @@ from prefect import task
 
 from millrace.core.retention import checkpoints_to_drop, due
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record, may_help
 
 
@@ -25,12 +25,12 @@ async def checkpoint(ctx: IterationContext) -> Record:
     record: dict[str, Any] = {"saved": None, "exported": None, "dropped": []}
     started = time.perf_counter()
     if due(done, config.checkpoint.every) or last:
-        trainer = await ctx.live.trainer(ctx.version_after)
+        trainer = await ctx.runtime.trainer(ctx.version_after)
         path = ctx.run_folder.checkpoint_path(done)
         if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
-            await ctx.live.rest_engines()  # all of the trainer's state comes back to be saved
+            await ctx.runtime.sleep_engines()  # all of the trainer's state comes back to be saved
             await trainer.call("save", ctx.run_folder.store.url_of(path))
-            await stop_point(ctx.index, "checkpoint", "in")
+            await kill_point(ctx.index, "checkpoint", "in")
         record["saved"] = path
         record["dropped"] = await asyncio.to_thread(_retain, ctx)
     if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (
@@ -56,7 +56,7 @@ def _retain(ctx: IterationContext) -> list[str]:
 
 
 async def _export(ctx: IterationContext, done: int) -> str:
-    trainer = await ctx.live.trainer(ctx.version_after)
+    trainer = await ctx.runtime.trainer(ctx.version_after)
     path = f"exports/{done:06d}"
     await trainer.call("upload", ctx.run_folder.store.url_of(path), ctx.version_after)
     return path

@@ -9,19 +9,19 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 
 if TYPE_CHECKING:
-    from millrace.tasks.runtime.runtime import Live
+    from millrace.tasks.runtime.runtime import Runtime
     from millrace.tasks.stream import Stream
 
 
 class IterationContext:
     """One iteration of one run: its configuration, its folder, the live parts and the stream between its tasks."""
 
-    def __init__(self, config: RunConfig, index: int, live: Live, stream: Stream | None = None) -> None:
+    def __init__(self, config: RunConfig, index: int, runtime: Runtime, stream: Stream | None = None) -> None:
         self.config = config
         self.index = index
-        self.live = live
+        self.runtime = runtime
         self.stream = stream
-        self.run_folder: RunFolder = live.run_folder
+        self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
         self.records: dict[str, dict[str, Any]] = {}  # the iteration's committed records so far, by task
         self.seconds: dict[str, float] = {}  # wall time of each task in this process

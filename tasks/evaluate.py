@@ -54,13 +54,13 @@ async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Re
 
 
 async def _evaluate_set(ctx: IterationContext, held_out: EvalSet, version: int) -> list[dict[str, Any]]:
-    engines = await ctx.live.engines(version)
+    engines = await ctx.runtime.engines(version)
     slots = asyncio.Semaphore(ctx.config.rollout.max_concurrency * ctx.config.engines.generating)
     s = held_out.sampling
 
     async def one(number: int, index: int) -> dict[str, Any]:
-        row = ctx.live.held_out(held_out).rows[number]
-        tokens = ctx.live.held_out(held_out).tokens_of(number)
+        row = ctx.runtime.held_out(held_out).rows[number]
+        tokens = ctx.runtime.held_out(held_out).tokens_of(number)
         seed = derived_seed(ctx.config.run.seed, "evaluate", held_out.name, row.prompt_id, index)
         params = {
             **s.model_dump(exclude={"stop", "stop_token_ids"}),
@@ -85,12 +85,12 @@ async def _evaluate_set(ctx: IterationContext, held_out: EvalSet, version: int) 
             "status": {"stop": "completed", "length": "truncated", "abort": "aborted"}[result.finish],
             "version": version,
         }
-        outcome = await ctx.live.score(values)
+        outcome = await ctx.runtime.score(values)
         done = outcome.kind == "done"
         values["reward"] = outcome.value["reward"] if done else None
         values["scoring"] = "scored" if done else ("timed_out" if outcome.kind == "timed_out" else "failed")
         return {name: values[name] for name in schema.EVALUATIONS.names}
 
-    count = len(ctx.live.held_out(held_out).rows)
+    count = len(ctx.runtime.held_out(held_out).rows)
     jobs = [one(number, index) for number in range(count) for index in range(held_out.samples_per_prompt)]
     return list(await asyncio.gather(*jobs))

@@ -21,7 +21,7 @@ from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import BudgetError
 from millrace.core.group_filters import GroupSample, Judgement, judge_group
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record
 
 
@@ -62,7 +62,7 @@ async def filter_groups(ctx: IterationContext) -> Record:
     await ctx.stream.settle()
     kept = _keep(ctx, groups[:released], need)
     record = await asyncio.to_thread(_write, ctx, groups, kept)
-    await stop_point(ctx.index, "filter", "in")
+    await kill_point(ctx.index, "filter", "in")
     return record
 
 

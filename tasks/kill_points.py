@@ -1,7 +1,7 @@
 """Stop points for kill tests: the driver waits at a named place of an iteration, so that it can be killed exactly there.
 
-Off unless the environment says otherwise. MILLRACE_HOLD=<iteration>/<task>/<before|in|after> names the place and
-MILLRACE_HOLD_FILE a file: on reaching the place, the first time only, the driver makes the file and goes on when
+Off unless the environment says otherwise. MILLRACE_KILL_POINT=<iteration>/<task>/<before|in|after> names the place and
+MILLRACE_KILL_POINT_FILE a file: on reaching the place, the first time only, the driver makes the file and goes on when
 somebody has removed it. `in` is where a task has written its first output and has not committed.
 """
 
@@ -16,13 +16,13 @@ POLL_S = 0.005
 _reached: set[str] = set()
 
 
-async def stop_point(iteration: int, task: str, when: Literal["before", "in", "after"]) -> None:
+async def kill_point(iteration: int, task: str, when: Literal["before", "in", "after"]) -> None:
     """Wait here if the environment names this place."""
     place = f"{iteration}/{task}/{when}"
-    if os.environ.get("MILLRACE_HOLD") != place or place in _reached:
+    if os.environ.get("MILLRACE_KILL_POINT") != place or place in _reached:
         return
     _reached.add(place)
-    file = Path(os.environ["MILLRACE_HOLD_FILE"])
+    file = Path(os.environ["MILLRACE_KILL_POINT_FILE"])
     file.write_text(str(os.getpid()))
     while file.exists():  # noqa: ASYNC110 - another process removes it
         await asyncio.sleep(POLL_S)

@@ -18,7 +18,7 @@ from millrace.core.config import RunConfig
 from millrace.core.metrics import group_metrics, sample_metrics, staleness_metrics
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record
 
 SUPERVISED = ("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy")
@@ -30,7 +30,7 @@ async def publish(ctx: IterationContext) -> Record:
     """Log the iteration, then commit its manifest."""
     metrics = await asyncio.to_thread(iteration_metrics, ctx)
     await report.iteration(ctx, metrics)
-    await stop_point(ctx.index, "publish", "in")
+    await kill_point(ctx.index, "publish", "in")
     await asyncio.to_thread(_commit, ctx, metrics)
     return {"metrics": metrics}
 

@@ -25,7 +25,7 @@ from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_afte
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import LASTING, CorruptFileError, MissingFileError, StorageError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:
 
     Raises StorageError if the record cannot be read or written: Prefect by itself would run the task again, or go on.
     """
-    await stop_point(ctx.index, task.name, "before")
+    await kill_point(ctx.index, task.name, "before")
     path = _path(task.name)
     try:
         await asyncio.to_thread(ctx.folder.read_json, path)
@@ -112,7 +112,7 @@ async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:
         persist_result=True,
         cache_policy=RunFolderRecords(),
         result_serializer=JSONSerializer(),
-        result_storage=ctx.live.record_storage,
+        result_storage=ctx.runtime.record_storage,
     )
     call: Callable[..., Awaitable[Record]] = configured
     record = await call(ctx=ctx)
@@ -122,7 +122,7 @@ async def run_recorded(task: Task[..., Any], ctx: IterationContext) -> Record:
             f"{ctx.folder.url_of(path)}: cannot write: the record of {task.name} is not there after it was written; "
             "free space or mend the storage and start again; nothing committed is lost"
         )
-    await stop_point(ctx.index, task.name, "after")
+    await kill_point(ctx.index, task.name, "after")
     return record
 
 

@@ -28,7 +28,7 @@ from millrace.core.config import RunConfig
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.records import Record
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +51,14 @@ HEADLINES = (
 )
 
 
-async def open_tracking(live: Live, run_id: str | None) -> str:
+async def open_tracking(runtime: Runtime, run_id: str | None) -> str:
     """Start or resume the MLflow run; link it and the Prefect flow run to each other."""
-    config = live.config
-    folder = live.run_folder.store.url
-    live.tracker = await asyncio.to_thread(
+    config = runtime.config
+    folder = runtime.run_folder.store.url
+    runtime.tracker = await asyncio.to_thread(
         Tracker.start, config.tracking.uri, config.run.experiment, config.run.name, folder, run_id
     )
-    tracker = live.tracker
+    tracker = runtime.tracker
     tags = {
         "prefect.flow_run_id": flow_run.id or "",
         "prefect.flow_run_url": flow_run.ui_url or "",
@@ -68,8 +68,8 @@ async def open_tracking(live: Live, run_id: str | None) -> str:
     await acreate_link_artifact(
         link=tracker.url(), key=_key(config, "mlflow"), description=f"MLflow run of {config.run.name}"
     )
-    done = await asyncio.to_thread(live.run_folder.first_open_iteration)
-    live.progress = await acreate_progress_artifact(
+    done = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    runtime.progress = await acreate_progress_artifact(
         progress=100 * done / config.run.iterations,
         key=_key(config, "progress"),
         description="Iterations complete",
@@ -77,21 +77,21 @@ async def open_tracking(live: Live, run_id: str | None) -> str:
     return tracker.run_id
 
 
-async def close_tracking(live: Live) -> None:
+async def close_tracking(runtime: Runtime) -> None:
     """Mark the MLflow run finished."""
-    await asyncio.to_thread(live.tracker.finish)
+    await asyncio.to_thread(runtime.tracker.finish)
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
-    live, config, done = ctx.live, ctx.config, ctx.index + 1
+    runtime, config, done = ctx.runtime, ctx.config, ctx.index + 1
     log.info("iteration %d of %d: %s", done, config.run.iterations, _line(metrics))
     calls: list[Awaitable[Any]] = [
-        asyncio.to_thread(live.tracker.log_metrics, metrics, done),
+        asyncio.to_thread(runtime.tracker.log_metrics, metrics, done),
         acreate_markdown_artifact(
             _summary(ctx, metrics), key=_key(config, "iteration"), description=f"Iteration {ctx.index}"
         ),
-        aupdate_progress_artifact(live.progress, progress=100 * done / config.run.iterations),
+        aupdate_progress_artifact(runtime.progress, progress=100 * done / config.run.iterations),
     ]
     if config.tracking.samples:
         rows = await asyncio.to_thread(_samples, ctx)
@@ -102,12 +102,12 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         )
     await asyncio.gather(*calls)
     if done == config.run.iterations or due(done, config.checkpoint.every):
-        picture = await asyncio.to_thread(_curve, live)
+        picture = await asyncio.to_thread(_curve, runtime)
         image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         await acreate_image_artifact(
             image, key=_key(config, "reward"), description="Mean reward by iteration"
         )
-        await asyncio.to_thread(live.tracker.log_artifact, picture, "reward.png")
+        await asyncio.to_thread(runtime.tracker.log_artifact, picture, "reward.png")
 
 
 def _line(metrics: dict[str, float]) -> str:
@@ -121,9 +121,9 @@ def _line(metrics: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
-async def evaluation(live: Live, record: Record) -> None:
+async def evaluation(runtime: Runtime, record: Record) -> None:
     """Log an evaluation that belongs to no iteration."""
-    await asyncio.to_thread(live.tracker.log_metrics, evaluation_metrics(record), record["done"])
+    await asyncio.to_thread(runtime.tracker.log_metrics, evaluation_metrics(record), record["done"])
 
 
 def evaluation_metrics(record: Record) -> dict[str, float]:
@@ -144,7 +144,7 @@ def _summary(ctx: IterationContext, metrics: dict[str, float]) -> str:
         for name, value in sorted(metrics.items())
         if name.startswith(("time/", "eval/"))
     ]
-    return "\n".join([*lines, "", f"Files: `{ctx.folder.url}`", f"MLflow: {ctx.live.tracker.url()}"])
+    return "\n".join([*lines, "", f"Files: `{ctx.folder.url}`", f"MLflow: {ctx.runtime.tracker.url()}"])
 
 
 def _samples(ctx: IterationContext) -> list[dict[str, Any]]:
@@ -168,16 +168,16 @@ def _samples(ctx: IterationContext) -> list[dict[str, Any]]:
     ]
 
 
-def _curve(live: Live) -> bytes:
+def _curve(runtime: Runtime) -> bytes:
     """Mean reward and held-out reward by iteration, as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    history = live.tracker.history("reward/mean")
+    history = runtime.tracker.history("reward/mean")
     axes.plot([step for step, _ in history], [value for _, value in history], label="training reward (mean)")
-    for held_out in live.config.evaluation.sets:
-        points = live.tracker.history(f"eval/{held_out.name}/reward_mean")
+    for held_out in runtime.config.evaluation.sets:
+        points = runtime.tracker.history(f"eval/{held_out.name}/reward_mean")
         axes.plot(
             [step for step, _ in points],
             [value for _, value in points],

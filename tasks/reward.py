@@ -17,7 +17,7 @@ from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.core.contracts import schema
 from millrace.core.errors import BudgetError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record
 
 COLUMNS = [
@@ -78,7 +78,7 @@ async def _score(ctx: IterationContext, row: dict[str, Any]) -> dict[str, Any]:
     if row["status"] in ("failed", "aborted"):
         return result
     started = time.perf_counter()
-    outcome = await ctx.live.score(row)
+    outcome = await ctx.runtime.score(row)
     result["scoring_s"] = time.perf_counter() - started
     if outcome.kind == "done":
         result.update(
@@ -108,6 +108,6 @@ async def _write(ctx: IterationContext, results: list[dict[str, Any]]) -> None:
         return
     table = pa.Table.from_pylist(results, schema=schema.schema("rewards"))
     entry = await asyncio.to_thread(write_part, ctx.folder, "rewards", table, "rewards")
-    await stop_point(ctx.index, "reward", "in")
+    await kill_point(ctx.index, "reward", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rewards", entry.path)

@@ -23,7 +23,7 @@ from millrace.core.contracts.ids import sample_id, sample_seed
 from millrace.core.errors import BudgetError, EngineError
 from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record, may_help
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
@@ -119,7 +119,7 @@ class _Generator:
         async with self._ready:
             if self._engines is None:
                 started = time.perf_counter()
-                self._engines = await self.ctx.live.engines(self.ctx.version_before)
+                self._engines = await self.ctx.runtime.engines(self.ctx.version_before)
                 self.counts["engines_s"] = time.perf_counter() - started
             return self._engines
 
@@ -214,6 +214,6 @@ async def _write(ctx: IterationContext, rows: list[dict[str, Any]]) -> None:
         return
     table = pa.Table.from_pylist(rows, schema=schema.schema("rollouts"))
     entry = await asyncio.to_thread(write_part, ctx.folder, "rollouts", table, "rollouts")
-    await stop_point(ctx.index, "rollout", "in")
+    await kill_point(ctx.index, "rollout", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rollouts", entry.path)

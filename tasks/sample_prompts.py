@@ -16,7 +16,7 @@ from prefect import task
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import group_id
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record
 
 
@@ -30,7 +30,7 @@ def reserve_size(ctx: IterationContext) -> int:
 async def sample_prompts(ctx: IterationContext) -> Record:
     """Draw groups and write prompts.parquet; the record counts them by source."""
     record = await asyncio.to_thread(_draw, ctx)
-    await stop_point(ctx.index, "sample_prompts", "in")
+    await kill_point(ctx.index, "sample_prompts", "in")
     return record
 
 
@@ -42,8 +42,8 @@ def _draw(ctx: IterationContext) -> Record:
 
 def drawn_table(ctx: IterationContext, reserve: int) -> tuple[pa.Table, dict[str, int]]:
     """The groups the ledger gives this iteration as a prompts table, and how many of the needed ones each source gave."""
-    config, prompts = ctx.config, ctx.live.prompts
-    draws = ctx.live.ledger().draw(ctx.index, config.rollout.prompts, reserve)
+    config, prompts = ctx.config, ctx.runtime.prompts
+    draws = ctx.runtime.ledger().draw(ctx.index, config.rollout.prompts, reserve)
     rows: list[dict[str, Any]] = []
     by_source: dict[str, int] = {}
     for draw in draws:

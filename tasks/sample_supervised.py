@@ -44,13 +44,13 @@ def _draw(ctx: IterationContext) -> Record:
 
 def _sample(ctx: IterationContext, row: dict[str, Any], at: int) -> dict[str, Any]:
     """A batch row whose response is the reference answer."""
-    answer = ctx.live.prompts.row(row["source"], row["row"]).label
+    answer = ctx.runtime.prompts.row(row["source"], row["row"]).label
     if not isinstance(answer, str) or not answer:
         raise DataError(
             f"source {row['source']}, row {row['row']}: the label is no text; supervised training needs an answer in "
             "every row. Set data.sources[].label_key to the column that holds it."
         )
-    response = ctx.live.tokenizer.encode_response(answer)
+    response = ctx.runtime.tokenizer.encode_response(answer)
     copied = ("group_id", "prompt_id", "iteration", "source", "prompt", "label", "metadata")
     return {
         "sample_id": sample_id(row["group_id"], 0),

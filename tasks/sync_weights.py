@@ -7,7 +7,7 @@ import time
 from prefect import task
 
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record, may_help
 
 
@@ -15,6 +15,6 @@ from millrace.tasks.records import Record, may_help
 async def sync_weights(ctx: IterationContext) -> Record:
     """Bring all engines to the version after this iteration; the record holds seconds by phase."""
     started = time.perf_counter()
-    phases = await ctx.live.publish(ctx.version_after)
-    await stop_point(ctx.index, "sync_weights", "in")
+    phases = await ctx.runtime.publish(ctx.version_after)
+    await kill_point(ctx.index, "sync_weights", "in")
     return {"version": ctx.version_after, "phases": phases, "seconds": time.perf_counter() - started}

@@ -1,6 +1,6 @@
 """train_step: apply this iteration's optimizer steps to the live trainer.
 
-Reads batch.parquet (by url, in the ranks); writes step.json. The record never stands for live weights: `Live.trainer`
+Reads batch.parquet (by url, in the ranks); writes step.json. The record never stands for live weights: `Runtime.trainer`
 rebuilds a lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from prefect import task
 
 from millrace.tasks.context import IterationContext
-from millrace.tasks.kill_points import stop_point
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.records import Record, may_help
 
 
@@ -23,17 +23,19 @@ async def train_step(ctx: IterationContext) -> Record:
     started = time.perf_counter()
     steps: list[dict[str, Any]] = []
     url = ctx.folder.url_of("batch.parquet")
-    await ctx.live.rest_engines()
+    await ctx.runtime.sleep_engines()
     rested = time.perf_counter() - started
     for version in range(ctx.version_before + 1, ctx.version_after + 1):
-        trainer = await ctx.live.trainer(version - 1, ahead=1)  # it answers from memory what it made before
+        trainer = await ctx.runtime.trainer(
+            version - 1, ahead=1
+        )  # it answers from memory what it made before
         # the iteration's first step trains the weights that sampled its batch; the later ones are off-policy by design
         on_policy = version == ctx.version_before + 1 and ctx.config.algorithm.loss != "sft"
         guard = ctx.config.sync.max_logprob_gap if on_policy else None
-        ctx.live.ready()
+        ctx.runtime.ready()
         answers = await trainer.call("train", version, url, guard)
         steps.append(answers[0])
-        await stop_point(ctx.index, "train_step", "in")
+        await kill_point(ctx.index, "train_step", "in")
     record = {
         "version": ctx.version_after,
         "steps": steps,

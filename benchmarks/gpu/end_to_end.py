@@ -7,7 +7,7 @@ iterations after the second (with two, of the second): in the first kernels are 
 trainer's state, in the second the driver tidies up what its imports left.
 
 Generation: at least one request is out, less the wait for engines. Training: what the ranks report. Memory: engines rest,
-the trainer parks and fetches, the KV cache comes back. Sync: weights to the engine. What is left is the orchestration:
+the trainer offloads and reloads, the KV cache comes back. Sync: weights to the engine. What is left is the orchestration:
 prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
 GPU-busy: mean of NVML's utilisation over the same iterations. JSON to stdout.
 """
@@ -121,18 +121,18 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     step = folder.read_json("step.json")
     phases = {f"{name}_s": sum(one["seconds"][name] for one in step["steps"]) for name in PHASES}
     engines_s = _found(folder.read_json("results/rollout.json"), "engines_s")
-    park = manifest.tasks["metrics"].get("time/sync_park_s", 0.0)
-    generation, training = whole["generation"] - engines_s, whole["training"] - phases["fetch_s"]
+    offload = manifest.tasks["metrics"].get("time/sync_offload_s", 0.0)
+    generation, training = whole["generation"] - engines_s, whole["training"] - phases["reload_s"]
     return {
         "iteration_s": whole["iteration"],
         "generation_s": generation,
         "training_s": training,
-        "memory_s": engines_s + step["rest_s"] + phases["fetch_s"] + park,
+        "memory_s": engines_s + step["rest_s"] + phases["reload_s"] + offload,
         "rest_s": step["rest_s"],
         **phases,
-        "park_s": park,
+        "offload_s": offload,
         "engines_s": engines_s,
-        "sync_s": whole["sync"] - park,
+        "sync_s": whole["sync"] - offload,
         "orchestration_s": whole["overhead"] - step["rest_s"],
         "rollout_tokens_s": sum(lengths.to_pylist()) / generation,
         "train_tokens_s": sum(one["tokens"] for one in step["steps"]) / training,

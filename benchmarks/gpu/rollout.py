@@ -30,7 +30,7 @@ from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import rollout
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.stream import Stream
 
@@ -109,8 +109,8 @@ async def _measured(given: argparse.Namespace, model: Path, folder: Path) -> dic
 async def _drawn(config: RunConfig, fleet: Fleet, number: int) -> IterationContext:
     """The first iteration of a run of its own, with its prompts drawn."""
     run = config.run.model_copy(update={"name": f"{config.run.name}-{number}"})
-    live = _RolloutOnly(config.model_copy(update={"run": run}), fleet)
-    ctx = IterationContext(live.config, 0, live, Stream(released=config.rollout.prompts))
+    runtime = _RolloutOnly(config.model_copy(update={"run": run}), fleet)
+    ctx = IterationContext(runtime.config, 0, runtime, Stream(released=config.rollout.prompts))
     await sample_prompts.fn(ctx)
     return ctx
 
@@ -167,7 +167,7 @@ async def _ours(ctx: IterationContext) -> tuple[int, float]:
     return int(record["tokens_generated"]), await settled - started
 
 
-class _RolloutOnly(Live):
+class _RolloutOnly(Runtime):
     """A run's live parts of which only the engines live."""
 
     def __init__(self, config: RunConfig, fleet: Fleet) -> None:

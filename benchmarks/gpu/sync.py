@@ -4,7 +4,7 @@
 
 Random weights; the engine starts with weights of its own. A pass is what an iteration does after its train step: the
 engines rest, then the held weights are published through the buckets of CUDA IPC (wake, pause, load = gather + transfer,
-resume, confirm). The trainer has parked before; benchmarks.gpu.end_to_end shows what that takes. `serve` is what
+resume, confirm). The trainer is offloaded before; benchmarks.gpu.end_to_end shows what that takes. `serve` is what
 follows when the next rollout asks for engines: the KV cache comes back. JSON to stdout.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 async def _measured(shape: str, model: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     from millrace.core.config import RunConfig
-    from millrace.tasks.runtime.runtime import Live
+    from millrace.tasks.runtime.runtime import Runtime
 
     sglang = {**SGLANG, "mem_fraction_static": KV_SHARE[shape], "cuda_graph_max_bs_decode": 16}
     config = RunConfig.model_validate(
@@ -69,15 +69,15 @@ async def _measured(shape: str, model: Path, folder: Path, given: argparse.Names
             sync={"kind": "ipc", "bucket_mib": given.bucket_mib},
         )
     )
-    live = Live(config)
-    await live.open()
+    runtime = Runtime(config)
+    await runtime.open()
     try:
         started = time.perf_counter()
-        await live.engines(0)
+        await runtime.engines(0)
         first = time.perf_counter() - started
-        passes = [await _one_pass(live) for _ in range(given.repeats)]
+        passes = [await _one_pass(runtime) for _ in range(given.repeats)]
     finally:
-        await live.close(end_actors=True)
+        await runtime.close(end_actors=True)
     middle = {name: round(statistics.median(p[name] for p in passes), 5) for name in passes[0]}
     size = weight_bytes(model)
     return {
@@ -92,13 +92,13 @@ async def _measured(shape: str, model: Path, folder: Path, given: argparse.Names
     }
 
 
-async def _one_pass(live: Any) -> dict[str, float]:
+async def _one_pass(runtime: Any) -> dict[str, float]:
     marks = [time.perf_counter()]
-    await live.rest_engines()
+    await runtime.sleep_engines()
     marks.append(time.perf_counter())
-    phases = await live.publish(0)
+    phases = await runtime.publish(0)
     marks.append(time.perf_counter())
-    await live.engines(0)
+    await runtime.engines(0)
     marks.append(time.perf_counter())
     rest, sync, serve = (b - a for a, b in zip(marks[:-1], marks[1:], strict=True))
     return {"rest": rest, "sync": sync, "serve": serve, **phases}

@@ -38,7 +38,7 @@ class TrainerRank:
         self.version: int | None = None
         self.busy: str | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
-        self.fetch_s = 0.0  # what taking GPU memory back took, at the last call that needed it
+        self.reload_s = 0.0  # what taking GPU memory back took, at the last call that needed it
         self._rows: tuple[str, list[Row]] | None = None
         self._stream: BucketStream | None = None
         self._buckets: Iterator[Bucket] = iter(())
@@ -61,7 +61,7 @@ class TrainerRank:
             # it would compile for seconds to save microseconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from millrace.connectors.megatron import learner  # noqa: F401
-        from millrace.connectors.megatron.optim import offload as parking  # noqa: F401
+        from millrace.connectors.megatron.optim import offload  # noqa: F401
         from millrace.connectors.megatron.process import distributed as world  # noqa: F401
 
         if not gc.get_freeze_count():  # once: `setup` comes here again
@@ -82,7 +82,7 @@ class TrainerRank:
 
     def _build(self) -> None:
         from millrace.connectors.megatron.learner import Learner
-        from millrace.connectors.megatron.optim.offload import Parking
+        from millrace.connectors.megatron.optim.offload import OptimizerOffload
         from millrace.core.architecture import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
@@ -90,7 +90,7 @@ class TrainerRank:
         policy = self.learner.policy
         self.policy, self.optimizer, self.schedule = policy.inner, policy.optimizer, policy.schedule
         critic = self.learner.critic
-        self.parking = Parking([policy, critic.trained] if critic else [policy])
+        self.offload_state = OptimizerOffload([policy, critic.trained] if critic else [policy])
 
     def train(self, version: int, batch_url: str, guard: float | None = None) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
@@ -139,7 +139,7 @@ class TrainerRank:
             "tokens": tokens,
             "packs": [pack.tokens for pack in share.packs],
             "seconds": {
-                "fetch": self.fetch_s,
+                "reload": self.reload_s,
                 "prepare": prepared - started,
                 "compute": computed - prepared,
                 "apply": finished - computed,
@@ -248,7 +248,7 @@ class TrainerRank:
             return next(self._buckets)
 
     def end_buckets(self) -> None:
-        """Let go of the bucket. PyTorch keeps its memory, for the next step and the next pass, until the rank parks."""
+        """Let go of the bucket. PyTorch keeps its memory, for the next step and the next pass, until the rank offloads."""
         self._stream, self._buckets = None, iter(())
 
     def engine_group(self) -> tuple[str, list[str]] | None:
@@ -283,13 +283,13 @@ class TrainerRank:
             self._engines.close()
         self._engines = None
 
-    def park(self) -> int:
+    def offload(self) -> int:
         """Leave GPU memory to engines until the rank next needs it; returns bytes freed.
 
         Raises TrainerMemoryError if the host has no room for what is kept.
         """
         self.learner.forget()
-        return self.parking.park()
+        return self.offload.offload()
 
     def shutdown(self) -> None:
         """Leave the other ranks."""
@@ -321,8 +321,8 @@ class TrainerRank:
         try:
             if everything and what != "setup":
                 started = time.perf_counter()
-                self.parking.fetch()
-                self.fetch_s = time.perf_counter() - started
+                self.offload_state.reload()
+                self.reload_s = time.perf_counter() - started
             with world.device_context(self.device):
                 yield
         except RuntimeError as error:

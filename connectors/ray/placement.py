@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
-from millrace.core.resource_layout import Seats, seats
+from millrace.core.resource_layout import ResourceLayout, seats
 
 log = logging.getLogger(__name__)
 GROUP = "seats"  # its name within the run's namespace
@@ -74,7 +74,7 @@ class Reservation:
             for seat in of
         ]
 
-    def _reserved(self) -> tuple[PlacementGroup, Seats]:
+    def _reserved(self) -> tuple[PlacementGroup, ResourceLayout]:
         group = _find()
         held = [] if group is None else _bundles(group)
         had_gpus = any("GPU" in bundle for bundle in held)  # they may be lost: the run does not go on without
@@ -141,12 +141,12 @@ def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
 
-def _ever_fits(wanted: Seats) -> bool:
+def _ever_fits(wanted: ResourceLayout) -> bool:
     has = ray.cluster_resources()
     return all(has.get(kind, 0) >= amount for kind, amount in wanted.needed.items())
 
 
-def _no_room(config: RunConfig, wanted: Seats) -> str:
+def _no_room(config: RunConfig, wanted: ResourceLayout) -> str:
     has, free = ray.cluster_resources(), ray.available_resources()
     alive = sum(1 for node in ray.nodes() if node["Alive"])
     amounts = " and ".join(

@@ -43,7 +43,7 @@ class Fleet:
     ) -> None:
         """`make_room` is called before an engine's process is started: SGLang sizes its KV cache by the memory it finds.
 
-        Where engines rest (RunConfig.engines_rest), one that has started gives its memory back at once.
+        Where engines rest (RunConfig.engines_sleep), one that has started gives its memory back at once.
         """
         self.config = config
         self.restarts = 0
@@ -93,8 +93,8 @@ class Fleet:
                     if not await self._answers(index, state["url"]):
                         continue
                 self._released[index] = state.get("released", [])
-                if started and self.config.engines_rest:
-                    await self.rest([index])
+                if started and self.config.engines_sleep:
+                    await self.sleep([index])
                 return
             except ActorLostError as error:
                 log.warning("engine %d: %s", index, error)
@@ -305,7 +305,7 @@ class Fleet:
 
     # GPU memory
 
-    async def rest(self, only: list[int] | None = None) -> None:
+    async def sleep(self, only: list[int] | None = None) -> None:
         """Have idle engines give back their GPU memory; what still runs on one is ended. None serves until published to.
 
         The engine itself forgets its version, so that no driver, however late, takes it to hold those weights.

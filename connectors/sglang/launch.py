@@ -79,7 +79,7 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstr
     command += [str(config.run.seed + index), "--weight-version", "initial"]
     if config.placement.colocate and "mem_fraction_static" not in e.sglang:
         command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]
-    if config.engines_rest:
+    if config.engines_sleep:
         command.append("--enable-memory-saver")
         if e.sglang.get("speculative_algorithm"):  # nobody gives a draft model its weights again
             command.append("--enable-draft-weights-cpu-backup")

@@ -43,7 +43,7 @@ Sender = Callable[..., Awaitable[Any]]
 """Calls a method of trainer rank 0 by its name."""
 
 
-def from_buckets(stream: Stream, gpus: int, seconds: dict[str, float]) -> Load:
+def load_by_ipc(stream: Stream, gpus: int, seconds: dict[str, float]) -> Load:
     """Loads what `stream` yields: for each bucket all ranks' copies, rank i on GPU i. An engine has `gpus` GPUs.
 
     Adds to `seconds` what went into filling buckets (gather) and into engines taking them (transfer).
@@ -70,10 +70,10 @@ def from_buckets(stream: Stream, gpus: int, seconds: dict[str, float]) -> Load:
     return load
 
 
-def from_broadcast(stream: Stream, sender: Sender, gpus: int, seconds: dict[str, float]) -> Load:
+def load_by_broadcast(stream: Stream, sender: Sender, gpus: int, seconds: dict[str, float]) -> Load:
     """Broadcasts what `stream` yields from trainer rank 0 to all GPUs of all engines, each of which has `gpus`.
 
-    Adds to `seconds` as `from_buckets` does, and what it took to form the group (group), which is kept while the engines
+    Adds to `seconds` as `load_by_ipc` does, and what it took to form the group (group), which is kept while the engines
     are the same. An engine that is lost amid a broadcast leaves the others waiting for it: those are given up as well.
     """
 

@@ -186,7 +186,7 @@ def _prefill(config: RunConfig) -> Iterator[Problem]:
             f"of engines.count = {e.count} none is left to decode",
             "raise engines.count, or lower it",
         )
-    if config.engines_rest and e.sglang.get("disaggregation_transfer_backend") == "nixl":
+    if config.engines_sleep and e.sglang.get("disaggregation_transfer_backend") == "nixl":
         yield Problem(
             "engines.sglang.disaggregation_transfer_backend",
             "nixl",

@@ -69,12 +69,12 @@ class RunConfig(Section):
         return self.trainer.world_size // (p.tensor * p.pipeline * p.context)
 
     @property
-    def engines_rest(self) -> bool:
+    def engines_sleep(self) -> bool:
         """Whether engines release their GPU memory while the trainer works."""
         return self.placement.colocate and self.placement.offload_engines
 
     @property
-    def trainer_parks(self) -> bool:
+    def trainer_offloads(self) -> bool:
         """Whether the trainer leaves GPU memory to engines while they take new weights and generate."""
         return self.placement.colocate and self.placement.offload_trainer
 

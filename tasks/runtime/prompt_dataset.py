@@ -38,7 +38,7 @@ class PromptSet:
         return self.tokens[number]
 
 
-class Catalogue:
+class PromptDataset:
     """All training sources of a run."""
 
     def __init__(self, config: RunConfig, tokenizer: PromptTokenizer) -> None:

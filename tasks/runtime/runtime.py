@@ -22,7 +22,7 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.external import ExternalEngine
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.sglang.process import EngineServer, RouterServer
-from millrace.connectors.sglang.weight_update import from_broadcast, from_buckets
+from millrace.connectors.sglang.weight_update import load_by_broadcast, load_by_ipc
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
@@ -33,13 +33,13 @@ from millrace.core.ledger import Ledger
 from millrace.core.rewards.scoring import score_sample
 from millrace.tasks.records import record_storage
 from millrace.tasks.runtime.network_check import check_reach
-from millrace.tasks.runtime.prompt_dataset import Catalogue, PromptSet, load_prompts
+from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
 from millrace.tasks.runtime.weights_folder import WeightsFolder
 
 log = logging.getLogger(__name__)
 
 
-class Live:
+class Runtime:
     """Everything of one run that holds memory, in the process that drives it."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -75,9 +75,9 @@ class Live:
         return PromptTokenizer.load(self.config.model)
 
     @cached_property
-    def prompts(self) -> Catalogue:
+    def prompts(self) -> PromptDataset:
         """The usable training prompts."""
-        return Catalogue(self.config, self.tokenizer)
+        return PromptDataset(self.config, self.tokenizer)
 
     def held_out(self, held_out: EvalSet) -> PromptSet:
         """The usable prompts of an evaluation set."""
@@ -155,7 +155,7 @@ class Live:
 
         On shared GPUs engines leave their memory to them meanwhile; what one still generates is ended, and made again.
         """
-        await self._rest()
+        await self._sleep_engines()
         marks = [time.perf_counter()]
         steps = self.config.steps_per_iteration
         group, self._ranks = self._ranks or await self._make_ranks(), None
@@ -208,26 +208,26 @@ class Live:
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
-            await self._park_trainer(version)
+            await self._offload_trainer(version)
             missing = fleet.unconfirmed(version)
             if missing:
                 await self._publish(fleet, version, missing)
-                await self._park_trainer(
+                await self._offload_trainer(
                     version
                 )  # the bucket, or all of a rank that was built anew meanwhile
             await fleet.wake()
             self.ready()
             return fleet.dispatcher(version, self._recover)
 
-    async def rest_engines(self) -> None:
+    async def sleep_engines(self) -> None:
         """On shared GPUs, have engines leave their memory to the trainer until they are next asked for (placement.offload_engines)."""
         if self.config.placement.colocate:
             async with self._engines_lock:
-                await self._rest()
+                await self._sleep_engines()
 
-    async def _rest(self) -> None:
+    async def _sleep_engines(self) -> None:
         """Have engines rest, also those that an earlier driver left awake."""
-        if not self.config.engines_rest:
+        if not self.config.engines_sleep:
             return
         if self._fleet is None:
             found = await self._living_engines()
@@ -237,30 +237,30 @@ class Live:
             await self._fleet.attach(found)
         await self._fleet.rest()
 
-    async def _park_trainer(self, version: int) -> dict[str, float]:
+    async def _offload_trainer(self, version: int) -> dict[str, float]:
         """On shared GPUs, have a trainer that holds `version` and have it leave all but the weights to the engines.
 
-        One that is built anew for that sends every engine to rest. Returns the seconds that parking took.
+        One that is built anew for that sends every engine to sleep. Returns the seconds that it took.
         """
         if not self.config.placement.colocate:
             return {}
         trainer = await self.trainer(version)
-        if not self.config.trainer_parks:
+        if not self.config.trainer_offloads:
             return {}
         started = time.perf_counter()
-        await trainer.call("park")
-        return {"park": time.perf_counter() - started}
+        await trainer.call("offload")
+        return {"offload": time.perf_counter() - started}
 
     async def publish(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase.
 
-        On shared GPUs the trainer parks before: beside its gradients, its optimizer and what PyTorch keeps of a step there
+        On shared GPUs the trainer offloads before: beside its gradients, its optimizer and what PyTorch keeps of a step there
         may be no room for the engines' weights.
         """
         async with self._engines_lock:
             fleet = await self._ensure_fleet(version)
-            parked = await self._park_trainer(version)
-            return parked | await self._publish(fleet, version, fleet.unconfirmed(version))
+            offloaded = await self._offload_trainer(version)
+            return offloaded | await self._publish(fleet, version, fleet.unconfirmed(version))
 
     async def _recover(self, version: int) -> None:
         """Have every engine running and at `version` again, after a request was lost."""
@@ -283,9 +283,9 @@ class Live:
         trainer = await self.trainer(version)
         stream = partial(self._buckets, trainer, version, kind == "ipc")
         load = (
-            from_buckets(stream, gpus, seconds)
+            load_by_ipc(stream, gpus, seconds)
             if kind == "ipc"
-            else from_broadcast(stream, trainer.actors[0].call, gpus, seconds)
+            else load_by_broadcast(stream, trainer.actors[0].call, gpus, seconds)
         )
         try:
             phases = await fleet.publish(load, version, engines)
@@ -338,12 +338,12 @@ class Live:
 
     async def _make_room(self) -> None:
         """On shared GPUs, have ranks that live leave their memory to an engine that starts."""
-        if not self.config.trainer_parks or self._ranks or self._trainer_lock.locked():
+        if not self.config.trainer_offloads or self._ranks or self._trainer_lock.locked():
             return  # ranks that are only prepared hold none
         group = self._trainer or self._found_ranks()
         try:
             if group and None not in await _versions(group):
-                await group.call("park")
+                await group.call("offload")
                 return
         except ActorLostError as error:
             log.warning("%s", error)

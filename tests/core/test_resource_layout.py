@@ -1,4 +1,4 @@
-"""Seats of runs on clusters with and without GPUs."""
+"""ResourceLayout of runs on clusters with and without GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.resource_layout import Seat, seats
+from millrace.core.resource_layout import Slot, seats
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
@@ -30,8 +30,8 @@ def test_without_gpus_every_rank_and_engine_has_a_cpu_to_itself() -> None:
 def test_apart_an_engines_gpus_are_one_bundle_and_ranks_have_bundles_of_their_own() -> None:
     found = seats(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 4}), gpus=True)
     assert found.bundles == [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 4, "GPU": 4}] * 2
-    assert found.of["trainer"] == [Seat(0, range(1)), Seat(1, range(1))]
-    assert found.of["engine"] == [Seat(2, range(4)), Seat(3, range(4))]
+    assert found.of["trainer"] == [Slot(0, range(1)), Slot(1, range(1))]
+    assert found.of["engine"] == [Slot(2, range(4)), Slot(3, range(4))]
     assert found.needed == {"CPU": 10, "GPU": 10}
 
 
@@ -39,10 +39,10 @@ def test_a_tensor_parallel_group_is_one_bundle() -> None:
     found = seats(config(trainer={"world_size": 4, "parallel": {"tensor": 2}}), gpus=True)
     assert found.bundles == [{"CPU": 2, "GPU": 2}] * 2 + [{"CPU": 1, "GPU": 1}]
     assert found.of["trainer"] == [
-        Seat(0, range(1)),
-        Seat(0, range(1, 2)),
-        Seat(1, range(1)),
-        Seat(1, range(1, 2)),
+        Slot(0, range(1)),
+        Slot(0, range(1, 2)),
+        Slot(1, range(1)),
+        Slot(1, range(1, 2)),
     ]
 
 
@@ -59,7 +59,7 @@ def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus
     )
     assert found.needed == {"CPU": world, "GPU": world}
 
-    def of(seat: Seat) -> set[tuple[int, int]]:
+    def of(seat: Slot) -> set[tuple[int, int]]:
         return {(seat.bundle, number) for number in seat.gpus}
 
     ranks = found.of["trainer"]

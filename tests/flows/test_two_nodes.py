@@ -48,7 +48,7 @@ class Spread:
         ]
 
     def start(self, *overrides: str, hold: str = "") -> subprocess.Popen[str]:
-        stop = {"MILLRACE_HOLD": hold, "MILLRACE_HOLD_FILE": str(self.held)} if hold else {}
+        stop = {"MILLRACE_KILL_POINT": hold, "MILLRACE_KILL_POINT_FILE": str(self.held)} if hold else {}
         return self.place.start(
             "train", "run.yaml", *self.overrides, *overrides, **self.nodes.environment, **stop
         )

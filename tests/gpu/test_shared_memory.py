@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
 from millrace.connectors.prefect.server import ensure_server, stop_server
 from millrace.core.config import RunConfig
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 from tests.support.gpu_workplace import server_of
 from tests.support.trainer_ranks import samples, write_batch
 
@@ -36,7 +36,7 @@ def total() -> int:
 @pytest_asyncio.fixture
 async def live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> AsyncIterator[Live]:
+) -> AsyncIterator[Runtime]:
     """A colocated run's live parts; a test's parameter: the engine's share of the GPU, and more of `placement`."""
     share, placement = getattr(request, "param", (SHARE, {}))
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
@@ -52,7 +52,7 @@ async def live(
         sync={"kind": "ipc"},
     )
     values["placement"].update(placement)
-    made = Live(RunConfig.model_validate(values))
+    made = Runtime(RunConfig.model_validate(values))
     await made.open()
     yield made
     await made.close(end_actors=True)
@@ -60,65 +60,67 @@ async def live(
     os.environ.pop("PREFECT_API_URL", None)
 
 
-async def stepped(live: Live, folder: Path, version: int) -> dict[str, Any]:
+async def stepped(runtime: Runtime, folder: Path, version: int) -> dict[str, Any]:
     """What a train step to a version answers, with engines at rest as in a run."""
     batch = write_batch(folder / f"batch-{version}", samples(version, logprob=-math.log(151936)))
-    await live.rest_engines()
-    answer: dict[str, Any] = (await (await live.trainer(version - 1)).call("train", version, batch, None))[0]
+    await runtime.sleep_engines()
+    answer: dict[str, Any] = (await (await runtime.trainer(version - 1)).call("train", version, batch, None))[
+        0
+    ]
     return answer
 
 
-async def test_the_bytes_come_back_to_whoever_works(live: Live, tmp_path: Path) -> None:
+async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: Path) -> None:
     prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    engines = await live.engines(0)
+    engines = await runtime.engines(0)
     before = await engines.generate([10, 20, 30], prompt, rid="before", session=None)
     serving = used()
 
-    await live.rest_engines()
+    await runtime.sleep_engines()
     resting = used()
     assert serving - resting > 0.8 * SHARE * total()  # weights and KV cache
 
-    trainer = await live.trainer(0)
+    trainer = await runtime.trainer(0)
     batch = write_batch(tmp_path / "batch", samples(1, logprob=-math.log(151936)))
     await trainer.call("train", 1, batch, None)
     training = used()
-    freed = (await trainer.call("park"))[0]
-    parked = used()
+    freed = (await trainer.call("offload"))[0]
+    offloaded = used()
     parameters = weight_bytes(tmp_path / "0.6b") // 2
     assert freed > 0.95 * STATE_BYTES * parameters
-    assert training - parked == pytest.approx(freed, rel=0.05)
+    assert training - offloaded == pytest.approx(freed, rel=0.05)
 
-    engines = await live.engines(1)
+    engines = await runtime.engines(1)
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
     assert after.weight_versions[0][1] == 1
     assert len(after.output_ids) == len(before.output_ids) == 8
 
-    answer = await stepped(live, tmp_path, 2)
+    answer = await stepped(runtime, tmp_path, 2)
     assert math.isfinite(answer["grad_norm"])  # the optimizer's state came back
     trained, weights, bucket = used(), weight_bytes(tmp_path / "0.6b"), 2**30
-    await live.publish(2)
+    await runtime.publish(2)
     assert trained - used() > 0.9 * freed - weights - bucket  # the trainer has left
 
 
 def nearly_all() -> float:
-    """A share of the GPU beside which a trainer of the 0.6B shape has no room, and a parked one has."""
+    """A share of the GPU beside which a trainer of the 0.6B shape has no room, and an offloaded one has."""
     trainer = (STATE_BYTES + 2) * 600_000_000
     return 1 - 0.8 * trainer / total()
 
 
 @pytest.mark.parametrize("live", [(nearly_all(), {})], indirect=True)
 async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_built(
-    live: Live, tmp_path: Path
+    runtime: Runtime, tmp_path: Path
 ) -> None:
     prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    await live.engines(0)  # builds the trainer
+    await runtime.engines(0)  # builds the trainer
     serving = used()
-    assert math.isfinite((await stepped(live, tmp_path, 1))["grad_norm"])
+    assert math.isfinite((await stepped(runtime, tmp_path, 1))["grad_norm"])
     server = server_of(tmp_path / "0.6b")
     assert server is not None
     server.kill()
-    engines = await live.engines(1)  # a new engine, which finds as much room as the first
+    engines = await runtime.engines(1)  # a new engine, which finds as much room as the first
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
     assert after.weight_versions[0][1] == 1
@@ -127,16 +129,16 @@ async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_b
 @pytest.mark.parametrize(
     "live", [(SHARE, {"offload_engines": False, "offload_trainer": False})], indirect=True
 )
-async def test_both_keep_their_memory_where_they_are_told_to(live: Live, tmp_path: Path) -> None:
-    await live.engines(0)
+async def test_both_keep_their_memory_where_they_are_told_to(runtime: Runtime, tmp_path: Path) -> None:
+    await runtime.engines(0)
     serving = used()
-    await live.rest_engines()
+    await runtime.sleep_engines()
     assert used() == pytest.approx(serving, rel=0.02)
     synced = []
     for version in (1, 2, 3):
-        assert math.isfinite((await stepped(live, tmp_path, version))["grad_norm"])
+        assert math.isfinite((await stepped(runtime, tmp_path, version))["grad_norm"])
         training = used()
-        engines = await live.engines(version)
+        engines = await runtime.engines(version)
         synced.append(used())
         assert synced[-1] == pytest.approx(training, rel=0.02)
     assert synced[-1] == pytest.approx(synced[0], rel=0.005)  # no sync adds to it

@@ -89,8 +89,8 @@ class Site:
         root.mkdir(parents=True, exist_ok=True)
         log, environment = root / f"start-{number}.log", dict(self.place.environment)
         if number == 1:
-            environment["MILLRACE_HOLD"] = f"{point.iteration}/{point.task}/{_hold(point)}"
-            environment["MILLRACE_HOLD_FILE"] = str(root / "held")
+            environment["MILLRACE_KILL_POINT"] = f"{point.iteration}/{point.task}/{_hold(point)}"
+            environment["MILLRACE_KILL_POINT_FILE"] = str(root / "held")
         command = [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", f"storage.root={root}"]
         with log.open("w") as out:
             process = subprocess.Popen(

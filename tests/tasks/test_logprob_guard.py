@@ -11,7 +11,7 @@ from millrace.connectors.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import RefusedStepError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.train_step import train_step
 
 LIMIT, CLOSE, FAR = 0.02, 0.001, 0.5
@@ -34,7 +34,7 @@ class Trainer:
         return [{"version": version}]
 
 
-class TrainerOnly(Live):
+class TrainerOnly(Runtime):
     """A run's live parts of which only the trainer lives."""
 
     def __init__(self, config: RunConfig, trainer: Trainer) -> None:
@@ -45,7 +45,7 @@ class TrainerOnly(Live):
         return self.only
 
 
-def live(root: Path, trainer: Trainer, **algorithm: Any) -> Live:
+def live(root: Path, trainer: Trainer, **algorithm: Any) -> Runtime:
     config = RunConfig.model_validate(
         {
             "run": {"name": "a", "iterations": 2},

@@ -12,7 +12,7 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import _Generator, _row, _writer
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 
 
@@ -26,7 +26,7 @@ def context(root: Path) -> IterationContext:
             "rollout": {"prompts": 1, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}},
         }
     )
-    return IterationContext(config, 0, Live(config), Stream(released=1))
+    return IterationContext(config, 0, Runtime(config), Stream(released=1))
 
 
 def row(sample: str) -> dict[str, Any]:

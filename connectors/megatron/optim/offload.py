@@ -17,16 +17,16 @@ from millrace.connectors.megatron.trainable_model import Trained
 from millrace.core.errors import TrainerMemoryError
 
 
-class Parking:
-    """The parkable memory of some trained models."""
+class OptimizerOffload:
+    """GPU memory of some trained models that the host can hold instead."""
 
     def __init__(self, models: list[Trained]) -> None:
         self.models = models
-        self.parked = False
+        self.offloaded = False
         self._away: list[tuple[Any, int, Tensor | None]] = []  # storage, bytes, what it held
         self._hosts: list[Tensor] = []  # pinned memory, kept for the next time
 
-    def park(self) -> int:
+    def offload(self) -> int:
         """Give the memory back, and what PyTorch keeps of memory that is free; returns bytes of the GPU that are free again.
 
         Raises TrainerMemoryError if the host has no room; all is then where it was.
@@ -34,7 +34,7 @@ class Parking:
         if not torch.cuda.is_available():
             return 0
         before = torch.cuda.mem_get_info()[0]
-        if not self.parked:
+        if not self.offloaded:
             self._leave()
         torch.cuda.ipc_collect()  # buckets that engines have let go of
         torch.cuda.empty_cache()
@@ -50,11 +50,11 @@ class Parking:
         torch.cuda.synchronize()
         for storage, _, _ in self._away:
             storage.resize_(0)
-        self.parked = True
+        self.offloaded = True
 
-    def fetch(self) -> None:
+    def reload(self) -> None:
         """Take the memory again, with what it held; gradients are zero."""
-        if not self.parked:
+        if not self.offloaded:
             return
         for storage, size, host in self._away:
             storage.resize_(size)
@@ -62,7 +62,7 @@ class Parking:
                 _bytes(storage).copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         self._away = []
-        self.parked = False
+        self.offloaded = False
         for model in self.models:
             model.zero_grad()
 

@@ -32,9 +32,9 @@ def out_of_memory(what: str, rank: int, config: RunConfig, reason: str) -> str:
     ways.append("trainer.parallel.tensor, .pipeline or .context (more GPUs a model)")
     if config.placement.colocate:
         share = config.engines.sglang.get("mem_fraction_static", "its default")
-        how = ", if the memory went while engines generate" if config.engines_rest else ": lower it"
+        how = ", if the memory went while engines generate" if config.engines_sleep else ": lower it"
         ways.append(f"engines.sglang.mem_fraction_static (now {share}{how})")
-        if not config.engines_rest:
+        if not config.engines_sleep:
             ways.append("placement.offload_engines (now false: true)")
     return (
         f"rank {rank} ran out of GPU memory in {what}: {_first(reason)} Change one of: {'; '.join(ways)}. "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = Path(__file__).with_name("kernel_checks.py")
+CHECKS = Path(__file__).parents[2] / "support" / "kernel_checks.py"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

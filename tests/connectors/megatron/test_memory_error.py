@@ -8,7 +8,7 @@ import pytest
 import torch
 from prefect.states import Failed
 
-from millrace.connectors.megatron.optim.offload import Parking
+from millrace.connectors.megatron.optim.offload import OptimizerOffload
 from millrace.connectors.megatron.process.memory_errors import out_of_memory
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
@@ -96,7 +96,7 @@ def test_host_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "empty", refuses)
     with pytest.raises(TrainerMemoryError if memory else RuntimeError) as told:
-        Parking([])._host(0, 3 * 2**20)
+        OptimizerOffload([])._host(0, 3 * 2**20)
     named = ("to pin 3 MiB", "memory of the host", "placement.offload_trainer=false (now true)")
     assert all((words in str(told.value)) == memory for words in named)
 

@@ -122,13 +122,13 @@ async def test_an_engine_rests_from_its_start_until_it_is_asked(drivers: Any, tm
     assert driver.found == [BOTH]
     assert await released() == []
     before = await engines.generate([10, 20, 30], GREEDY, rid="a", session=None)
-    await driver.rest_engines()
+    await driver.sleep_engines()
     assert await released() == BOTH
     await step(driver, tmp_path, 1)
     await kill("engine")
     # to a new engine, which leaves room for whatever the trainer does before the next rollout
     phases = await driver.publish(1)
-    assert list(phases)[0] == "park"
+    assert list(phases)[0] == "offload"
     assert await released() == ["kv_cache"]
     after = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
     assert await released() == []
@@ -141,7 +141,7 @@ async def test_engines_rest_while_a_checkpoint_is_saved_and_take_the_weights_aga
 ) -> None:
     driver = await drivers()
     await driver.engines(0)
-    await driver.rest_engines()
+    await driver.sleep_engines()
     await step(driver, tmp_path, 1)
     await driver.publish(1)
     assert await released() == ["kv_cache"]
@@ -158,7 +158,7 @@ async def test_engines_that_an_earlier_driver_left_awake_rest_before_ranks_work(
     await (await drivers()).engines(0)
     assert await released() == []
     second = await drivers()
-    await second.rest_engines()  # what a train step asks first; the rollout was committed
+    await second.sleep_engines()  # what a train step asks first; the rollout was committed
     assert await released() == BOTH
     await second.engines(0)
     await kill("trainer")

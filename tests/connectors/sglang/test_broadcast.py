@@ -93,7 +93,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch, bucket_s: float, late_s: float) -> No
 
 async def publish(fleet: Fleet, sending: Sending, version: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    await fleet.publish(handover.from_broadcast(sending.stream, sending.call, 1, seconds), version)
+    await fleet.publish(handover.load_by_broadcast(sending.stream, sending.call, 1, seconds), version)
     return seconds
 
 

@@ -121,7 +121,7 @@ async def test_an_engine_that_ends_as_it_takes_its_memory_is_replaced_and_the_fi
 ) -> None:
     fleet = make_fleet(placement={"colocate": True, "offload_trainer": False})
     await serving(fleet, tiny_model, 24)
-    await fleet.rest()
+    await fleet.sleep()
     handles[0].signal(signal.SIGKILL)
     await fleet.wake()
     assert (
@@ -138,7 +138,7 @@ async def test_engines_that_serve_nothing_can_rest_while_others_go_on(
     dispatcher = await serving(fleet, tiny_model, 22)
     running = asyncio.create_task(dispatcher.generate(PROMPT, LONG, rid="long", session=None))
     await asyncio.sleep(0)
-    await fleet.rest([1])
+    await fleet.sleep([1])
     assert fleet.unconfirmed(22) == [1]
     made = await generate(
         dispatcher, 4, SHORT

@@ -46,8 +46,8 @@ def reads() -> set[str]:
 
 IN_CORE_CONFIG = {
     "algorithm.preset",  # the other fields are filled from it
-    "placement.offload_engines",  # RunConfig.engines_rest
-    "placement.offload_trainer",  # RunConfig.trainer_parks
+    "placement.offload_engines",  # RunConfig.engines_sleep
+    "placement.offload_trainer",  # RunConfig.trainer_offloads
 }
 
 
