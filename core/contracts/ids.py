@@ -1,4 +1,4 @@
-"""Stable names and seeds: each follows from what it names, so that what is made again is the same thing. Pure."""
+"""Stable names and seeds: each follows from what it names, so that the same thing made twice has the same name. Pure."""
 
 from __future__ import annotations
 
@@ -36,3 +36,8 @@ def derived_seed(seed: int, *parts: str | int) -> int:
 def sample_seed(seed: int, sample: str) -> int:
     """Sampling seed of a sample; within 31 bits, as engines take it."""
     return derived_seed(seed, "sample", sample) & 0x7FFFFFFF
+
+
+def iteration_number(index: int) -> int:
+    """How people count iterations: from 1. Folders, columns and code keep the index, from 0."""
+    return index + 1

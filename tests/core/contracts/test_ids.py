@@ -30,3 +30,7 @@ def test_ids_and_seeds_are_the_same_for_good() -> None:
 @given(st.integers(0, 2**31 - 1), st.text(max_size=40))
 def test_sampling_seeds_fit_what_engines_take(seed: int, sample: str) -> None:
     assert 0 <= ids.sample_seed(seed, sample) < 2**31
+
+
+def test_people_count_iterations_from_one() -> None:
+    assert [ids.iteration_number(index) for index in range(3)] == [1, 2, 3]
