@@ -14,6 +14,7 @@ from typing import Any
 
 from millrace.core.errors import ConfigError
 
+WHOLE = "take a whole checkpoint"
 SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
 NEEDED = (
     "num_hidden_layers",
@@ -84,24 +85,24 @@ class Architecture:
 
 def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
     """config.json of a checkpoint folder. Raises ConfigError naming the field that named the folder."""
-    path = Path(folder) / "config.json"
+    path, where = Path(folder) / "config.json", f"{field} = {folder}"
     try:
         config: Any = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{field} = {folder}: cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}", where=where, remedy=WHOLE) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{field} = {folder}: {path} holds no object; take a whole checkpoint")
+        raise ConfigError(f"{path} holds no object", where=where, remedy=WHOLE)
     if config.get("model_type") not in SUPPORTED:
         raise ConfigError(
-            f"{field} = {folder}: model_type {config.get('model_type')!r} is not supported; supported: {', '.join(SUPPORTED)}"
+            f"model_type {config.get('model_type')!r} is not supported",
+            where=where,
+            remedy=f"supported: {', '.join(SUPPORTED)}",
         )
     missing = [name for name in NEEDED if not isinstance(config.get(name), int)]
     if missing:
-        raise ConfigError(
-            f"{field} = {folder}: config.json has no {', '.join(missing)}; take a whole checkpoint"
-        )
+        raise ConfigError(f"config.json has no {', '.join(missing)}", where=where, remedy=WHOLE)
     for what in unsupported(config):
-        raise ConfigError(f"{field} = {folder}: {what} in config.json is not supported; take another model")
+        raise ConfigError(f"{what} in config.json is not supported", where=where, remedy="take another model")
     return config
 
 

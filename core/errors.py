@@ -1,26 +1,49 @@
-"""Errors that a user can mend. Each names the field or the file, and the remedy."""
+"""Errors that a user can fix. Each says where it went wrong, why, and what to do about it.
+
+    raise ConfigError("holds no rows", where="data.sources.sums.path = x.jsonl", remedy="give a file with prompts")
+
+reads `data.sources.sums.path = x.jsonl: holds no rows; give a file with prompts`. Code that catches an error reads its
+fields and never takes the sentence apart.
+"""
 
 from __future__ import annotations
 
 
 class MillraceError(Exception):
-    """Base of all errors that millrace raises for people to read."""
+    """Base of all errors that millrace raises for people to read.
+
+    `reason` says what is wrong, `where` names the field or file, `remedy` says what to do. Only the reason is required.
+    """
+
+    def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
+        super().__init__(reason)  # pickle makes the error again from args and the instance's attributes
+        self.reason = reason
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{place}{self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class ConfigError(MillraceError):
-    """The configuration cannot work; the message names field, value and remedy."""
+    """The configuration cannot work."""
 
 
 class DataError(MillraceError):
     """Prompts cannot be read or used."""
 
 
+class MissingColumnError(DataError):
+    """A source has no column of the name that the configuration gives."""
+
+
 class StorageError(MillraceError):
-    """A file is missing, corrupt or cannot be written; the message names it."""
+    """A file is missing, corrupt or cannot be written."""
 
 
 class MissingFileError(StorageError):
-    """A file that was promised is not there."""
+    """A file that must exist does not."""
 
 
 class CorruptFileError(StorageError):
@@ -28,27 +51,27 @@ class CorruptFileError(StorageError):
 
 
 class EngineError(MillraceError):
-    """An engine cannot do what it was asked."""
+    """An engine cannot do what was asked of it."""
 
 
 class TrainerError(MillraceError):
-    """The trainer cannot do what it was asked."""
+    """The trainer cannot do what was asked of it."""
 
 
 class TrainerMemoryError(TrainerError):
-    """A rank's memory, of GPU or host, does not suffice; the message names the fields to change. Trying again cannot help."""
+    """A rank ran out of GPU or host memory. The remedy names the fields to change; a retry cannot help."""
 
 
 class RefusedStepError(TrainerError):
-    """A train step was refused by what its batch gives, and nothing was applied. Trying again gives the same."""
+    """A train step was refused because of its batch, and nothing was applied. A retry gives the same."""
 
 
 class TrainerStalledError(TrainerError):
-    """A rank does not come back from a call. It must be ended and made anew."""
+    """A rank does not return from a call. It must be ended and rebuilt."""
 
 
 class BudgetError(MillraceError):
-    """More failed than the configuration allows; the message names the cause. Nothing done is lost."""
+    """More failed than the configuration allows. Work that was committed is kept."""
 
 
 class ActorLostError(MillraceError):
@@ -56,7 +79,7 @@ class ActorLostError(MillraceError):
 
 
 class EngineLostError(EngineError):
-    """An engine did not answer, or answered that it cannot; another try elsewhere may succeed."""
+    """An engine did not answer, or answered that it cannot; another engine may succeed."""
 
 
 class EngineStalledError(EngineLostError):
@@ -68,7 +91,7 @@ LASTING = ConfigError | TrainerMemoryError | RefusedStepError
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error inside exception groups: of a task group's, what made the others end."""
+    """The first error inside exception groups: in a task group, the one that made the other tasks end."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

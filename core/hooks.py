@@ -186,22 +186,26 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     where = f"{field_name} = {path}"
     module_name, _, name = path.partition(":")
     if not module_name or not name:
-        raise ConfigError(f"{where}: write it as package.module:function")
+        raise ConfigError("no import path", where=where, remedy="write it as package.module:function")
     _search_working_folder()
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{where}: cannot be imported: {error}; correct the path, start from the folder that holds it, or put its package on PYTHONPATH"
+            f"cannot be imported: {error}",
+            where=where,
+            remedy="correct the path, start from the folder that holds it, or put its package on PYTHONPATH",
         ) from error
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(
-                f"{where}: {module_name} has no function {name}; correct the part after the colon"
+                f"{module_name} has no function {name}",
+                where=where,
+                remedy="correct the part after the colon",
             )
         target = getattr(target, part)
     if not callable(target):
-        raise ConfigError(f"{where}: {name} is a {type(target).__name__}; name a function")
+        raise ConfigError(f"{name} is a {type(target).__name__}", where=where, remedy="name a function")
     return target  # type: ignore[no-any-return]
 
 

@@ -134,7 +134,7 @@ def arithmetic(seed: int) -> list[dict[str, str]]:
 
 def recipe(name: str) -> str:
     """Path of a recipe that ships with the project."""
-    return str(resources.files("deployments") / "recipes" / f"{name}.yaml")
+    return str(resources.files("millrace.deployments") / "recipes" / f"{name}.yaml")
 
 
 def warm_config(config: RunConfig, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -73,14 +73,16 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
     except FileNotFoundError as error:
         if verb == "write":
             raise StorageError(
-                f"{url}: cannot write: the bucket or folder does not exist; create it or correct the path"
+                "cannot write: the bucket or folder does not exist",
+                where=url,
+                remedy="create it or correct the path",
             ) from error
-        raise MissingFileError(f"{url}: no such file; restore it or correct the path") from error
+        raise MissingFileError("no such file", where=url, remedy="restore it or correct the path") from error
     except Exception as error:
         if not is_storage_fault(error):
             raise
         raise StorageError(
-            f"{url}: cannot {verb}: {error or type(error).__name__}; {_remedy(error)}"
+            f"cannot {verb}: {error or type(error).__name__}", where=url, remedy=_remedy(error)
         ) from error
 
 

@@ -25,7 +25,7 @@ from millrace.core.contracts.prompts import (
     refuse,
     require_labels,
 )
-from millrace.core.errors import DataError, MissingFileError
+from millrace.core.errors import DataError, MissingColumnError, MissingFileError
 
 FORMATS = (".jsonl", ".json", ".parquet")
 BATCH_ROWS = 1024
@@ -83,9 +83,7 @@ def _sorted_out(
             else:
                 refused.append(item)
     except MissingFileError as error:
-        raise DataError(
-            f"source {source.name}: {source.path}: no such file; correct the source's path"
-        ) from error
+        raise DataError("no such file", where=_where(source), remedy="correct the source's path") from error
     return rows, refused
 
 
@@ -109,10 +107,14 @@ def fingerprint(
     return SourceFingerprint.of(source.path, size, hashed.hexdigest(), rows, good)
 
 
+def _where(source: Located) -> str:
+    return f"source {source.name}: {source.path}"
+
+
 def _locate(source: Located) -> tuple[Store, str]:
     if not source.path.endswith(FORMATS):
         raise DataError(
-            f"source {source.name}: {source.path}: unknown format; give a file that ends in {' or '.join(FORMATS)}"
+            "unknown format", where=_where(source), remedy=f"give a file that ends in {' or '.join(FORMATS)}"
         )
     return split_url(source.path)
 
@@ -144,16 +146,17 @@ def _parquet(source: Located, data: IO[bytes], buffered: int = 0) -> Iterator[Pr
         wanted = (source.prompt_key, source.label_key, source.metadata_key)
         columns = [column for column in file.schema_arrow.names if column in wanted]
         if source.prompt_key not in columns:
-            raise DataError(
-                f"source {source.name}: {source.path}: has no column {source.prompt_key}, only "
-                f"{', '.join(file.schema_arrow.names)}; set the source's prompt_key"
+            raise MissingColumnError(
+                f"has no column {source.prompt_key}, only {', '.join(file.schema_arrow.names)}",
+                where=_where(source),
+                remedy="set the source's prompt_key",
             )
         for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
             yield from _batch(source, batch, number)
             number += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"source {source.name}: {source.path}: not a whole Parquet file: {error}; write it again"
+            f"not a whole Parquet file: {error}", where=_where(source), remedy="write it again"
         ) from error
 
 

@@ -237,7 +237,8 @@ class Store:
             self._write(probe, b"probe", probe=True)
             self.remove(probe)
         except StorageError as error:
-            raise StorageError(f"{field} = {self.url}: cannot be written: {error}") from error
+            reason = error.reason.replace(f"/{probe}", "")
+            raise StorageError(reason, where=f"{field} = {self.url}", remedy=error.remedy) from error
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root

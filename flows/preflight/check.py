@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import socket
 import threading
 import urllib.request
@@ -32,7 +31,6 @@ from millrace.flows.preflight.plan_table import render as render
 
 PATIENCE_S = 5.0  # for a storage that takes the connection and then says nothing
 CONNECT_S = 1.0
-PROBE = re.compile(r"^\S*/\.millrace-probe-\w+: |/\.millrace-probe-\w+")
 
 TRANSFERS = {  # what SGLang imports to move KV caches, and what has it
     "mooncake": ("mooncake", "mooncake-transfer-engine"),
@@ -134,9 +132,7 @@ def _writable(field: str, root: str) -> list[Problem]:
     try:
         Store(root).check_writable(field)
     except StorageError as error:
-        text = PROBE.sub("", str(error).split(": cannot be written: ", 1)[-1])
-        reason, _, remedy = text.rpartition("; ")
-        return [Problem(field, root, reason or remedy, remedy if reason else "correct the path")]
+        return [Problem(field, root, error.reason, error.remedy or "correct the path")]
     return []
 
 

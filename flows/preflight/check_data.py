@@ -18,7 +18,7 @@ from millrace.core.config.model import Source
 from millrace.core.config.problems import Problem
 from millrace.core.config.training import EvalSet
 from millrace.core.contracts.prompts import PromptRow, Quarantined
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput, load
 from millrace.flows.preflight.check_model import Checkpoint
 
@@ -40,12 +40,10 @@ class Rows:
         path = self.source.path
         try:
             self.usable, self.refused = first_rows(self.source, ROWS)
+        except MissingColumnError as error:
+            return [Problem(f"{self.field}.prompt_key", self.source.prompt_key, error.reason, error.remedy)]
         except MillraceError as error:
-            text = str(error).removeprefix(f"source {self.source.name}: ").removeprefix(f"{path}: ")
-            reason, _, remedy = text.rpartition("; ")
-            field = f"{self.field}.prompt_key" if "has no column" in reason else f"{self.field}.path"
-            value = self.source.prompt_key if field.endswith("prompt_key") else path
-            return [Problem(field, value, reason or remedy, remedy if reason else "correct the path")]
+            return [Problem(f"{self.field}.path", path, error.reason, error.remedy or "correct the path")]
         if self.usable:
             return []
         if not self.refused:

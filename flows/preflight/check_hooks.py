@@ -52,8 +52,7 @@ def _hook(
     try:
         function = load(path, field)
     except ConfigError as error:
-        reason, _, remedy = str(error).removeprefix(f"{field} = {path}: ").rpartition("; ")
-        yield Problem(field, path, reason or remedy, remedy if reason else "correct the path")
+        yield Problem(field, path, error.reason, error.remedy or "correct the path")
         return
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
         yield Problem(field, path, f"its module fails: {type(error).__name__}: {error}", "mend the module")

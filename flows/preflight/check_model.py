@@ -62,8 +62,7 @@ def _folder(field: str, folder: str) -> Iterator[Problem]:
         shape = architecture(read_hf_config(folder, field))
         missing = weight_files(folder)
     except ConfigError as error:
-        reason, _, remedy = str(error).removeprefix(f"{field} = {folder}: ").rpartition("; ")
-        yield Problem(field, folder, reason or remedy, remedy if reason else GET)
+        yield Problem(field, folder, error.reason, error.remedy or GET)
         return None
     except ValueError as error:
         yield Problem(field, folder, str(error), "copy the checkpoint again")

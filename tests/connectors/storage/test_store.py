@@ -287,7 +287,7 @@ def test_writability_is_checked_without_leaving_anything(root: str) -> None:
 
 def test_a_root_that_cannot_be_written_is_named_with_the_field(tmp_path: Path, s3_bucket: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"storage\.root = .*file/runs: cannot be written"):
+    with pytest.raises(StorageError, match=r"storage\.root = .*file/runs: cannot write"):
         Store(str(tmp_path / "file" / "runs")).check_writable()
     with pytest.raises(
         StorageError, match=r"storage\.root = s3://absent/runs: .*bucket or folder does not exist"
