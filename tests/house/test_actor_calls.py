@@ -1,0 +1,51 @@
+"""The rule against methods called by a string, on snippets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.house.actor_calls import PROXY_MODULES, string_calls
+from tests.house.source import SourceFile
+
+FORBIDDEN = (
+    'await group.call("train", 3)',
+    'group.call(f"train_{kind}", 3)',
+    'group.call("save" if last else "upload", url)',
+    'self._call("train")',
+    'engine.rpc("resume")',
+    'operator.methodcaller("train")(rank)',
+    "getattr(rank, name)(3)",
+    'getattr(rank, "train").remote(3)',
+    'getattr(rank, "train").options(num_returns=2).remote(3)',
+)
+ALLOWED = (
+    "await trainer.train(3)",
+    "rank.train.remote(3)",
+    "task.call(batch)",
+    'value = getattr(settings, "limit")',
+    'getattr(settings, "limit").bit_length()',
+    'subprocess.call(["ls"])',
+    'print("train")',
+)
+
+
+@pytest.mark.parametrize("snippet", FORBIDDEN)
+def test_a_method_called_by_a_string_is_reported_with_its_line(snippet: str) -> None:
+    (found,) = string_calls([_file(snippet)])
+    assert (found.path, found.line) == ("tasks/x.py", 2)
+    assert "by a string" in found.problem
+    assert "Protocol" in found.remedy
+
+
+@pytest.mark.parametrize("snippet", ALLOWED)
+def test_other_calls_are_left_alone(snippet: str) -> None:
+    assert not list(string_calls([_file(snippet)]))
+
+
+@pytest.mark.parametrize("path", ["tests/x.py", *sorted(PROXY_MODULES)])
+def test_tests_and_the_module_that_makes_proxies_may_call_by_name(path: str) -> None:
+    assert not list(string_calls([_file('getattr(rank, name)(3); place.call("verify")', path)]))
+
+
+def _file(statement: str, path: str = "tasks/x.py") -> SourceFile:
+    return SourceFile.parse(path, f"async def act():\n    {statement}\n")
