@@ -20,15 +20,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import DataError
 
-Verdict = Literal["kept", "dropped", "returned"]
 Key = tuple[str, int, int]  # source, row, epoch
 
 

@@ -89,7 +89,7 @@ async def _evaluate_set(ctx: IterationContext, held_out: EvalSet, version: int) 
         done = outcome.kind == "done"
         values["reward"] = outcome.value["reward"] if done else None
         values["scoring"] = "scored" if done else ("timed_out" if outcome.kind == "timed_out" else "failed")
-        return {name: values[name] for name in schema.EVALUATIONS.names}
+        return {name: values[name] for name in schema.schema("evaluations").names}
 
     count = len(ctx.runtime.held_out(held_out).rows)
     jobs = [one(number, index) for number in range(count) for index in range(held_out.samples_per_prompt)]

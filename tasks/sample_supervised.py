@@ -29,7 +29,7 @@ def _draw(ctx: IterationContext) -> Record:
     prompts, by_source = drawn_table(ctx, reserve=0)
     entries = [ctx.folder.write_table("prompts.parquet", prompts, "prompts")]
     rows = [_sample(ctx, row, at) for at, row in enumerate(prompts.to_pylist())]
-    verdicts = [{name: row.get(name) for name in schema.VERDICTS.names} for row in rows]
+    verdicts = [{name: row.get(name) for name in schema.schema("verdicts").names} for row in rows]
     for name, values in (("verdicts", verdicts), ("batch", rows)):
         table = pa.Table.from_pylist(values, schema=schema.schema(name))
         entries.append(ctx.folder.write_table(f"{name}.parquet", table, name))

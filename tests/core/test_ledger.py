@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import DataError
-from millrace.core.ledger import Draw, GroupOutcome, IterationHistory, Key, Ledger, Verdict, epoch_order
+from millrace.core.ledger import Draw, GroupOutcome, IterationHistory, Key, Ledger, epoch_order
 
 Sources = dict[str, tuple[float, int]]
 ORDER = [11, 3, 10, 5, 8, 4, 7, 6, 1, 2, 9, 0]

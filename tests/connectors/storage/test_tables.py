@@ -33,7 +33,7 @@ def rewards(first: int, count: int) -> pa.Table:
         }
         for number in range(first, first + count)
     ]
-    return pa.Table.from_pylist(rows, schema=schema.REWARDS)
+    return pa.Table.from_pylist(rows, schema=schema.SCHEMAS["rewards"])
 
 
 def rollouts(samples: int, length: int) -> pa.Table:
@@ -63,7 +63,7 @@ def rollouts(samples: int, length: int) -> pa.Table:
         }
         for number in range(samples)
     ]
-    return pa.Table.from_pylist(rows, schema=schema.ROLLOUTS)
+    return pa.Table.from_pylist(rows, schema=schema.SCHEMAS["rollouts"])
 
 
 def test_a_table_is_read_back_equal_with_kind_and_version(root: str) -> None:
@@ -100,7 +100,7 @@ def test_an_empty_table_of_every_kind_is_read_back(root: str) -> None:
 
 def test_special_floats_are_kept_to_the_bit(root: str) -> None:
     table = rewards(0, 4).set_column(
-        2, schema.REWARDS.field("reward"), pa.array([-0.0, math.inf, math.nan, None])
+        2, schema.SCHEMAS["rewards"].field("reward"), pa.array([-0.0, math.inf, math.nan, None])
     )
     Store(root).write_table("r.parquet", table, "rewards")
     values = Store(root).read_table("r.parquet", "rewards").column("reward").to_pylist()
@@ -215,7 +215,7 @@ def test_parts_are_gathered_whatever_their_number_and_a_restart_adds_to_them(roo
     write_part(again, "rewards", rewards(30, 5), "rewards")
     found = read_parts(again, "rewards", "rewards")
     assert sorted(found.column("sample_id").to_pylist()) == [f"s{number:05d}" for number in range(35)]
-    assert found.schema.equals(schema.REWARDS)
+    assert found.schema.equals(schema.SCHEMAS["rewards"])
     assert read_parts(again, "rewards", "rewards", columns=["reward"]).num_rows == 35
 
 

@@ -1,0 +1,143 @@
+"""The life of a sample: drawn, generated, scored, judged, and a row of the batch; evaluation has rows of its own.
+
+Each class is one row of a stored table. Its fields, in order, are the table's columns, and `schema` makes the Arrow
+schema from them: nothing else describes a column. A field that may be None is a nullable column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypedDict
+
+import pyarrow as pa
+
+Int8 = Annotated[int, pa.int8()]
+Int32 = Annotated[int, pa.int32()]
+Float32 = Annotated[float, pa.float32()]
+Figures = Annotated[list[tuple[str, float]], pa.map_(pa.string(), pa.float64())]
+JsonText = str  # what may have any shape (messages, labels, metadata) is stored as JSON text
+
+Status = Literal["completed", "truncated", "aborted", "failed"]
+Scoring = Literal["scored", "failed", "timed_out", "skipped"]  # skipped: generation failed
+Verdict = Literal["kept", "dropped", "returned"]
+
+
+class PolicySpan(TypedDict):
+    """From which response token on a weight version generated."""
+
+    first_token: Int32
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnGroup:
+    """A prompt that an iteration drew: a row of prompts.parquet."""
+
+    group_id: str
+    prompt_id: str
+    iteration: Int32
+    source: str
+    row: int
+    epoch: Int32
+    ordinal: Int32  # order of drawing within the iteration; from rollout.prompts on: the reserve
+    prompt: JsonText  # text or messages
+    prompt_tokens: list[Int32]
+    label: JsonText | None
+    metadata: JsonText | None  # an object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedSample:
+    """A sample that was generated, or failed to be: a row of a rollout part."""
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    iteration: Int32
+    source: str
+    index: Int32  # of the sample within its group
+    prompt: JsonText
+    label: JsonText | None
+    metadata: JsonText | None
+    tokens: list[Int32]  # prompt and response
+    response_length: Int32
+    response: str  # decoded for reading and scoring; never tokenised again
+    loss_mask: list[Int8]  # per response token
+    rollout_logprobs: list[Float32]  # per response token
+    policy_versions: list[PolicySpan]
+    engine_id: str
+    seed: int
+    turns: Int32
+    status: Status
+    reason: str | None  # why it failed
+    timings: Figures  # seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSample:
+    """What scoring made of a sample: a row of a reward part."""
+
+    sample_id: str
+    group_id: str
+    reward: float | None  # None unless scored
+    reward_parts: Figures
+    scoring: Scoring
+    reason: str | None
+    scoring_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedSample:
+    """What the filter decided on a sample: a row of verdicts.parquet."""
+
+    sample_id: str
+    group_id: str
+    prompt_id: str
+    verdict: Verdict
+    reason: str | None
+    train_step: int | None  # weight version that the sample's step makes; None unless kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSample(GeneratedSample):
+    """A sample that is trained on: a row of batch.parquet."""
+
+    reward: float | None
+    reward_parts: Figures
+    scoring: Scoring
+    verdict: Verdict
+    advantage: float | None  # None where the trainer computes it token by token
+    train_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedSample:
+    """A sample of a held-out set: a row of eval/<set>/NNNNNN.parquet."""
+
+    set: str
+    prompt_id: str
+    index: Int32
+    prompt: JsonText
+    label: JsonText | None
+    response: str
+    response_length: Int32
+    status: Status
+    reward: float | None
+    scoring: Scoring
+    version: int  # weight version that generated it
+
+
+class Scorable(TypedDict):
+    """What of a generated sample a reward may read: columns of a rollout part, or those of a held-out prompt."""
+
+    prompt: JsonText
+    label: JsonText | None
+    metadata: JsonText | None
+    response: str
+    response_length: int
+    status: Status
+
+
+def columns(row: type[Any]) -> list[str]:
+    """The columns of a table whose rows are of this class, in order."""
+    return [field.name for field in fields(row)]
