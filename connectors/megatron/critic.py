@@ -1,7 +1,7 @@
 """PPO's critic: values of response tokens, and the gradient of the value loss.
 
-A model of its own with the policy's architecture and initial weights, a scalar head that starts at zero, its own
-optimizer and schedule. Owns nothing of returns: they are given. Value loss: token mean over the global batch.
+A second model with the policy's architecture and initial weights, a scalar head that starts at zero, and an optimizer and
+schedule of its own. Reads returns from the batch and does not compute them. Value loss: token mean over the global batch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from megatron.core import tensor_parallel as tp
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.connectors.megatron.forward_backward import Metrics, Runner, Sums
-from millrace.connectors.megatron.model.fused import rows
+from millrace.connectors.megatron.forward_backward import ForwardBackward, Metrics, MetricSums
+from millrace.connectors.megatron.model.fused import take_rows
 from millrace.connectors.megatron.model.policy_model import CriticModel
 from millrace.connectors.megatron.packing import Pack
-from millrace.connectors.megatron.rank_batch import Share
-from millrace.connectors.megatron.trainable_model import Trained, from_hf
+from millrace.connectors.megatron.rank_batch import RankBatch
+from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
 from millrace.core.algorithms.losses import value_loss
 from millrace.core.algorithms.packed import clean
 from millrace.core.config import RunConfig
@@ -29,53 +29,56 @@ class Critic:
 
     def __init__(self, config: RunConfig, hf: dict[str, Any], device: Any) -> None:
         self.config = config.algorithm.critic
-        inner = from_hf(config, config.model.path, hf, device, CriticModel)
-        self.trained = Trained(inner, config, self.config.lr)
-        self.runner = Runner(config, self.trained.model, inner, device)
-        self._sequence = config.trainer.parallel.sequence
+        inner = model_from_hf(config, config.model.path, hf, device, CriticModel)
+        self.trainable = TrainableModel(inner, config, self.config.lr)
+        self.passes = ForwardBackward(config, self.trainable.model, inner, device)
+        self._sequence_parallel = config.trainer.parallel.sequence
 
-    def values(self, share: Share) -> Tensor | None:
+    def values(self, batch: RankBatch) -> Tensor | None:
         """Value of the state before each response token [N], without gradients; None before the last stage."""
-        return self.runner.collect(share.packs, self._values)
+        return self.passes.forward(batch.packs, self._values)
 
-    def forward_backward(self, share: Share, sums: Sums) -> None:
-        """Gradients of the value loss towards the share's `returns`, around its `values`."""
-        spans = share.spans()
+    def forward_backward(self, batch: RankBatch, sums: MetricSums) -> None:
+        """Gradients of the value loss: towards the batch's `returns`, clipped around its `values`."""
+        spans = batch.spans()
 
         def loss(number: int, pack: Pack, hidden: Tensor) -> tuple[Tensor, Metrics]:
             span = spans[number]
-            mask = share.mask[span].bool()
-            old, returns = clean(share.figures["values"][span], mask), share.figures["returns"][span]
+            mask = batch.mask[span].bool()
+            old, returns = clean(batch.per_token["values"][span], mask), batch.per_token["returns"][span]
             values = clean(self._values(pack, hidden), mask)
-            each = clean(value_loss(values, old, returns, clip=self.config.clip), mask)
-            count, found = mask.sum().float(), values.detach()
-            far = (found - old).abs() > self.config.clip if self.config.clip else torch.zeros_like(mask)
-            total = each.sum() * share.token_weight
+            per_token = clean(value_loss(values, old, returns, clip=self.config.clip), mask)
+            count, detached = mask.sum().float(), values.detach()
+            clipped = (
+                (detached - old).abs() > self.config.clip if self.config.clip else torch.zeros_like(mask)
+            )
+            total = per_token.sum() * batch.token_weight
             return total, {
-                "value_loss": (each.detach().sum(), count),
-                "value_mean": (found.sum(), count),
-                "value_clip_share": ((far & mask).sum().float(), count),
+                "value_loss": (per_token.detach().sum(), count),
+                "value_mean": (detached.sum(), count),
+                "value_clip_share": ((clipped & mask).sum().float(), count),
                 "return_mean": (returns.sum(), count),
                 "return_second": (returns.square().sum(), count),
                 "value_error": ((returns - old).sum(), count),
                 "value_error_second": ((returns - old).square().sum(), count),
             }
 
-        self.runner.forward_backward(share.packs, loss, sums, forward_only=False)
+        self.passes.forward_backward(batch.packs, loss, sums, forward_only=False)
 
     def _values(self, pack: Pack, hidden: Tensor) -> Tensor:
-        if self._sequence:
+        if self._sequence_parallel:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        head = self.trained.inner.value_head
-        chosen = rows(hidden.squeeze(1), pack.places).to(head.weight.dtype)
-        return self.runner.whole(pack, F.linear(chosen, head.weight, head.bias)[:, 0].float())
+        head = self.trainable.inner.value_head
+        states = take_rows(hidden.squeeze(1), pack.places).to(head.weight.dtype)
+        values = F.linear(states, head.weight, head.bias)[:, 0].float()
+        return self.passes.gather_context_parallel(pack, values)
 
 
 def explained_variance(means: dict[str, float]) -> dict[str, float]:
-    """What the critic's figures come to: 1 - var(returns - values) / var(returns), in place of the moments."""
-    kept = dict(means)
-    moments = [kept.pop(name, 0.0) for name in ("return_second", "value_error", "value_error_second")]
+    """Replace the moments in the metrics by value_explained = 1 - var(returns - values) / var(returns)."""
+    metrics = dict(means)
+    moments = [metrics.pop(name, 0.0) for name in ("return_second", "value_error", "value_error_second")]
     second, error, error_second = moments
     variance = second - means["return_mean"] ** 2
-    kept["value_explained"] = 1 - (error_second - error**2) / variance if variance > 1e-12 else 0.0
-    return kept
+    metrics["value_explained"] = 1 - (error_second - error**2) / variance if variance > 1e-12 else 0.0
+    return metrics

@@ -1,7 +1,7 @@
-"""How packs go through a model of this rank, together with all other ranks: forward, backward and gathering.
+"""Forward and backward passes of packs through one model of this rank, in step with all other ranks.
 
-Owns megatron's schedule, the assembly of response tokens over context parallel ranks and the sums of metrics over ranks;
-knows nothing of objectives.
+Owns megatron's schedule, the assembly of response tokens over context parallel ranks and the sums of metrics over ranks.
+Knows nothing of objectives.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron.core import tensor_parallel as tp
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from millrace.connectors.megatron.model.fused import rows
+from millrace.connectors.megatron.model.fused import take_rows
 from millrace.connectors.megatron.model.logprobs import token_logprobs
 from millrace.connectors.megatron.model.policy_model import PolicyModel
 from millrace.connectors.megatron.packing import Pack
 from millrace.connectors.megatron.process.distributed import model_context
 from millrace.core.config import RunConfig
 
-Sums = dict[str, tuple[float, float]]
-Metrics = dict[str, tuple[Tensor, Tensor]]
-Head = Callable[[Pack, Tensor], Tensor]
-Loss = Callable[[int, Pack, Tensor], tuple[Tensor, Metrics]]
+Metrics = dict[str, tuple[Tensor, Tensor]]  # weighted sum and weight, by name
+MetricSums = dict[str, tuple[float, float]]  # the same as numbers, summed over packs
+Head = Callable[[Pack, Tensor], Tensor]  # hidden states of a pack -> values of its response tokens
+Loss = Callable[[int, Pack, Tensor], tuple[Tensor, Metrics]]  # pack's number, pack, hidden states
 
 
-class Runner:
+class ForwardBackward:
     """One model of this rank: `model` is what megatron calls, `inner` holds the parameters."""
 
     def __init__(self, config: RunConfig, model: Any, inner: PolicyModel, device: Any) -> None:
@@ -40,55 +40,55 @@ class Runner:
         self.inner = inner
         self.device = device
 
-    def collect(self, packs: Sequence[Pack], head: Head) -> Tensor | None:
-        """What `head` says of every response token of the packs, end to end, without gradients; None before the last stage."""
-        found: list[Tensor] = []
+    def forward(self, packs: Sequence[Pack], head: Head) -> Tensor | None:
+        """The head's values of all response tokens, end to end, without gradients; None before the last stage."""
+        values: list[Tensor] = []
 
-        def note(pack: Pack, hidden: Tensor) -> Tensor:
-            found.append(head(pack, hidden).detach())
+        def collect(pack: Pack, hidden: Tensor) -> Tensor:
+            values.append(head(pack, hidden).detach())
             return hidden.new_zeros(())
 
         self.model.eval()
         with torch.no_grad():
-            self._run(packs, note, forward_only=True)
+            self._run(packs, collect, forward_only=True)
         self.model.train()
-        return torch.cat(found) if found else None
+        return torch.cat(values) if values else None
 
     def forward_backward(
         self,
         packs: Sequence[Pack],
         loss: Loss,
-        sums: Sums,
+        sums: MetricSums,
         *,
         forward_only: bool,
-        meanwhile: Callable[[], None] | None = None,
+        on_launched: Callable[[], None] | None = None,
     ) -> None:
-        """Gradients of the sum of `loss` (of each pack, with its number) in the model's buffers; metrics added to `sums`.
+        """Leave the gradients of the sum of all packs' losses in the model's buffers, and add the metrics to `sums`.
 
-        Metrics are added on one rank of those that hold the same samples. `forward_only` leaves the gradients out.
-        `meanwhile` is called when all work is with the device, before its end is waited for.
+        Of the ranks that hold the same samples, one adds the metrics. `forward_only` computes no gradients.
+        `on_launched` is called when the device has all its work, before the host waits for it.
         """
-        counted = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
-        number = iter(range(len(packs)))
-        noted: list[Metrics] = []
+        counts_metrics = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
+        numbers = iter(range(len(packs)))
+        metrics_of_packs: list[Metrics] = []
 
-        def note(pack: Pack, hidden: Tensor) -> Tensor:
-            total, metrics = loss(next(number), pack, hidden)
-            if counted:
-                noted.append({name: (x.detach(), y.detach()) for name, (x, y) in metrics.items()})
+        def pack_loss(pack: Pack, hidden: Tensor) -> Tensor:
+            total, metrics = loss(next(numbers), pack, hidden)
+            if counts_metrics:
+                metrics_of_packs.append({name: (x.detach(), y.detach()) for name, (x, y) in metrics.items()})
             return total
 
         with torch.set_grad_enabled(not forward_only):
-            self._run(packs, note, forward_only=forward_only)
-        if meanwhile is not None:
-            meanwhile()
-        for metrics in noted:  # only now: reading a number waits for the device
-            add(sums, read(metrics))
+            self._run(packs, pack_loss, forward_only=forward_only)
+        if on_launched is not None:
+            on_launched()
+        for metrics in metrics_of_packs:  # last: reading a number waits for the device
+            add_sums(sums, to_numbers(metrics))
 
-    def whole(self, pack: Pack, local: Tensor) -> Tensor:
-        """Values of all context parallel ranks put in the pack's order [N]; gradients flow to this rank's own."""
+    def gather_context_parallel(self, pack: Pack, local: Tensor) -> Tensor:
+        """Values of all context parallel ranks in the pack's order [N]; gradients flow to this rank's values."""
         if self.config.trainer.parallel.context == 1:
-            return local  # all of them, in order
+            return local  # already whole and in order
         out = local.new_zeros(pack.count).index_put((pack.slots,), local)
         others = out.detach().clone()
         dist.all_reduce(others, group=mpu.get_context_parallel_group())
@@ -99,11 +99,11 @@ class Runner:
     ) -> None:
         first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
         counts = iter([int(first)] + [0] * (len(packs) - 1))
-        # bf16 models hand their outputs over in fp32, which only a sum over tensor parallel ranks needs
-        plain = self.inner.config.bf16 and self.config.trainer.parallel.tensor == 1
-        extra = {"fp32_output": False} if plain else {}
+        # bf16 models convert their outputs to fp32, which only a sum over tensor parallel ranks needs
+        keep_bf16 = self.inner.config.bf16 and self.config.trainer.parallel.tensor == 1
+        extra = {"fp32_output": False} if keep_bf16 else {}
 
-        def forward(iterator: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             pack = next(iterator)
             with model_context(self.device):
                 hidden = model(
@@ -113,9 +113,9 @@ class Runner:
                     packed_seq_params=pack.params,
                     **extra,
                 )
-            return hidden, partial(evaluated, pack)
+            return hidden, partial(loss_step, pack)
 
-        def evaluated(pack: Pack, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def loss_step(pack: Pack, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             with model_context(self.device):
                 total = loss(pack, hidden)
                 if not total.requires_grad:
@@ -124,7 +124,7 @@ class Runner:
                 return total, torch.full((), next(counts), dtype=torch.int, device=self.device), {}
 
         get_forward_backward_func()(
-            forward_step_func=forward,
+            forward_step_func=forward_step,
             data_iterator=iter(packs),
             model=[self.model],
             num_microbatches=len(packs),
@@ -134,8 +134,8 @@ class Runner:
         )
 
 
-class LanguageRunner(Runner):
-    """A model with an output layer over the vocabulary."""
+class LogprobForwardBackward(ForwardBackward):
+    """A model with an output layer over the vocabulary, and log-probabilities taken from it."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class LanguageRunner(Runner):
 
     def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """Log-probabilities of the packs' response tokens, end to end; None before the last pipeline stage."""
-        return self.collect(packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False)[0])
+        return self.forward(packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False)[0])
 
     def token_logprobs(self, pack: Pack, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [N] of the whole pack's response tokens, on every context parallel rank."""
@@ -167,8 +167,8 @@ class LanguageRunner(Runner):
             if inner.share_embeddings_and_output_weights
             else inner.output_layer.weight
         )
-        values, entropies = token_logprobs(
-            rows(hidden.squeeze(1), pack.places).to(weight.dtype),
+        logprobs, entropies = token_logprobs(
+            take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),
             weight,
             pack.targets,
             vocab=self.vocab,
@@ -177,10 +177,19 @@ class LanguageRunner(Runner):
             chunk=self.config.trainer.logprob_chunk_tokens,
             entropy=entropy,
         )
-        return self.whole(pack, values), None if entropies is None else self.whole(pack, entropies)
+        return (
+            self.gather_context_parallel(pack, logprobs),
+            None if entropies is None else self.gather_context_parallel(pack, entropies),
+        )
 
 
-def read(metrics: Metrics) -> Sums:
+def maximum(values: Tensor) -> tuple[Tensor, Tensor]:
+    """A maximum as a metric. Its weight is NaN, by which `add_sums` knows it."""
+    largest = values.max() if values.numel() else values.new_zeros(())
+    return largest, torch.full_like(largest, math.nan)
+
+
+def to_numbers(metrics: Metrics) -> MetricSums:
     """Metrics as numbers, in one transfer from the device."""
     if not metrics:
         return {}
@@ -188,25 +197,25 @@ def read(metrics: Metrics) -> Sums:
     return dict(zip(metrics, zip(flat[::2], flat[1::2], strict=True), strict=True))
 
 
-def add(held: Sums, more: Sums) -> None:
-    """Sum by name; a weight of NaN marks a maximum, a weight of 0 a plain sum."""
-    for name, (value, amount) in more.items():
-        before = held.get(name)
+def add_sums(total: MetricSums, more: MetricSums) -> None:
+    """Add `more` to `total` by name. A weight of NaN marks a maximum, a weight of 0 a plain sum."""
+    for name, (value, weight) in more.items():
+        before = total.get(name)
         if before is None:
-            held[name] = (value, amount)
-        elif math.isnan(amount):
-            held[name] = (max(before[0], value), amount)
+            total[name] = (value, weight)
+        elif math.isnan(weight):
+            total[name] = (max(before[0], value), weight)
         else:
-            held[name] = (before[0] + value, before[1] + amount)
+            total[name] = (before[0] + value, before[1] + weight)
 
 
-def merged(sums: Sums) -> Sums:
-    """Sums over all ranks, in rank order."""
+def sum_over_ranks(sums: MetricSums) -> MetricSums:
+    """Sums over all ranks, added in rank order."""
     if dist.get_world_size() == 1:
         return dict(sums)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sums)
-    total: Sums = {}
-    for part in everywhere:
-        add(total, part)
+    sums_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sums_of_ranks, sums)
+    total: MetricSums = {}
+    for rank_sums in sums_of_ranks:
+        add_sums(total, rank_sums)
     return total

@@ -1,6 +1,6 @@
-"""Models that only read: the reference (the policy at an earlier version) and a teacher.
+"""Models that are not trained: the reference (the policy at an earlier version) and a teacher.
 
-Owns where their weights are kept; knows nothing of what their log-probabilities are used for.
+Owns where their weights live. Knows nothing of what their log-probabilities are used for.
 """
 
 from __future__ import annotations
@@ -15,83 +15,83 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from millrace.connectors.megatron.forward_backward import LanguageRunner
+from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
 from millrace.connectors.megatron.model.policy_model import PolicyModel
-from millrace.connectors.megatron.rank_batch import Share
-from millrace.connectors.megatron.trainable_model import from_hf
+from millrace.connectors.megatron.rank_batch import RankBatch
+from millrace.connectors.megatron.trainable_model import model_from_hf
 from millrace.core.architecture import read_hf_config
 from millrace.core.config import RunConfig
 from millrace.core.errors import TrainerError
 
 
 class Reference:
-    """A copy of the policy's parameters in host memory, put into the policy's place while it is asked."""
+    """A copy of the policy's parameters in host memory, swapped into the policy's model for a forward pass."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self.version = 0  # weight version that it is a copy of
-        self._kept: dict[str, Tensor] = {}
-        self.take(0)
+        self._weights: dict[str, Tensor] = {}
+        self.copy_policy(0)
 
-    def take(self, version: int) -> None:
-        """Become the policy as it is."""
-        self._kept = {
+    def copy_policy(self, version: int) -> None:
+        """Copy the policy's current weights, which are of `version`."""
+        self._weights = {
             name: value.detach().to("cpu", copy=True) for name, value in self._policy.named_parameters()
         }
         self.version = version
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within, the policy's model holds the reference's weights."""
+    def as_policy(self) -> Iterator[None]:
+        """Within, the policy's model has the reference's weights."""
         parameters = dict(self._policy.named_parameters())
-        held = {name: value.detach().clone() for name, value in parameters.items()}
+        policy_weights = {name: value.detach().clone() for name, value in parameters.items()}
         with torch.no_grad():
-            for name, value in self._kept.items():
+            for name, value in self._weights.items():
                 parameters[name].copy_(value)
             try:
                 yield
             finally:
-                for name, value in held.items():
+                for name, value in policy_weights.items():
                     parameters[name].copy_(value)
 
     def sharded_state(self) -> dict[str, Any]:
-        """The policy's state by shards, with the reference's weights."""
+        """The policy's sharded state dict, with the reference's weights."""
         state: dict[str, Any] = self._policy.sharded_state_dict()
         for name, item in state.items():
-            if isinstance(item, ShardedBase) and name in self._kept:
-                item.data = self._kept[name]
+            if isinstance(item, ShardedBase) and name in self._weights:
+                item.data = self._weights[name]
         add_prefix_for_sharding(state, "reference.")
         return state
 
     def load_state(self, loaded: dict[str, Any], version: int) -> None:
-        """Take a loaded `sharded_state`, saved when the reference was a copy of `version`."""
-        for name, value in self._kept.items():
+        """Load a `sharded_state` that was saved when the reference was a copy of `version`."""
+        for name, value in self._weights.items():
             if name in loaded:
                 value.copy_(loaded[name])
         self.version = version
 
 
 class Teacher:
-    """A model of its own, in the policy's layout, whose log-probabilities are distilled."""
+    """A second model, in the policy's layout, whose log-probabilities are distilled."""
 
     def __init__(self, config: RunConfig, temperature: float, device: Any) -> None:
         folder = config.algorithm.teacher
         assert folder is not None
         hf = read_hf_config(folder, "algorithm.teacher")
-        inner = from_hf(config, folder, hf, device)
+        inner = model_from_hf(config, folder, hf, device)
         inner.requires_grad_(False)
         model = Float16Module(inner.config, inner) if inner.config.bf16 else inner
         self._vocab = hf["vocab_size"]
-        self._runner = LanguageRunner(
+        self._passes = LogprobForwardBackward(
             config, model, inner, device, vocab=self._vocab, temperature=temperature
         )
 
-    def logprobs(self, share: Share) -> Tensor | None:
-        """Log-probabilities of the share's response tokens; None before the last pipeline stage."""
-        highest = max((int(row.tokens.max()) for row in share.rows), default=0)
+    def logprobs(self, batch: RankBatch) -> Tensor | None:
+        """Log-probabilities of the batch's response tokens; None before the last pipeline stage."""
+        highest = max((int(row.tokens.max()) for row in batch.rows), default=0)
         if highest >= self._vocab:
             raise TrainerError(
                 f"algorithm.teacher: a sample has token {highest}, the teacher's vocabulary {self._vocab} tokens; "
                 "take a teacher with the model's own tokenizer"
             )
-        return self._runner.logprobs(share.packs)
+        return self._passes.logprobs(batch.packs)

@@ -61,7 +61,7 @@ class Pack:
         return sum(len(row.tokens) for row in self.rows)
 
 
-def rows_of(table: pa.Table) -> list[Row]:
+def read_rows(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
     tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
@@ -92,8 +92,8 @@ def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.ND
     return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def packs_of(rows: Sequence[Row], config: RunConfig, shape: Architecture, device: Any) -> list[Pack]:
-    """This rank's packs of a global batch; every rank gets as many, and about as many operations of a model of `shape`."""
+def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architecture, device: Any) -> list[Pack]:
+    """This rank's packs of a global batch; every rank gets as many, and about as many operations of the model."""
     parallel = config.trainer.parallel
     align = (2 * parallel.context if parallel.context > 1 else 1) * (
         parallel.tensor if parallel.sequence else 1
@@ -101,7 +101,7 @@ def packs_of(rows: Sequence[Row], config: RunConfig, shape: Architecture, device
     lengths = [-(-len(row.tokens) // align) * align for row in rows]
     ranks = mpu.get_data_parallel_world_size()
     limit = config.trainer.max_pack_tokens * parallel.context
-    cost = [shape.flops(length) for length in lengths]
+    cost = [architecture.flops(length) for length in lengths]
     planned = plan_packs(lengths, ranks=ranks, max_tokens=limit, cost=cost)[mpu.get_data_parallel_rank()]
     return [
         make_pack(

@@ -90,7 +90,7 @@ class TrainerRank:
         policy = self.learner.policy
         self.policy, self.optimizer, self.schedule = policy.inner, policy.optimizer, policy.schedule
         critic = self.learner.critic
-        self.offload_state = OptimizerOffload([policy, critic.trained] if critic else [policy])
+        self.offload_state = OptimizerOffload([policy, critic.trainable] if critic else [policy])
 
     def train(self, version: int, batch_url: str, guard: float | None = None) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
@@ -120,12 +120,12 @@ class TrainerRank:
             raise TrainerError(
                 f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
             )
-        share = self.learner.share(version, batch_url, every)
+        batch = self.learner.rank_batch(version, batch_url, every)
         prepared = time.perf_counter()
-        metrics = self.learner.forward_backward(share, version)
+        metrics = self.learner.forward_backward(batch, version)
         computed = time.perf_counter()
         self._check(metrics, version, guard)
-        self.learner.guard(share, version, metrics)
+        self.learner.check_on_policy(version, metrics)
         metrics |= self._apply(version, metrics, len(rows))
         finished = time.perf_counter()
         if version == max(row.train_step for row in every):
@@ -137,7 +137,7 @@ class TrainerRank:
             "version": version,
             "samples": len(rows),
             "tokens": tokens,
-            "packs": [pack.tokens for pack in share.packs],
+            "packs": [pack.tokens for pack in batch.packs],
             "seconds": {
                 "reload": self.reload_s,
                 "prepare": prepared - started,
@@ -164,7 +164,7 @@ class TrainerRank:
     def _apply(self, version: int, metrics: dict[str, float], samples: int) -> dict[str, float]:
         """Optimizer and schedule steps, unless a gradient is not finite; norms before clipping."""
         figures = {"grad_norm": 0.0}
-        moved = self.learner.moved(version)
+        moved = self.learner.models_of_step(version)
         for prefix, trained in moved:
             norm = trained.gradient_norm()
             if not math.isfinite(norm):
@@ -178,7 +178,7 @@ class TrainerRank:
                 trained.step()
                 if prefix:
                     figures[f"{prefix}lr"] = trained.lr
-            self.learner.applied(version, metrics, samples)
+            self.learner.finish_step(version, metrics, samples)
         except BaseException:
             self.version = None  # a step half applied leaves weights of no version
             raise
@@ -288,7 +288,7 @@ class TrainerRank:
 
         Raises TrainerMemoryError if the host has no room for what is kept.
         """
-        self.learner.forget()
+        self.learner.drop_iteration()
         return self.offload.offload()
 
     def shutdown(self) -> None:
@@ -300,12 +300,12 @@ class TrainerRank:
 
     def _read(self, url: str) -> list[Row]:
         """Rows of a batch; an iteration's steps read its file once."""
-        from millrace.connectors.megatron.packing import rows_of
+        from millrace.connectors.megatron.packing import read_rows
         from millrace.connectors.storage.store import Store
 
         if self._rows is None or self._rows[0] != url:
             folder, _, name = url.rpartition("/")
-            self._rows = (url, rows_of(Store(folder).read_table(name, "batch")))
+            self._rows = (url, read_rows(Store(folder).read_table(name, "batch")))
         return self._rows[1]
 
     @contextlib.contextmanager

@@ -140,9 +140,9 @@ def weights_after(settings: dict[str, Any], urls: list[str], fast: bool) -> tupl
     rank = TrainerRank(settings, 0, 1)
     rank.setup(rank.address())
     try:
-        assert rank.learner.policy._fast
+        assert rank.learner.policy._fused
         if not fast:
-            rank.learner.policy._fast = False
+            rank.learner.policy._fused = False
             for part in rank.optimizer.chained_optimizers:
                 vars(part).pop("_copy_main_params_to_model_params", None)
                 for group in part.optimizer.param_groups:

@@ -56,7 +56,7 @@ def save(rank: TrainerRank, url: str) -> dict[str, Any]:
         "version": rank.version,
         "layout": {"world_size": rank.world_size, **rank.config.trainer.parallel.model_dump()},
         "distributed_optimizer": rank.config.trainer.optimizer.distributed,
-        "parts": rank.learner.parts,
+        "parts": rank.learner.checkpoint_parts,
         "last": rank.last,
         "files": [entry.model_dump(include={"path", "size", "sha256"}) for part in mine for entry in part],
     }
@@ -81,7 +81,7 @@ def load(rank: TrainerRank, url: str) -> int:
             f"{url}: was saved with trainer.optimizer.distributed={str(marker['distributed_optimizer']).lower()}; "
             "set it so to load the checkpoint"
         )
-    for part in rank.learner.parts:
+    for part in rank.learner.checkpoint_parts:
         if part not in marker.get("parts", []):
             raise TrainerError(
                 f"{url}: was saved without a {part}, which the algorithm needs; load another, or train from the start"
@@ -104,7 +104,7 @@ def _state(rank: TrainerRank, *, loading: bool) -> dict[str, Any]:
     state = rank.learner.sharded_state(loading=loading)
     if loading:
         return state
-    return {**state, **rank.learner.plain_state(), "rng": _rng(), "version": rank.version}
+    return {**state, **rank.learner.common_state(), "rng": _rng(), "version": rank.version}
 
 
 def _rng() -> dict[str, Any]:

@@ -78,10 +78,10 @@ def query_key_value(
     return rotated(query, table), rotated(key, table), value
 
 
-def rows(x: Tensor, places: Tensor) -> Tensor:
+def take_rows(x: Tensor, places: Tensor) -> Tensor:
     """x[places] of [T, H] for places that occur once."""
     if x.is_cuda:
-        out: Tensor = _Rows.apply(x, places)
+        out: Tensor = _TakeRows.apply(x, places)
         return out
     return x[places]
 
@@ -159,7 +159,7 @@ class _Heads(torch.autograd.Function):
         return grad, dqw, dkw, None, None, None
 
 
-class _Rows(torch.autograd.Function):
+class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)

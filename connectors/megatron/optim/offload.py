@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.megatron.process.memory_errors import out_of_host_memory, ran_out
-from millrace.connectors.megatron.trainable_model import Trained
+from millrace.connectors.megatron.trainable_model import TrainableModel
 from millrace.core.errors import TrainerMemoryError
 
 
 class OptimizerOffload:
     """GPU memory of some trained models that the host can hold instead."""
 
-    def __init__(self, models: list[Trained]) -> None:
+    def __init__(self, models: list[TrainableModel]) -> None:
         self.models = models
         self.offloaded = False
         self._away: list[tuple[Any, int, Tensor | None]] = []  # storage, bytes, what it held

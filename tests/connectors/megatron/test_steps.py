@@ -143,7 +143,7 @@ def test_a_step_half_applied_leaves_no_version_to_go_on_from(group: Group, batch
 
 
 def kept(rank: Any) -> list[bool]:
-    return [item is not None for item in (rank._rows, rank.learner._held)]
+    return [item is not None for item in (rank._rows, rank.learner._iteration)]
 
 
 def test_what_an_iteration_keeps_is_freed_with_its_last_step(

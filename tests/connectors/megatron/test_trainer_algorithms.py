@@ -146,8 +146,8 @@ def test_every_layout_makes_the_steps_of_one_rank_and_goes_on_from_its_checkpoin
 def state(rank: Any) -> list[Any]:
     """Everything that an algorithm carries from step to step: weights and moments as bytes, and numbers."""
     learner = rank.learner
-    found: list[Any] = [learner.controller.value]
-    for trained in [learner.policy] + ([learner.critic.trained] if learner.critic else []):
+    found: list[Any] = [learner.kl_controller.value]
+    for trained in [learner.policy] + ([learner.critic.trainable] if learner.critic else []):
         found += [p.detach().numpy().tobytes() for p in trained.inner.parameters()]
         for part in trained.optimizer.chained_optimizers:
             parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
@@ -155,7 +155,7 @@ def state(rank: Any) -> list[Any]:
             found += [held[name].numpy().tobytes() for held in moments for name in sorted(held)]
         found.append((trained.schedule.num_steps, trained.lr))
     if learner.reference is not None:
-        found += [value.numpy().tobytes() for value in learner.reference._kept.values()]
+        found += [value.numpy().tobytes() for value in learner.reference._weights.values()]
         found.append(learner.reference.version)
     return found
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(
 
 def move_weights_after_the_old_logprobs(rank: Any) -> None:
     """As if the batch's old log-probabilities were those of other weights."""
-    compute = rank.learner._begin
+    compute = rank.learner._start_iteration
 
     def begin(*args: Any) -> Any:
         shares = compute(*args)
@@ -209,7 +209,7 @@ def move_weights_after_the_old_logprobs(rank: Any) -> None:
                 parameter.mul_(1.01)
         return shares
 
-    rank.learner._begin = begin
+    rank.learner._start_iteration = begin
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -228,7 +228,7 @@ def test_a_first_step_off_policy_is_refused_unless_the_guard_is_off(
 
 
 def other_reference(rank: Any) -> None:
-    for value in rank.learner.reference._kept.values():
+    for value in rank.learner.reference._weights.values():
         value.mul_(1.01)
 
 
