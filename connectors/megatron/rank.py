@@ -289,7 +289,7 @@ class TrainerRank:
         Raises TrainerMemoryError if the host has no room for what is kept.
         """
         self.learner.drop_iteration()
-        return self.offload.offload()
+        return self.offload_state.offload()
 
     def shutdown(self) -> None:
         """Leave the other ranks."""
