@@ -6,6 +6,7 @@ Each iteration draws rows, takes its optimizer steps and saves when due. The ans
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from prefect import flow
 
@@ -17,14 +18,14 @@ from millrace.flows.train import driven, driving, prepare
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import publish_supervised
-from millrace.tasks.records import Record, run_recorded
+from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_supervised import sample_supervised
 from millrace.tasks.train_step import train_step
 
 
 @flow(name="sft", flow_run_name="{config.run.name}")
-async def sft(config: RunConfig) -> Record:
+async def sft(config: RunConfig) -> dict[str, Any]:
     """Train on reference answers; goes on from whatever the run folder holds."""
     if config.algorithm.loss != "sft":
         raise ConfigError(
@@ -51,12 +52,9 @@ async def sft_iteration(index: int) -> None:
     turn, runtime = mine.get(), driven.get()
     await turn.wait()
     ctx = IterationContext(runtime.config, index, runtime)
-    for name, task in (
-        ("sample_supervised", sample_supervised),
-        ("train_step", train_step),
-        ("checkpoint", checkpoint),
-    ):
-        ctx.records[name] = await run_recorded(task, ctx)
+    await run_recorded(sample_supervised, ctx)
+    await run_recorded(train_step, ctx)
+    await run_recorded(checkpoint, ctx)
     turn.trained()
     await run_recorded(publish_supervised, ctx)
     turn.over()

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from typing import Any
 
 from prefect import flow
 
@@ -30,9 +31,9 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import publish
-from millrace.tasks.records import Record, run_recorded
 from millrace.tasks.reward import reward
 from millrace.tasks.rollout import rollout
+from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.stream import Stream
@@ -44,7 +45,7 @@ driven: ContextVar[Runtime] = ContextVar("driven")  # not a parameter of iterati
 
 
 @flow(name="train", flow_run_name="{config.run.name}")
-async def train(config: RunConfig) -> Record:
+async def train(config: RunConfig) -> dict[str, Any]:
     """Train `config.run.iterations` iterations, going on from whatever the run folder holds.
 
     Run again under the same run name it does what is missing; when nothing is, it returns at once.
@@ -91,23 +92,19 @@ async def iteration(index: int) -> None:
     config = runtime.config
     ctx = IterationContext(config, index, runtime, Stream(released=config.rollout.prompts))
 
-    async def step(name: str, running: Awaitable[Record]) -> None:
-        started = time.perf_counter()
-        ctx.records[name] = await running
-        ctx.seconds[name] = time.perf_counter() - started
-
-    await step("sample_prompts", run_recorded(sample_prompts, ctx))
+    await run_recorded(sample_prompts, ctx)
     with the_first_of_several():
         async with asyncio.TaskGroup() as streaming:
-            for name, task in (("rollout", rollout), ("reward", reward), ("filter", filter_groups)):
-                streaming.create_task(step(name, run_recorded(task, ctx)))
-    await step("train_step", run_recorded(train_step, ctx))
+            streaming.create_task(run_recorded(rollout, ctx))
+            streaming.create_task(run_recorded(reward, ctx))
+            streaming.create_task(run_recorded(filter_groups, ctx))
+    await run_recorded(train_step, ctx)
     turn.trained()
-    await step("sync_weights", run_recorded(sync_weights, ctx))
-    await step("checkpoint", run_recorded(checkpoint, ctx))
+    await run_recorded(sync_weights, ctx)
+    await run_recorded(checkpoint, ctx)
     last = index + 1 == config.run.iterations
     if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
-        await step("evaluate", run_recorded(evaluate, ctx))
+        await run_recorded(evaluate, ctx)
     await run_recorded(publish, ctx)
     turn.over()
 

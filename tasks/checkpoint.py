@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from prefect import task
 
+from millrace.core.contracts.task_records import CheckpointRecord
 from millrace.core.retention import checkpoints_to_drop, due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record, may_help
+from millrace.tasks.run_recorded import may_help
 
 
 @task(name="checkpoint", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
-async def checkpoint(ctx: IterationContext) -> Record:
+async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     """Save and export what is due after this iteration."""
     config, done = ctx.config, ctx.index + 1
     last = done == config.run.iterations
-    record: dict[str, Any] = {"saved": None, "exported": None, "dropped": []}
+    record: CheckpointRecord = {"saved": None, "exported": None, "dropped": [], "seconds": 0.0}
     started = time.perf_counter()
     if due(done, config.checkpoint.every) or last:
         trainer = await ctx.runtime.trainer(ctx.version_after)
@@ -37,7 +37,8 @@ async def checkpoint(ctx: IterationContext) -> Record:
         last and config.checkpoint.export_last
     ):
         record["exported"] = await _export(ctx, done)
-    return {**record, "seconds": time.perf_counter() - started}
+    record["seconds"] = time.perf_counter() - started
+    return record
 
 
 def _retain(ctx: IterationContext) -> list[str]:

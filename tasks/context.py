@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.contracts.task_records import IterationRecords
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
@@ -23,7 +24,7 @@ class IterationContext:
         self.stream = stream
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
-        self.records: dict[str, dict[str, Any]] = {}  # the iteration's committed records so far, by task
+        self.records: IterationRecords = {}  # committed so far
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
 
     @property

@@ -16,23 +16,24 @@ from prefect import task
 from millrace.core.config.training import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.tasks.context import IterationContext
-from millrace.tasks.records import Record, may_help
+from millrace.tasks.run_recorded import may_help
 
 
 @task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
-async def evaluate(ctx: IterationContext) -> Record:
+async def evaluate(ctx: IterationContext) -> EvaluateRecord:
     """Evaluate every set after this iteration; the record holds mean reward by set."""
     return await evaluate_version(ctx, done=ctx.index + 1, version=ctx.version_after)
 
 
 @task(name="evaluate_before", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
-async def evaluate_before(ctx: IterationContext) -> Record:
+async def evaluate_before(ctx: IterationContext) -> EvaluateRecord:
     """Evaluate every set before the first iteration."""
     return await evaluate_version(ctx, done=ctx.index, version=ctx.version_before)
 
 
-async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Record:
+async def evaluate_version(ctx: IterationContext, done: int, version: int) -> EvaluateRecord:
     """Evaluate all sets at a weight version and write one table a set."""
     started = time.perf_counter()
     results: dict[str, Any] = {}
@@ -43,7 +44,7 @@ async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Re
         entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, "evaluations")
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         results[held_out.name] = {
-            "file": entry.model_dump(),
+            "file": entry.record(),
             "reward_mean": sum(rewards) / len(rewards) if rewards else None,
             "samples": len(rows),
             "not_scored": len(rows) - len(rewards),

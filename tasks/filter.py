@@ -18,11 +18,11 @@ from prefect import task
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
+from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError
 from millrace.core.group_filters import GroupSample, Judgement, judge_group
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Group:
 
 
 @task(name="filter", retries=2, retry_delay_seconds=1)
-async def filter_groups(ctx: IterationContext) -> Record:
+async def filter_groups(ctx: IterationContext) -> FilterRecord:
     """Judge groups as their scores land, release others for dropped ones, then write verdicts and batch."""
     assert ctx.stream is not None
     need = ctx.config.rollout.prompts
@@ -118,7 +118,7 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
     return kept
 
 
-def _write(ctx: IterationContext, groups: list[_Group], kept: list[_Group]) -> Record:
+def _write(ctx: IterationContext, groups: list[_Group], kept: list[_Group]) -> FilterRecord:
     """Write verdicts of all drawn groups and the batch; returns counts."""
     steps = _steps(ctx, kept)
     counts: dict[str, int] = {}
@@ -144,7 +144,7 @@ def _write(ctx: IterationContext, groups: list[_Group], kept: list[_Group]) -> R
     entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
     entries.append(ctx.folder.write_table("batch.parquet", _batch(ctx, kept, steps), "batch"))
     return {
-        "files": [entry.model_dump() for entry in entries],
+        "files": [entry.record() for entry in entries],
         "verdicts": counts,
         "groups_kept": len(kept),
         "groups_dropped": sum(_dropped(group) for group in groups),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import pyarrow.compute as pc
 from prefect import task
@@ -15,18 +14,18 @@ from prefect import task
 from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.config import RunConfig
+from millrace.core.contracts.task_records import FilterRecord, PublishRecord, StepMetrics
 from millrace.core.metrics import group_metrics, sample_metrics, staleness_metrics
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record
 
 SUPERVISED = ("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy")
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 
 
 @task(name="publish", retries=2, retry_delay_seconds=1)
-async def publish(ctx: IterationContext) -> Record:
+async def publish(ctx: IterationContext) -> PublishRecord:
     """Log the iteration, then commit its manifest."""
     metrics = await asyncio.to_thread(iteration_metrics, ctx)
     await report.iteration(ctx, metrics)
@@ -36,7 +35,7 @@ async def publish(ctx: IterationContext) -> Record:
 
 
 @task(name="publish", retries=2, retry_delay_seconds=1)
-async def publish_supervised(ctx: IterationContext) -> Record:
+async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     """Log a supervised iteration, then commit its manifest."""
     trained = _train_metrics(ctx.records["train_step"]["steps"])
     metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
@@ -74,7 +73,7 @@ def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _train_metrics(steps: list[dict[str, Any]]) -> dict[str, float]:
+def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
     """Means over the iteration's steps; the learning rate and version are the last step's."""
     numbers: dict[str, list[float]] = {}
     for step in steps:
@@ -83,8 +82,8 @@ def _train_metrics(steps: list[dict[str, Any]]) -> dict[str, float]:
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
     # later steps of an iteration have moved away from the engine
-    for name in ("logprob_gap_mean", "logprob_gap_max"):
-        metrics[f"train/{name}"] = steps[0][name]
+    metrics["train/logprob_gap_mean"] = steps[0]["logprob_gap_mean"]
+    metrics["train/logprob_gap_max"] = steps[0]["logprob_gap_max"]
     metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
     return metrics
@@ -97,7 +96,7 @@ def _time_metrics(ctx: IterationContext) -> dict[str, float]:
     return metrics
 
 
-def _filter_metrics(config: RunConfig, record: Record) -> dict[str, float]:
+def _filter_metrics(config: RunConfig, record: FilterRecord) -> dict[str, float]:
     judged = record["groups_kept"] + record["groups_dropped"]
     return {
         "filter/groups_kept": record["groups_kept"],

@@ -25,9 +25,9 @@ from prefect.runtime import flow_run
 
 from millrace.connectors.mlflow.tracker import Tracker
 from millrace.core.config import RunConfig
+from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
-from millrace.tasks.records import Record
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -121,12 +121,12 @@ def _line(metrics: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
-async def evaluation(runtime: Runtime, record: Record) -> None:
+async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
     """Log an evaluation that belongs to no iteration."""
     await asyncio.to_thread(runtime.tracker.log_metrics, evaluation_metrics(record), record["done"])
 
 
-def evaluation_metrics(record: Record) -> dict[str, float]:
+def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
     """Figures of an evaluation by name."""
     return {
         f"eval/{name}/{figure}": value

@@ -15,10 +15,10 @@ from prefect import task
 
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.core.contracts import schema
+from millrace.core.contracts.task_records import RewardRecord
 from millrace.core.errors import BudgetError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record
 
 COLUMNS = [
     "sample_id",
@@ -34,7 +34,7 @@ COLUMNS = [
 
 
 @task(name="reward", retries=2, retry_delay_seconds=1)
-async def reward(ctx: IterationContext) -> Record:
+async def reward(ctx: IterationContext) -> RewardRecord:
     """Score until the filter has settled; the record counts outcomes and seconds."""
     assert ctx.stream is not None
     scored = await asyncio.to_thread(read_parts, ctx.folder, "rewards", "rewards", ignore_incomplete=True)
@@ -61,7 +61,13 @@ async def reward(ctx: IterationContext) -> Record:
             parts.add(path)
             busy += time.perf_counter() - started
         if ctx.stream.settled:
-            return {**counts, "seconds": busy}
+            return {
+                "scored": counts["scored"],
+                "failed": counts["failed"],
+                "timed_out": counts["timed_out"],
+                "skipped": counts["skipped"],
+                "seconds": busy,
+            }
         await ctx.stream.wait(revision)
 
 

@@ -20,11 +20,12 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.parts import read_parts, write_part
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id, sample_seed
+from millrace.core.contracts.task_records import RolloutRecord
 from millrace.core.errors import BudgetError, EngineError
 from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record, may_help
+from millrace.tasks.run_recorded import may_help
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
 TIDY_AFTER_S = (
@@ -33,7 +34,7 @@ TIDY_AFTER_S = (
 
 
 @task(name="rollout", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
-async def rollout(ctx: IterationContext) -> Record:
+async def rollout(ctx: IterationContext) -> RolloutRecord:
     """Generate until the filter has settled every verdict; the record counts samples, tokens and seconds."""
     assert ctx.stream is not None
     started = time.perf_counter()
@@ -56,7 +57,13 @@ async def rollout(ctx: IterationContext) -> Record:
             await ctx.stream.wait(revision)
     tidying.cancel()
     seconds = time.perf_counter() - started
-    return {"samples_found": len(finished), "seconds": seconds, **generator.counts}
+    return {
+        "samples_found": len(finished),
+        "seconds": seconds,
+        "samples_generated": generator.samples,
+        "tokens_generated": generator.tokens,
+        "engines_s": generator.engines_s,
+    }
 
 
 def _read_prompts(ctx: IterationContext) -> list[dict[str, Any]]:
@@ -70,7 +77,8 @@ class _Generator:
         self.ctx = ctx
         self.failures = failures
         self.outstanding = 0  # samples begun and not yet queued
-        self.counts: dict[str, float] = {"samples_generated": 0, "tokens_generated": 0, "engines_s": 0.0}
+        self.samples = self.tokens = 0
+        self.engines_s = 0.0
         config = ctx.config.rollout
         s = config.sampling
         self.sampling: dict[str, Any] = {
@@ -108,9 +116,9 @@ class _Generator:
                 self._fail(row, str(error))
             else:
                 _fill(row, prompt, result)
-                self.counts["tokens_generated"] += row["response_length"]
+                self.tokens += row["response_length"]
             row["timings"] = [("started", started), ("generate_s", time.time() - started)]
-        self.counts["samples_generated"] += 1
+        self.samples += 1
         self.outstanding -= 1
         await queue.put(row)
 
@@ -120,7 +128,7 @@ class _Generator:
             if self._engines is None:
                 started = time.perf_counter()
                 self._engines = await self.ctx.runtime.engines(self.ctx.version_before)
-                self.counts["engines_s"] = time.perf_counter() - started
+                self.engines_s = time.perf_counter() - started
             return self._engines
 
     def _fail(self, row: dict[str, Any], reason: str) -> None:

@@ -15,9 +15,9 @@ from prefect import task
 
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import group_id
+from millrace.core.contracts.task_records import SamplePromptsRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record
 
 
 def reserve_size(ctx: IterationContext) -> int:
@@ -27,17 +27,17 @@ def reserve_size(ctx: IterationContext) -> int:
 
 
 @task(name="sample_prompts")
-async def sample_prompts(ctx: IterationContext) -> Record:
+async def sample_prompts(ctx: IterationContext) -> SamplePromptsRecord:
     """Draw groups and write prompts.parquet; the record counts them by source."""
     record = await asyncio.to_thread(_draw, ctx)
     await kill_point(ctx.index, "sample_prompts", "in")
     return record
 
 
-def _draw(ctx: IterationContext) -> Record:
+def _draw(ctx: IterationContext) -> SamplePromptsRecord:
     table, by_source = drawn_table(ctx, reserve_size(ctx))
     entry = ctx.folder.write_table("prompts.parquet", table, "prompts")
-    return {"files": [entry.model_dump()], "groups": table.num_rows, "by_source": by_source}
+    return {"files": [entry.record()], "groups": table.num_rows, "by_source": by_source}
 
 
 def drawn_table(ctx: IterationContext, reserve: int) -> tuple[pa.Table, dict[str, int]]:

@@ -13,19 +13,19 @@ from prefect import task
 
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
+from millrace.core.contracts.task_records import SampleSupervisedRecord
 from millrace.core.errors import DataError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.records import Record
 from millrace.tasks.sample_prompts import drawn_table
 
 
 @task(name="sample_supervised")
-async def sample_supervised(ctx: IterationContext) -> Record:
+async def sample_supervised(ctx: IterationContext) -> SampleSupervisedRecord:
     """Draw the iteration's rows and write its batch; the record counts rows and tokens."""
     return await asyncio.to_thread(_draw, ctx)
 
 
-def _draw(ctx: IterationContext) -> Record:
+def _draw(ctx: IterationContext) -> SampleSupervisedRecord:
     prompts, by_source = drawn_table(ctx, reserve=0)
     entries = [ctx.folder.write_table("prompts.parquet", prompts, "prompts")]
     rows = [_sample(ctx, row, at) for at, row in enumerate(prompts.to_pylist())]
@@ -35,7 +35,7 @@ def _draw(ctx: IterationContext) -> Record:
         entries.append(ctx.folder.write_table(f"{name}.parquet", table, name))
     tokens = sum(row["response_length"] for row in rows)
     return {
-        "files": [entry.model_dump() for entry in entries],
+        "files": [entry.record() for entry in entries],
         "rows": len(rows),
         "tokens": tokens,
         "by_source": by_source,

@@ -6,13 +6,14 @@ import time
 
 from prefect import task
 
+from millrace.core.contracts.task_records import SyncWeightsRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record, may_help
+from millrace.tasks.run_recorded import may_help
 
 
 @task(name="sync_weights", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
-async def sync_weights(ctx: IterationContext) -> Record:
+async def sync_weights(ctx: IterationContext) -> SyncWeightsRecord:
     """Bring all engines to the version after this iteration; the record holds seconds by phase."""
     started = time.perf_counter()
     phases = await ctx.runtime.publish(ctx.version_after)

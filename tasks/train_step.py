@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from prefect import task
 
+from millrace.core.contracts.task_records import StepFile, StepMetrics, TrainStepRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.records import Record, may_help
+from millrace.tasks.run_recorded import may_help
 
 
 @task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
-async def train_step(ctx: IterationContext) -> Record:
+async def train_step(ctx: IterationContext) -> TrainStepRecord:
     """Train the steps of the iteration in order; the record holds each step's metrics."""
     started = time.perf_counter()
-    steps: list[dict[str, Any]] = []
+    steps: list[StepMetrics] = []
     url = ctx.folder.url_of("batch.parquet")
     await ctx.runtime.sleep_engines()
     rested = time.perf_counter() - started
@@ -36,11 +36,11 @@ async def train_step(ctx: IterationContext) -> Record:
         answers = await trainer.call("train", version, url, guard)
         steps.append(answers[0])
         await kill_point(ctx.index, "train_step", "in")
-    record = {
+    made: StepFile = {
         "version": ctx.version_after,
         "steps": steps,
         "rest_s": rested,
         "seconds": time.perf_counter() - started,
     }
-    entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", record)
-    return {**record, "files": [entry.model_dump()]}
+    entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
+    return {**made, "files": [entry.record()]}

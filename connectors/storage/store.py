@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace.connectors.storage import local, tables
 from millrace.connectors.storage.faults import retried
+from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
 BLOCK = 8 << 20
@@ -46,6 +47,12 @@ class FileEntry(BaseModel):
     size: int
     rows: int | None = None
     table: str | None = None
+
+    def record(self) -> FileRecord:
+        """The entry as a task keeps it in its record."""
+        return FileRecord(
+            path=self.path, sha256=self.sha256, size=self.size, rows=self.rows, table=self.table
+        )
 
 
 Entries = list[FileEntry]

@@ -17,6 +17,7 @@ import psutil
 
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.prefect.record_storage import save_record_storage
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.external import ExternalEngine
@@ -31,7 +32,6 @@ from millrace.core.contracts.ids import derived_seed
 from millrace.core.errors import LASTING, ActorLostError, TrainerError, TrainerStalledError
 from millrace.core.ledger import Ledger
 from millrace.core.rewards.scoring import score_sample
-from millrace.tasks.records import record_storage
 from millrace.tasks.runtime.network_check import check_reach
 from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
 from millrace.tasks.runtime.weights_folder import WeightsFolder
@@ -386,7 +386,7 @@ class Runtime:
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if they were made by this very configuration."""
         self._weights = await asyncio.to_thread(WeightsFolder, self.config)
-        self.record_storage = await record_storage(self.config.storage.root)
+        self.record_storage = await save_record_storage(self.config.storage.root)
         await self._join()
         await actors.end_others(self._settings)
 

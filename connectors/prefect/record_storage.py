@@ -1,0 +1,91 @@
+"""Where Prefect keeps the results of tasks: files under the storage root, at paths that the caller names.
+
+They are written through the Store, whole or not at all, and retried as every other file is. Knows nothing of what a
+result means or of which tasks there are. Servers know the block type by its slug and by a hash of its fields and docstring:
+both stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from prefect import Task
+from prefect.cache_policies import CachePolicy
+from prefect.context import TaskRunContext
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.filesystems import WritableFileSystem
+from prefect.serializers import JSONSerializer
+from pydantic import Field
+from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+from millrace.connectors.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RecordStorage(WritableFileSystem):
+    """A storage root as Prefect sees it: nothing but its URL; credentials come from the environment."""  # hashed
+
+    _block_type_name = "millrace storage root"
+    _block_type_slug = "millrace-storage-root"
+
+    root: str = Field(description="Path or fsspec URL that holds the runs.")
+
+    async def read_path(self, path: str) -> bytes:
+        """A record's bytes."""
+        return await asyncio.to_thread(Store(self.root).read, path)
+
+    async def write_path(self, path: str, content: bytes) -> None:
+        """Write a record, whole or not at all."""
+        await asyncio.to_thread(Store(self.root).write, path, content)
+
+
+@dataclass
+class KeptAt(CachePolicy):
+    """Keeps a task's result at one path under the storage root, whatever its inputs."""
+
+    path: str = ""
+
+    def compute_key(
+        self,
+        task_ctx: TaskRunContext,
+        inputs: dict[str, Any],
+        flow_parameters: dict[str, Any],
+        **kwargs: Any,
+    ) -> str | None:
+        """The path: Prefect looks there before it runs the task, and writes there after it."""
+        return self.path
+
+
+def kept_at(path: str, task: Task[P, R], storage: RecordStorage) -> Task[P, R]:
+    """The task with its result kept as JSON at a path under the storage root. It does not run if the file is there."""
+    return task.with_options(
+        persist_result=True,
+        cache_policy=KeptAt(path=path),
+        result_serializer=JSONSerializer(),
+        result_storage=storage,
+    )
+
+
+@retry(
+    retry=retry_if_exception_type(PrefectHTTPStatusError),
+    stop=stop_after_attempt(5),
+    wait=wait_fixed(1),
+    before_sleep=before_sleep_log(log, logging.WARNING),
+    reraise=True,
+)
+async def save_record_storage(root: str) -> RecordStorage:
+    """The block for a storage root, saved on the server.
+
+    A server that starts for the first time is still registering its own block types, and may refuse: retried.
+    """
+    block = RecordStorage(root=Store(root).url)
+    await block.save(f"millrace-{hashlib.sha256(block.root.encode()).hexdigest()[:12]}", overwrite=True)
+    return block

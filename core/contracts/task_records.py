@@ -1,0 +1,158 @@
+"""What each task returns and keeps as JSON in results/<task>.json: names of files and figures, never samples.
+
+A committed record means that its task never runs again, in this release or a later one: keys are added as NotRequired and
+never renamed. Plain dictionaries at run time, as they come back from JSON.
+"""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+
+class FileRecord(TypedDict):
+    """A file that a task wrote."""
+
+    path: str
+    sha256: str
+    size: int
+    rows: int | None  # of a table
+    table: str | None  # its kind
+
+
+class SamplePromptsRecord(TypedDict):
+    """What sample_prompts drew."""
+
+    files: list[FileRecord]
+    groups: int  # with the reserve
+    by_source: dict[str, int]  # groups without the reserve
+
+
+class SampleSupervisedRecord(TypedDict):
+    """The batch that sample_supervised made of reference answers."""
+
+    files: list[FileRecord]
+    rows: int
+    tokens: int  # of the answers
+    by_source: dict[str, int]
+
+
+class RolloutRecord(TypedDict):
+    """What rollout generated."""
+
+    samples_found: int  # in parts of an earlier attempt
+    seconds: float
+    samples_generated: int
+    tokens_generated: int
+    engines_s: float  # until the engines served this iteration's weights
+
+
+class RewardRecord(TypedDict):
+    """Outcomes of scoring, and the seconds in which any was under way."""
+
+    scored: int
+    failed: int
+    timed_out: int
+    skipped: int
+    seconds: float
+
+
+class FilterRecord(TypedDict):
+    """Verdicts on the groups that were drawn."""
+
+    files: list[FileRecord]
+    verdicts: dict[str, int]  # samples by verdict and reason
+    groups_kept: int
+    groups_dropped: int
+    groups_returned: int
+    groups_zero_variance: int
+
+
+class StepMetrics(TypedDict):
+    """Metrics of one optimizer step. The algorithm adds numbers under names of its own."""
+
+    version: int  # weight version that the step made
+    loss: float
+    grad_norm: float
+    lr: float
+    logprob_gap_mean: float
+    logprob_gap_max: float
+    samples: int
+    tokens: int
+    packs: list[int]  # tokens of each pack of the first rank
+    seconds: dict[str, float]  # by phase
+    tokens_per_second: float
+
+
+class StepFile(TypedDict):
+    """step.json: the optimizer steps of an iteration, in order."""
+
+    version: int  # after the last step
+    steps: list[StepMetrics]
+    rest_s: float  # until the engines had left GPU memory to the trainer
+    seconds: float
+
+
+class TrainStepRecord(StepFile):
+    """What train_step trained, and the entry of step.json."""
+
+    files: list[FileRecord]
+
+
+class SyncWeightsRecord(TypedDict):
+    """The weight version that every engine confirmed."""
+
+    version: int
+    phases: dict[str, float]  # seconds
+    seconds: float
+
+
+class CheckpointRecord(TypedDict):
+    """Paths in the run folder: what was saved, exported and removed."""
+
+    saved: str | None
+    exported: str | None
+    dropped: list[str]
+    seconds: float
+
+
+class EvaluatedSet(TypedDict):
+    """Figures of one held-out set. A sample without a reward is in none of the means of rewards."""
+
+    file: FileRecord
+    reward_mean: float | None  # None if no sample was scored
+    samples: int
+    not_scored: int
+    response_length_mean: float
+    truncated_share: float
+    failed: NotRequired[int]  # samples that could not be generated
+
+
+class EvaluateRecord(TypedDict):
+    """Evaluation of every held-out set at one weight version."""
+
+    version: int
+    done: int  # iterations trained
+    sets: dict[str, EvaluatedSet]
+    seconds: float
+
+
+class PublishRecord(TypedDict):
+    """Every figure of the iteration, by name."""
+
+    metrics: dict[str, float]
+
+
+class IterationRecords(TypedDict, total=False):
+    """The committed records of one iteration, by the name of the task."""
+
+    sample_prompts: SamplePromptsRecord
+    sample_supervised: SampleSupervisedRecord
+    rollout: RolloutRecord
+    reward: RewardRecord
+    filter: FilterRecord
+    train_step: TrainStepRecord
+    sync_weights: SyncWeightsRecord
+    checkpoint: CheckpointRecord
+    evaluate_before: EvaluateRecord
+    evaluate: EvaluateRecord
+    publish: PublishRecord

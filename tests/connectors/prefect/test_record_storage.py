@@ -1,0 +1,39 @@
+"""Prefect's handle on the storage root: what servers' databases and run folders of earlier releases rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from prefect import task
+
+from millrace.connectors.prefect.record_storage import KeptAt, RecordStorage, kept_at
+from millrace.core.errors import MissingFileError
+
+
+def test_servers_know_the_block_type_for_good() -> None:
+    assert RecordStorage.get_block_type_slug() == "millrace-storage-root"
+    checksum = "sha256:9874afa5fa9b3eed5de7328d048c05b22e6357c6b4888f0580309566e548543a"
+    assert RecordStorage._calculate_schema_checksum() == checksum
+
+
+async def test_records_are_files_under_the_root(tmp_path: Path) -> None:
+    storage = RecordStorage(root=str(tmp_path))
+    await storage.write_path("a/iterations/000000/results/rollout.json", b"{}")
+    assert (tmp_path / "a/iterations/000000/results/rollout.json").read_bytes() == b"{}"
+    assert await storage.read_path("a/iterations/000000/results/rollout.json") == b"{}"
+    with pytest.raises(MissingFileError, match="reward"):
+        await storage.read_path("a/iterations/000000/results/reward.json")
+
+
+def test_a_task_is_kept_at_its_path_and_keeps_its_own_options(tmp_path: Path) -> None:
+    @task(name="rollout", retries=2)
+    async def rollout(number: int) -> dict[str, int]:
+        return {"number": number}
+
+    storage = RecordStorage(root=str(tmp_path))
+    storage._block_document_id = uuid4()  # as if a server had saved it
+    kept = kept_at("a/results/rollout.json", rollout, storage)
+    assert kept.cache_policy == KeptAt(path="a/results/rollout.json")
+    assert (kept.name, kept.retries, kept.persist_result) == ("rollout", 2, True)
