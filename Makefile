@@ -1,5 +1,7 @@
 # make quickstart   train a small model on this machine's CPU
 # make test         run the tests
+# make lint         check form, types, layers and the shape of the code
+# make docs         write the generated pages again
 # WORKERS=2         processes that make test uses: much of a test is waiting for processes to start
 # GPU=1             take torch with CUDA instead of the CPU build
 
@@ -42,3 +44,4 @@ lint: $(READY)
 
 docs: $(READY)
 	$(VENV)/bin/python -m millrace.core.config.docs_page
+	$(VENV)/bin/python -m benchmarks.page

@@ -1,6 +1,6 @@
 """How long `millrace check` takes, start of the interpreter to its end: on a good configuration and on wrong ones.
 
-    python -m benchmarks.check_command [--json FILE]
+    python -m benchmarks.check_command [--out FILE]
 
 Each runs in a process of its own, as from a shell. Prints the slowest and the median.
 """
@@ -23,8 +23,8 @@ from tests.support.wrong_configs import WRONG, write_good
 def main() -> None:
     """Time them all."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_good(Path(folder))
         good = _seconds(folder, [], expect=0)
@@ -34,8 +34,8 @@ def main() -> None:
     print(
         f"{len(wrong)} wrong ones: median {statistics.median(wrong.values()):.2f} s, slowest {wrong[slowest]:.2f} s ({slowest})"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"good_s": good, "wrong_s": wrong}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps({"good_s": good, "wrong_s": wrong}, indent=1) + "\n")
 
 
 def _seconds(folder: str, overrides: list[str], expect: int) -> float:

@@ -41,9 +41,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each side, in turn")
     parser.add_argument("--hidden", type=int, default=96, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
-    report = measure(parser.parse_args())
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
+    report = measure(options)
     show(report)
     print(json.dumps(report))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

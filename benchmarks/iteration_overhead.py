@@ -1,6 +1,6 @@
 """Where an iteration's time goes: generation, training, weight sync, and everything else.
 
-    python benchmarks/iteration_overhead.py [--iterations 8] [--root s3://bucket/x]
+    python -m benchmarks.iteration_overhead [--iterations 8] [--root s3://bucket/x] [--out FILE]
 
 Runs `millrace train` on a random tiny model with iterations of a few seconds, on two cores where the system can pin a
 process, and prints the mean split as a table and as JSON, without the first two iterations, which import and tidy up,
@@ -34,6 +34,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("--iterations", type=int, default=12)
     arguments.add_argument("--root", default=None, help="storage root; a temporary folder when not given")
+    arguments.add_argument("--out", type=Path, help="JSON file for the figures")
     options = arguments.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -54,7 +55,10 @@ def main() -> None:
     for part, seconds in mean.items():
         table.add_row(part, f"{seconds:.3f}", f"{seconds / mean['iteration']:.1%}")
     Console().print(table)
-    print(json.dumps({**{k: round(v, 4) for k, v in mean.items()}, "overhead_max": round(worst, 4)}))
+    report = {**{part: round(seconds, 4) for part, seconds in mean.items()}, "overhead_max": round(worst, 4)}
+    print(json.dumps(report))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def prepare(folder: Path, root: str, iterations: int) -> None:

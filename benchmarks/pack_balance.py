@@ -1,6 +1,6 @@
 """How evenly the work of a step lies on data parallel ranks: packs dealt by tokens and by a model's operations.
 
-    python -m benchmarks.pack_balance [--samples 256] [--batches 30] [--shortest 256] [--json FILE]
+    python -m benchmarks.pack_balance [--samples 256] [--batches 30] [--shortest 256] [--out FILE]
 
 Lengths are drawn log-uniformly up to 16,384 tokens; operations are those of the 0.6B shape. Prints the slowest rank's
 operations over the mean of all, mean and worst of the batches, and packs a rank; and how long a plan takes.
@@ -30,15 +30,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument("--shortest", type=int, default=256)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
     found = [
-        measure(ranks, tokens, arguments.samples, arguments.shortest, arguments.batches)
-        for ranks, tokens in CASES
+        measure(ranks, tokens, options.samples, options.shortest, options.batches) for ranks, tokens in CASES
     ]
     print(json.dumps(found, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure(ranks: int, tokens: int, samples: int, shortest: int, batches: int) -> dict[str, Any]:
@@ -51,9 +50,9 @@ def measure(ranks: int, tokens: int, samples: int, shortest: int, batches: int) 
         draw = random.Random(batch)
         lengths = [round(shortest * (LONGEST / shortest) ** draw.random()) for _ in range(samples)]
         cost = [shape.flops(length) for length in lengths]
-        for by, given in (("tokens", None), ("operations", cost)):
+        for by, weights in (("tokens", None), ("operations", cost)):
             started = time.perf_counter()
-            plan = plan_packs(lengths, ranks=ranks, max_tokens=tokens, cost=given)
+            plan = plan_packs(lengths, ranks=ranks, max_tokens=tokens, cost=weights)
             seconds.append(time.perf_counter() - started)
             work = [sum(cost[i] for pack in mine for i in pack) for mine in plan]
             ratios[by].append(max(work) / mean(work))

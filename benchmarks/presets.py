@@ -1,6 +1,6 @@
 """What each algorithm preset learns in the same time from the same warm model: every recipe, one after the other.
 
-    python benchmarks/presets.py [--iterations 40] [--out results.json] [grpo dapo ...]
+    python -m benchmarks.presets [--iterations 40] [--out FILE] [grpo dapo ...]
 
 Runs `millrace train deployments/recipes/PRESET.yaml` on two cores where the system can pin a process, and prints a table and
 JSON: held-out reward (sampled, 200 problems x 4) before and after, seconds from the run's start to its end with both

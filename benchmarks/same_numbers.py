@@ -1,10 +1,10 @@
-"""What a checkout computes, to be held against another one: final weights and the losses of every step, as text that `diff` reads.
+"""Final weights and step losses of one checkout, to compare two versions bit for bit.
 
     python -m benchmarks.same_numbers --millrace .venv/bin/millrace --recipes deployments/recipes --out after.json
     python -m benchmarks.same_numbers --compare before.json after.json
 
-Trains the quickstart with three seeds and each preset's recipe for three iterations, in a folder of its own, by the command line of
-the checkout that is named, so the same script runs two versions. Each run has the same name in both: seeds follow from it.
+Trains the quickstart with three seeds and each preset's recipe for three iterations. It starts the command line of the named
+checkout, so one script measures two versions. Runs have the same names in both, since seeds follow from names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ITERATIONS = 3
 
 
 def main() -> None:
-    """Run one side, or compare two that ran."""
+    """Measure one checkout, or compare two measurements."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--millrace", type=Path, help="the command of the checkout to run")
+    parser.add_argument("--millrace", type=Path, help="`millrace` of the checkout to measure")
     parser.add_argument("--recipes", type=Path, help="its folder of recipes")
     parser.add_argument(
-        "--out", type=Path, help="JSON file for what was found; what it holds already is not run again"
+        "--out", type=Path, help="JSON file for the results; runs that it holds already are left out"
     )
     parser.add_argument("--folder", type=Path, help="where runs are kept; temporary when not given")
     parser.add_argument("--only", nargs="*", help="names such as quickstart-0 or ppo; all when not given")
@@ -47,9 +47,9 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Train everything and keep each result as soon as it is there."""
+    """Train all runs and write each result as soon as it is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     commands = {f"quickstart-{seed}": quickstart(seed) for seed in SEEDS}
     recipes = options.recipes.resolve()
     commands |= {preset: recipe(recipes, preset) for preset in PRESETS}
@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     }
     try:
         for name, arguments in commands.items():
-            if name in found or (options.only and name not in options.only):
+            if name in results or (options.only and name not in options.only):
                 continue
             started = time.perf_counter()
             with (folder / f"{name}.log").open("w") as log:
@@ -73,9 +73,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-            found[name] = read(folder / "runs" / name) | {"seconds": round(time.perf_counter() - started, 1)}
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{name}: {found[name]['weights'][:16]} in {found[name]['seconds']} s", flush=True)
+            results[name] = read(folder / "runs" / name) | {
+                "seconds": round(time.perf_counter() - started, 1)
+            }
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {results[name]['weights'][:16]} in {results[name]['seconds']} s", flush=True)
     finally:
         subprocess.run([str(millrace), "server", "stop"], cwd=folder, env=environment, check=False)
 
@@ -125,7 +127,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def difference(left: dict[str, Any] | None, right: dict[str, Any] | None) -> str:
-    """What differs first between two runs of one name."""
+    """The first difference between two runs of one name."""
     if left is None or right is None:
         return "missing on one side"
     for figure in ("loss", "grad_norm"):

@@ -1,6 +1,6 @@
 """The Megatron trainer's step beside the plainest one: Hugging Face model, padded batch, torch AdamW; on CPU.
 
-    python benchmarks/trainer_step.py [--threads 2] [--steps 15] [--only quickstart] [--json out.json]
+    python -m benchmarks.trainer_step [--threads 2] [--steps 15] [--only quickstart] [--out FILE]
 
 Both make the same step (clipped policy loss, gradient clipping at 1, AdamW in fp32) on the same tokens with the same
 threads, in processes of their own that take turns, so that noise of the host meets both. The plain step computes
@@ -15,7 +15,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -209,21 +208,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--only", choices=list(CASES))
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
     found = []
     print(f"{'case':<12}{'megatron':>12}{'plain':>12}{'ratio':>8}   phases of the trainer (ms)")
     for name, case in CASES.items():
-        if given.only in (None, name):
-            one = measure(name, case, given.threads, given.steps)
+        if options.only in (None, name):
+            one = measure(name, case, options.threads, options.steps)
             found.append(one)
             phases = "  ".join(f"{p} {s * 1e3:.1f}" for p, s in one["megatron_phases_s"].items())
             times = f"{one['megatron_s'] * 1e3:>9.1f} ms{one['plain_s'] * 1e3:>9.1f} ms"
             print(f"{name:<12}{times}{one['ratio']:>8.2f}   {phases}")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     main()

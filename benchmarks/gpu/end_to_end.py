@@ -1,6 +1,6 @@
 """Where an iteration's time goes on one shared GPU, and how busy the GPU is.
 
-    python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512,2048] [--samples 128] [--iterations 4]
+    python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512 2048] [--samples 128] [--iterations 4]
 
 Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of the
 iterations after the second (with two, of the second): in the first kernels are tuned and host memory is pinned for the
@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
+from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
 from benchmarks.iteration_overhead import iteration_split
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import RunFolder
@@ -42,33 +42,33 @@ def main() -> None:
     """Run each length, read what it stored, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="0.6b")
-    parser.add_argument("--lengths", default="512,2048", help="tokens of a response")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="tokens of a response")
     parser.add_argument("--samples", type=int, default=128, help="samples of an iteration")
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--overrides", default="", help="key=value of the configuration, by comma")
-    given = parser.parse_args()
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "device": device_name(), "versions": versions()}
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--overrides", nargs="*", default=[], help="key=value of the configuration")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"command": command_line(), "device": device_name(), "versions": versions()}
     with tempfile.TemporaryDirectory() as scratch:
-        model = model_folder(given.shape, (given.models or Path(scratch)) / given.shape)
-        for length in map(int, given.lengths.split(",")):
-            report[str(length)] = _measured(given, model, Path(scratch), length)
-            if given.out:
-                given.out.write_text(json.dumps(report, indent=1) + "\n")
+        model = model_folder(options.shape, (options.models or Path(scratch)) / options.shape)
+        for length in options.lengths:
+            report[str(length)] = _measured(options, model, Path(scratch), length)
+            if options.out:
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
 
-def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int) -> dict[str, Any]:
+def _measured(options: argparse.Namespace, model: Path, folder: Path, length: int) -> dict[str, Any]:
     name = f"e2e-{length}"
     values = configuration(
         model,
         folder,
-        run={"name": name, "iterations": given.iterations + 100},  # ended before
+        run={"name": name, "iterations": options.iterations + 100},  # ended before
         rollout={
-            "prompts": given.samples // GROUP,
+            "prompts": options.samples // GROUP,
             "samples_per_prompt": GROUP,
-            "max_concurrency": given.samples,
+            "max_concurrency": options.samples,
             "sampling": {"max_new_tokens": length},
         },
         trainer={"max_pack_tokens": max(16384, 8 * length)},
@@ -77,13 +77,12 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
     millrace = [sys.executable, "-m", "millrace.flows.cli"]
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
-    overrides = [item for item in given.overrides.split(",") if item]
     run = RunFolder(str(folder / "runs"), name)
     with Busy() as busy:
         try:
-            command = [*millrace, "train", f"{name}.yaml", *overrides]
+            command = [*millrace, "train", f"{name}.yaml", *options.overrides]
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
-            while run.manifest(given.iterations - 1) is None:
+            while run.manifest(options.iterations - 1) is None:
                 if process.poll() is not None:
                     raise SystemExit(f"the run ended with {process.returncode}")
                 time.sleep(SAMPLE_S)
@@ -93,17 +92,17 @@ def _measured(given: argparse.Namespace, model: Path, folder: Path, length: int)
             subprocess.run(
                 [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
             )
-    splits = [split(run, index) for index in range(1, given.iterations)]
+    splits = [split(run, index) for index in range(1, options.iterations)]
     settled = splits[1:] or splits
     mean = {part: sum(one[part] for one in settled) / len(settled) for part in settled[0]}
     wall = mean["iteration_s"]
     parts = ("generation_s", "training_s", "memory_s", "sync_s", "orchestration_s")
-    first = run.manifest(given.iterations - len(settled) - 1)
-    last = run.manifest(given.iterations - 1)
+    first = run.manifest(options.iterations - len(settled) - 1)
+    last = run.manifest(options.iterations - 1)
     assert first is not None
     assert last is not None
     return {
-        "samples": given.samples,
+        "samples": options.samples,
         "mean": {part: round(value, 4) for part, value in mean.items()},
         "share": {part: round(mean[part] / wall, 4) for part in parts},
         "gpu_busy": busy.mean(first.tasks["committed"], last.tasks["committed"]),

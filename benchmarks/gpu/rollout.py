@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions
+from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.sglang.process import EngineServer
@@ -46,28 +46,28 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = model_folder(given.shape, (given.models or Path(scratch)) / given.shape)
-        report = asyncio.run(_measured(given, model, Path(scratch)))
+        model = model_folder(options.shape, (options.models or Path(scratch)) / options.shape)
+        report = asyncio.run(_measured(options, model, Path(scratch)))
     text = json.dumps(report, indent=1)
     print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+    if options.out:
+        options.out.write_text(text + "\n")
 
 
-async def _measured(given: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
+async def _measured(options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
     config = RunConfig.model_validate(
         configuration(
             model,
             folder,
             run={"name": "rollout", "iterations": 100},
             rollout={
-                "prompts": given.samples // GROUP,
+                "prompts": options.samples // GROUP,
                 "samples_per_prompt": GROUP,
-                "max_concurrency": given.concurrency,
-                "sampling": {"max_new_tokens": given.tokens},
+                "max_concurrency": options.concurrency,
+                "sampling": {"max_new_tokens": options.tokens},
             },
             engines={"sglang": {**SGLANG, "mem_fraction_static": 0.6, "cuda_graph_max_bs_decode": 256}},
             placement={"colocate": False},
@@ -80,9 +80,9 @@ async def _measured(given: argparse.Namespace, model: Path, folder: Path) -> dic
         await fleet.publish(str(model), 0)
         ours: list[float] = []
         raw: list[float] = []
-        for index in range(given.rounds + 1):
+        for index in range(options.rounds + 1):
             ctx = await _drawn(config, fleet, index)
-            tokens, seconds = await _raw(ctx, fleet, given)
+            tokens, seconds = await _raw(ctx, fleet, options)
             raw.append(tokens / seconds)
             tokens, seconds = await _ours(ctx)
             ours.append(tokens / seconds)
@@ -92,12 +92,12 @@ async def _measured(given: argparse.Namespace, model: Path, folder: Path) -> dic
         handle.close()
     ratios = [a / b for a, b in zip(ours[1:], raw[1:], strict=True)]
     return {
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "device": device_name(),
         "versions": versions(),
-        "samples": given.samples,
-        "tokens": given.tokens,
-        "concurrency": given.concurrency,
+        "samples": options.samples,
+        "tokens": options.tokens,
+        "concurrency": options.concurrency,
         "raw_tokens_s": [round(x) for x in raw[1:]],
         "ours_tokens_s": [round(x) for x in ours[1:]],
         "ratio_median": round(statistics.median(ratios), 4),
@@ -115,12 +115,12 @@ async def _drawn(config: RunConfig, fleet: Fleet, number: int) -> IterationConte
     return ctx
 
 
-async def _raw(ctx: IterationContext, fleet: Fleet, given: argparse.Namespace) -> tuple[int, float]:
+async def _raw(ctx: IterationContext, fleet: Fleet, options: argparse.Namespace) -> tuple[int, float]:
     """Tokens and seconds of plain requests for an iteration's samples."""
     prompts = ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal").to_pylist()
-    slots = asyncio.Semaphore(given.concurrency)
+    slots = asyncio.Semaphore(options.concurrency)
     (client,) = fleet._clients.values()
-    sampling = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": given.tokens, "no_stop_trim": True}
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": options.tokens, "no_stop_trim": True}
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
 

@@ -38,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    write_model(given.shape, given.folder)
+    options = parser.parse_args()
+    write_model(options.shape, options.folder)
 
 
 def model_folder(shape: str, folder: Path) -> Path:
@@ -145,6 +145,12 @@ def laid_over(
 def coin(sample: Any, **_: Any) -> float:
     """A reward that varies within a group and says nothing."""
     return float(zlib.crc32(sample.response.encode()) % 2)
+
+
+def command_line() -> str:
+    """The command that runs, as one types it: `python -m benchmarks.gpu.sync --shapes 0.6b`."""
+    spec = sys.modules["__main__"].__spec__
+    return " ".join(["python -m", spec.name if spec else "?", *sys.argv[1:]])
 
 
 def device_name() -> str:

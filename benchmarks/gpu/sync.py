@@ -1,6 +1,6 @@
 """Seconds that weights take from the trainer to SGLang on the same GPU, by phase, against a device copy.
 
-    python -m benchmarks.gpu.sync [--shapes 0.6b,4b] [--repeats 5] [--bucket-mib 512] [--out FILE]
+    python -m benchmarks.gpu.sync [--shapes 0.6b 4b] [--repeats 5] [--bucket-mib 512] [--out FILE]
 
 Random weights; the engine starts with weights of its own. A pass is what an iteration does after its train step: the
 engines rest, then the held weights are published through the buckets of CUDA IPC (wake, pause, load = gather + transfer,
@@ -21,7 +21,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import SGLANG, configuration, device_name, model_folder, versions, weight_bytes
+from benchmarks.gpu.shapes import (
+    SGLANG,
+    command_line,
+    configuration,
+    device_name,
+    model_folder,
+    versions,
+    weight_bytes,
+)
 
 TARGETS = {"0.6b": 0.15, "4b": 0.6}
 KV_SHARE = {"0.6b": 0.2, "1.7b": 0.2, "4b": 0.25}
@@ -30,32 +38,32 @@ KV_SHARE = {"0.6b": 0.2, "1.7b": 0.2, "4b": 0.25}
 def main() -> None:
     """Measure each shape in turn."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", default="0.6b,4b")
+    parser.add_argument("--shapes", nargs="+", default=["0.6b", "4b"], help="shapes of models")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
     from millrace.connectors.prefect.server import ensure_server
 
     os.environ["PREFECT_API_URL"] = ensure_server()
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "device": device_name(), "versions": versions()}
+    report: dict[str, Any] = {"command": command_line(), "device": device_name(), "versions": versions()}
     with tempfile.TemporaryDirectory() as scratch:
-        for shape in given.shapes.split(","):
-            models = given.models or Path(scratch)
+        for shape in options.shapes:
+            models = options.models or Path(scratch)
             model = model_folder(shape, models / shape)
-            report[shape] = asyncio.run(_measured(shape, model, Path(scratch), given))
+            report[shape] = asyncio.run(_measured(shape, model, Path(scratch), options))
             print(json.dumps({shape: report[shape]}), file=sys.stderr)
-            if given.out:
-                given.out.write_text(json.dumps(report, indent=1))
+            if options.out:
+                options.out.write_text(json.dumps(report, indent=1))
     report["device_copy_gb_s"] = device_copy()
     text = json.dumps(report, indent=1)
     print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+    if options.out:
+        options.out.write_text(text + "\n")
 
 
-async def _measured(shape: str, model: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+async def _measured(shape: str, model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     from millrace.core.config import RunConfig
     from millrace.tasks.runtime.runtime import Runtime
 
@@ -66,7 +74,7 @@ async def _measured(shape: str, model: Path, folder: Path, given: argparse.Names
             folder,
             run={"name": f"sync-{shape}"},
             engines={"sglang": {**sglang, "load_format": "dummy"}},
-            sync={"kind": "ipc", "bucket_mib": given.bucket_mib},
+            sync={"kind": "ipc", "bucket_mib": options.bucket_mib},
         )
     )
     runtime = Runtime(config)
@@ -75,14 +83,14 @@ async def _measured(shape: str, model: Path, folder: Path, given: argparse.Names
         started = time.perf_counter()
         await runtime.engines(0)
         first = time.perf_counter() - started
-        passes = [await _one_pass(runtime) for _ in range(given.repeats)]
+        passes = [await _one_pass(runtime) for _ in range(options.repeats)]
     finally:
         await runtime.close(end_actors=True)
     middle = {name: round(statistics.median(p[name] for p in passes), 5) for name in passes[0]}
     size = weight_bytes(model)
     return {
         "bytes": size,
-        "bucket_mib": given.bucket_mib,
+        "bucket_mib": options.bucket_mib,
         "start_and_first_sync_s": round(first, 2),
         "median_s": middle,
         "transfer_gb_s": round(size / middle["transfer"] / 1e9, 1),

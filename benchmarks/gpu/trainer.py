@@ -1,7 +1,7 @@
 """The Megatron trainer's step on one GPU beside Hugging Face with torch's fused AdamW: tokens/s, MFU and a profile.
 
-    python benchmarks/gpu/trainer.py [--model 0.6B] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
-                                     [--sides millrace huggingface] [--recompute none] [--profile 2048] [--json out.json]
+    python -m benchmarks.gpu.trainer [--shape 0.6b] [--lengths 2048 8192 16384 0] [--tokens 16384] [--steps 6]
+                                     [--sides millrace huggingface] [--recompute none] [--profile 2048] [--out FILE]
 
 Both make the same GRPO step (clipped ratio, gradient clipping at 1, AdamW) on the same random tokens with random bf16
 weights of the named Qwen3 shape. millrace: TrainerRank.train as a run calls it, batch file and metrics included, fp32 main
@@ -18,7 +18,6 @@ import gc
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -35,7 +34,7 @@ def make_model(name: str, folder: Path) -> Any:
     """A Hugging Face model on the GPU with random weights, also saved to the folder."""
     from benchmarks.gpu.shapes import random_model
 
-    model = random_model(name.lower())
+    model = random_model(name)
     model.save_pretrained(folder)
     return model.train()
 
@@ -254,76 +253,75 @@ def profile(step: Callable[[], Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure both sides and print a table; JSON where asked for."""
-    from benchmarks.gpu.shapes import SHAPES
+    from benchmarks.gpu.shapes import SHAPES, command_line
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[name.upper() for name in SHAPES], default="0.6B")
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="shape of the model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 0], help="0: mixed")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a step, one pack")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--sides", nargs="+", default=["millrace", "huggingface"])
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="lengths to profile")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
 
     import torch
 
     found: dict[str, Any] = {
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "model": given.model,
-        "recompute": given.recompute,
+        "shape": options.shape,
+        "recompute": options.recompute,
         "results": [],
         "profiles": [],
     }
     with tempfile.TemporaryDirectory() as scratch:
         started = time.perf_counter()
-        hf_model = make_model(given.model, Path(scratch) / "model")
+        hf_model = make_model(options.shape, Path(scratch) / "model")
         hf = hf_model.config
         print(f"model made in {time.perf_counter() - started:.1f} s", flush=True)
-        if "huggingface" not in given.sides:
+        if "huggingface" not in options.sides:
             del hf_model
-        for name in sorted(given.sides):  # Hugging Face first: its model is on the GPU already
+        for name in sorted(options.sides):  # Hugging Face first: its model is on the GPU already
             started = time.perf_counter()
             side: Any = (
                 HuggingFace(hf_model)
                 if name == "huggingface"
-                else Millrace(Path(scratch) / "model", Path(scratch), given.tokens, given.recompute)
+                else Millrace(Path(scratch) / "model", Path(scratch), options.tokens, options.recompute)
             )
             print(f"{name} ready in {time.perf_counter() - started:.1f} s", flush=True)
             number = 1
-            for length in given.lengths:
+            for length in options.lengths:
                 if name == "huggingface" and not length:
                     continue  # it has no packs
                 try:
                     found["results"].append(
-                        measure(side, name, hf, number, given.steps, given.tokens, length)
+                        measure(side, name, hf, number, options.steps, options.tokens, length)
                     )
                 except torch.cuda.OutOfMemoryError as error:
                     print(name, length, "out of memory:", str(error)[:200], flush=True)
                     found["results"].append({"side": name, "length": length, "error": "out of memory"})
                     if name == "millrace":
                         break
-                number += given.steps + WARM_UP
-                if length in given.profile:
-                    prepared = side.prepare(make_rows(number, lengths_of(given.tokens, length)))
+                number += options.steps + WARM_UP
+                if length in options.profile:
+                    prepared = side.prepare(make_rows(number, lengths_of(options.tokens, length)))
                     number += 1
                     table = profile(lambda side=side, prepared=prepared: side.step(prepared))
                     found["profiles"].append({"side": name, "length": length, **table})
-                if given.json:
-                    given.json.write_text(json.dumps(found, indent=1) + "\n")
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n")
             side.close()
             if name == "huggingface":
                 del hf_model
             del side
             gc.collect()
             torch.cuda.empty_cache()
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     main()

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from multiprocessing import get_context
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch_rows import batch_row, write_batch
+from benchmarks.gpu.shapes import command_line
 from millrace.connectors.megatron.model.attention import PackedAttention
 from millrace.connectors.megatron.rank import TrainerRank
 
@@ -42,37 +42,37 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
     parser.add_argument("--rounds", type=int, default=4, help="steps of each way, after one that warms up")
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = _model(given.shape, given.models or Path(scratch))
+        model = _model(options.shape, options.models or Path(scratch))
         context = get_context("spawn")
         results = context.Queue()
-        arguments = (given, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
-        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(given.ranks)]
-        for process, gpu in zip(ranks, _gpus(given), strict=True):
+        arguments = (options, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
+        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(options.ranks)]
+        for process, gpu in zip(ranks, _gpus(options), strict=True):
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
             process.start()
         for process in ranks:
             process.join()
         if any(process.exitcode for process in ranks):
             raise SystemExit("a rank failed; see above")
-        report = {"command": " ".join(sys.argv), "ranks": given.ranks, "shape": given.shape, **results.get()}
+        report = {"command": command_line(), "ranks": options.ranks, "shape": options.shape, **results.get()}
     text = json.dumps(report, indent=1)
     print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+    if options.out:
+        options.out.write_text(text + "\n")
 
 
-def _gpus(given: argparse.Namespace) -> list[str]:
+def _gpus(options: argparse.Namespace) -> list[str]:
     """The GPU that each rank sees."""
-    if given.device == "cpu":
-        return [""] * given.ranks
+    if options.device == "cpu":
+        return [""] * options.ranks
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(rank) for rank in range(given.ranks)]
-    if len(gpus) < given.ranks:
-        raise SystemExit(f"--ranks {given.ranks}: CUDA_VISIBLE_DEVICES={visible} names fewer GPUs")
-    return gpus[: given.ranks]
+    gpus = visible.split(",") if visible else [str(rank) for rank in range(options.ranks)]
+    if len(gpus) < options.ranks:
+        raise SystemExit(f"--ranks {options.ranks}: CUDA_VISIBLE_DEVICES={visible} names fewer GPUs")
+    return gpus[: options.ranks]
 
 
 def _model(shape: str, folder: Path) -> Path:
@@ -87,42 +87,42 @@ def _model(shape: str, folder: Path) -> Path:
 
 
 def _rank(
-    rank: int, given: argparse.Namespace, model: str, scratch: str, master: tuple[str, int], results: Any
+    rank: int, options: argparse.Namespace, model: str, scratch: str, master: tuple[str, int], results: Any
 ) -> None:
     import torch
 
     from benchmarks.gpu.shapes import device_name
     from millrace.core.config import RunConfig
 
-    gpu = given.device == "cuda"
-    shards = given.ranks if given.what == "context" else 1
+    gpu = options.device == "cuda"
+    shards = options.ranks if options.what == "context" else 1
     config = RunConfig.model_validate(
         {
             "run": {"name": "benchmark", "iterations": 1000},
             "model": {"path": model, "dtype": "bfloat16" if gpu else "float32"},
             "data": {"sources": [{"path": "none"}]},
             "trainer": {
-                "device": given.device,
+                "device": options.device,
                 "threads": 1,
-                "world_size": given.ranks,
-                "max_pack_tokens": max(PACK, given.length) // shards,
+                "world_size": options.ranks,
+                "max_pack_tokens": max(PACK, options.length) // shards,
                 "parallel": {"context": shards},
                 "deterministic": False,
                 "optimizer": {"lr": 1e-5},
             },
         }
     )
-    trainer = TrainerRank(config.model_dump(mode="json"), rank, given.ranks)
+    trainer = TrainerRank(config.model_dump(mode="json"), rank, options.ranks)
     trainer.setup(master)
-    new, other = WAYS[given.what]
+    new, other = WAYS[options.what]
     seconds: dict[str, list[float]] = {new: [], other: []}
     compute: dict[str, list[float]] = {new: [], other: []}
     version = 0
-    for turn in range(given.rounds + 1):
+    for turn in range(options.rounds + 1):
         for way in (new, other):
             version += 1
-            url = _batch(given, Path(scratch) / f"{rank}-{version}", version)
-            _take(trainer.learner.policy.model, given.what, new=way == new)
+            url = _batch(options, Path(scratch) / f"{rank}-{version}", version)
+            _take(trainer.learner.policy.model, options.what, new=way == new)
             torch.distributed.barrier()
             started = time.perf_counter()
             answer = trainer.train(version, url)
@@ -156,12 +156,12 @@ def _take(ddp: Any, what: str, *, new: bool) -> None:
             module.by_heads = new
 
 
-def _batch(given: argparse.Namespace, folder: Path, step: int) -> str:
+def _batch(options: argparse.Namespace, folder: Path, step: int) -> str:
     """URL of a step's batch, the same for every rank."""
     draw = random.Random(step)
     rows = [
-        batch_row(step, i, draw.choices(range(90), k=given.length), given.length - PROMPT, draw.uniform(-1, 1), -11.9)
-        for i in range(given.samples)
+        batch_row(step, i, draw.choices(range(90), k=options.length), options.length - PROMPT, draw.uniform(-1, 1), -11.9)
+        for i in range(options.samples)
     ]  # fmt: skip
     return write_batch(folder, rows)
 

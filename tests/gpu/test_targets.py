@@ -70,7 +70,7 @@ def test_an_iteration_goes_to_generation_and_training(measured: Measured, models
 
 
 def test_the_trainer_uses_the_gpu(measured: Measured) -> None:
-    found = measured("benchmarks/gpu/trainer.py", "--lengths", LENGTH, "--sides", "millrace", "--json")
+    found = measured("-m", "benchmarks.gpu.trainer", "--lengths", LENGTH, "--sides", "millrace", "--out")
     (result,) = found["results"]
     assert result["mfu"] >= 0.40
 

@@ -1,0 +1,222 @@
+"""The rows of docs/performance.md: each takes its figures from kept results and names the command that measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from benchmarks.kept import KeptResults
+
+GPUS = ("h100", "h200")
+SYNC_TARGETS = {"0.6b": "< 0.15 s", "1.7b": "", "4b": "< 0.6 s"}
+PARTS = ("generation", "training", "memory", "sync", "orchestration")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured, on which devices, the target and the command."""
+
+    what: str
+    figures: tuple[str, ...]  # one a device, in the order of the table's columns
+    target: str
+    command: str
+
+
+def cpu_rows(kept: KeptResults) -> Iterator[Row]:
+    """Rows of the CPU's table."""
+    overhead = kept.get("cpu", "iteration_overhead")
+    share = f"{overhead['overhead']:.2f} s of {overhead['iteration']:.1f} s; at most {overhead['overhead_max']:.2f} s"
+    what = "an iteration's overhead: neither generation nor training nor sync"
+    yield Row(what, (share,), "< 0.5 s", "python -m benchmarks.iteration_overhead --iterations 16")
+    engine = kept.get("cpu", "embedded_engine")
+    ratio = f"{engine['ratio']:.1f} times; {engine['ratio_on_busy_cores']:.1f} on busy cores"
+    what = "embedded engine, 64 requests at once, against one `generate` after the other"
+    yield Row(what, (ratio,), "≥ 5", "python -m benchmarks.embedded_engine")
+    for case in kept.get("cpu", "trainer_step"):
+        what = f"trainer's step against plain Hugging Face and AdamW, {case['case']} batch"
+        command = "python -m benchmarks.trainer_step --threads 2"
+        yield Row(what, (f"{case['ratio']:.2f} times its time",), "≤ 1.3", command)
+    check = kept.get("cpu", "check_command")
+    seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
+    yield Row("`millrace check`, start to answer", (seconds,), "< 3 s", "python -m benchmarks.check_command")
+    for run in kept.get("cpu", "quickstart")["seeds"]:
+        learnt = f"{run['before']:.2f} → {run['after']:.2f} in {run['seconds']} s"
+        command = f"millrace quickstart --seed {run['seed']}"
+        yield Row(
+            f"quickstart, held-out accuracy, seed {run['seed']}", (learnt,), "+ 0.30 in < 300 s", command
+        )
+    presets = {name: mean(run["after"] for run in runs) for name, runs in kept.get("cpu", "presets").items()}
+    learnt = f"{min(presets.values()):.2f} to {max(presets.values()):.2f} ([each](algorithms.md))"
+    what = "held-out reward of the presets' recipes after 50 iterations, means of three seeds"
+    yield Row(what, (learnt,), "", "python -m benchmarks.presets --seed 0")
+    for case in kept.get("cpu", "recovery_time")[1::2]:
+        what = f"everything killed, replay of {case['iterations replayed']}: until the run works again"
+        yield Row(what, (f"{case['ready']:.0f} s",), "", "python -m benchmarks.recovery_time --replay 1 4")
+    points = kept.get("cpu", "soak_matrix")
+    held = sum(not point["problems"] for point in points)
+    yield Row(
+        "kill matrix: points that hold", (f"{held} of {len(points)}",), "all", "python -m tests.soak --matrix"
+    )
+    for case in kept.get("cpu", "pack_balance"):
+        slowest = f"{case['by_operations']['mean']:.3f} (by tokens {case['by_tokens']['mean']:.3f})"
+        what = f"slowest rank's work over the mean, {case['ranks']} ranks, packs of {case['max_pack_tokens']:,} tokens"
+        yield Row(what, (slowest,), "", "python -m benchmarks.pack_balance")
+    learning = kept.get("cpu", "learning")
+    what = "learning of the one-GPU recipe on a CPU, held-out accuracy"
+    yield Row(what, (_held_out(learning["curve"]["held_out"]),), "rising", learning["command"])
+
+
+def gpu_rows(kept: KeptResults) -> Iterator[Row]:
+    """Rows of the GPUs' table."""
+
+    def row(name: str, what: str, target: str, command: str, show: Callable[[Any], str | None]) -> Row:
+        results = [kept.get(device, name) for device in GPUS]
+        figures = tuple((show(result) or "") if result else "" for result in results)
+        return Row(what, figures, target, command)
+
+    for shape, target in SYNC_TARGETS.items():
+
+        def sync(result: Any, shape: str = shape) -> str | None:
+            return _sync(result, shape)
+
+        command = f"python -m benchmarks.gpu.sync --shapes {shape}"
+        yield row("sync", f"weight sync on one GPU, {shape.upper()}", target, command, sync)
+    what = "rollout over raw SGLang, 0.6B, 256 × 512 tokens"
+    yield row("rollout", what, "≥ 0.97", "python -m benchmarks.gpu.rollout --rounds 6", _rollout)
+    command = "python -m benchmarks.gpu.rollout --rounds 3 --tokens 2048"
+    yield row("rollout", "the same, 256 × 2,048 tokens", "≥ 0.97", command, _long_rollout)
+    yield from _trainer_rows(row)
+    yield from _iteration_rows(row)
+    command = "millrace train deployments/recipes/one_gpu.yaml run.name=learn"
+    what = "learning, 25M parameters, held-out accuracy"
+    yield row("learning", what, "rising", command, lambda result: _held_out(result["curve"]["held_out"]))
+    what = "log-prob gap of that run, mean and worst iteration"
+    yield row("learning", what, "< 0.02", command, _gap)
+    start = "python -m benchmarks.gpu.two_ways"
+    for what, key, options in (
+        (
+            "context parallel 2: step with heads exchanged over keys gathered, 1 × 16,384 tokens",
+            "context parallel, one sample of 16,384",
+            "context --samples 1 --length 16384",
+        ),
+        (
+            "the same, 8 × 2,048 tokens",
+            "context parallel, eight samples of 2,048",
+            "context --samples 8 --length 2048",
+        ),
+        (
+            "data parallel 2, 1.7B: step with overlapped reduction over one afterwards",
+            "gradients",
+            "gradients --shape 1.7b --rounds 6",
+        ),
+    ):
+
+        def ratio(result: Any, key: str = key) -> str:
+            return f"{result[key]['ratio']:.2f}"
+
+        yield row("two_ways", what, "", f"{start} {options}", ratio)
+    yield row("tests", "tests that need a GPU", "pass", "python -m pytest tests/gpu", _tests)
+
+
+def _trainer_rows(row: Callable[..., Row]) -> Iterator[Row]:
+    cases = [("0.6b", 2048), ("0.6b", 8192), ("0.6b", 16384), ("0.6b", 0), ("1.7b", 2048), ("1.7b", 16384)]
+    for shape, length in cases:
+        batch = f"{16384 // length} × {length:,} tokens" if length else "mixed lengths"
+        command = f"python -m benchmarks.gpu.trainer --shape {shape} --lengths {length}"
+
+        def show(result: Any, shape: str = shape, length: int = length) -> str | None:
+            return _step(result, shape, length)
+
+        target = "MFU ≥ 40 %" if length else ""
+        yield row("trainer", f"trainer's step, {shape.upper()}, {batch}", target, command, show)
+
+
+def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
+    start = "python -m benchmarks.gpu.end_to_end"
+    keep = "placement.offload_engines=false placement.offload_trainer=false"
+    long = "trainer.max_pack_tokens=16640 engines.sglang.mem_fraction_static=0.5"
+    cases = [
+        ("2048", "0.6B, 128 × 2,048", f"{start} --lengths 2048"),
+        ("512", "0.6B, 128 × 512", f"{start} --lengths 512 --iterations 6"),
+        (
+            "512, both keep their memory",
+            "0.6B, 128 × 512 (both keep their memory),",
+            f"{start} --lengths 512 --iterations 6 --overrides {keep}",
+        ),
+        (
+            "8192",
+            "0.6B, 64 × 8,192",
+            f"{start} --lengths 8192 --samples 64 --iterations 2 --overrides {long}",
+        ),
+        ("1.7b 2048", "1.7B, 128 × 2,048", f"{start} --shape 1.7b --lengths 2048"),
+        ("4b 2048", "4B, 64 × 2,048", f"{start} --shape 4b --lengths 2048 --samples 64"),
+    ]
+    for key, shown, command in cases:
+        target = "orchestration < 2 %, gap < 0.02" if "2,048" in shown else "gap < 0.02"
+
+        def split(result: Any, key: str = key) -> str | None:
+            return _split(result, key)
+
+        yield row("end_to_end", f"iteration, {shown} tokens", target, command, split)
+
+
+def _sync(result: Any, shape: str) -> str | None:
+    if shape not in result:
+        return None
+    return f"{result[shape]['median_s']['sync']:.3f} s ({result[shape]['bytes'] / 1e9:.1f} GB)"
+
+
+def _rollout(result: Any) -> str:
+    ratios, tokens = result["ratios"], mean(result["ours_tokens_s"])
+    return f"{result['ratio_median']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); {tokens:,.0f} tokens/s"
+
+
+def _long_rollout(result: Any) -> str | None:
+    if "2,048 tokens" not in result:
+        return None
+    ratios, tokens = result["2,048 tokens"]["ratios"], mean(result["2,048 tokens"]["ours_tokens_s"])
+    return f"{min(ratios):.2f} to {max(ratios):.2f}; {tokens:,.0f} tokens/s"
+
+
+def _step(result: Any, shape: str, length: int) -> str | None:
+    sides = {
+        result["side"]: result
+        for result in result["results"]
+        if (result["shape"], result["length"]) == (shape, length)
+    }
+    if "millrace" not in sides:
+        return None
+    ours = sides["millrace"]
+    shown = f"{ours['tokens_per_second']:,.0f} tokens/s, MFU {ours['mfu']:.1%}"
+    if "huggingface" in sides:
+        shown += f", {sides['huggingface']['seconds'] / ours['seconds']:.2f} times Hugging Face's speed"
+    return shown
+
+
+def _split(result: Any, key: str) -> str | None:
+    if key not in result:
+        return None
+    case = result[key]
+    shares = ", ".join(f"{part} {case['share'][f'{part}_s']:.1%}" for part in PARTS)
+    seconds, gap = case["mean"]["iteration_s"], case["mean"]["logprob_gap_mean"]
+    return f"{seconds:.1f} s: {shares}; GPU busy {case['gpu_busy']:.0%}; log-prob gap {gap:.4f}"
+
+
+def _held_out(curve: list[float | None]) -> str:
+    points = [(index, value) for index, value in enumerate(curve, 1) if value is not None]
+    return ", ".join(f"{value:.2f} at {index}" for index, value in points)
+
+
+def _gap(result: Any) -> str:
+    gaps = result["curve"]["log_prob_gap"]
+    return f"{mean(gaps):.4f}, {max(gaps):.4f}"
+
+
+def _tests(result: Any) -> str:
+    if "result" in result:
+        return str(result["result"]).split(" (")[0]
+    alone = sum(test["passed"] for name, test in result["results"].items() if not name.endswith(" again"))
+    several = sum(run["passed"] for run in result["several GPUs"]["runs"].values())
+    return f"{alone} passed on one GPU, {several} on several"
