@@ -1,6 +1,7 @@
 """evaluate: sample the held-out sets with the engines' current weights and score them.
 
-Writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Same engines, same reward as training.
+Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Same engines, same
+reward and same failure budget as training.
 """
 
 from __future__ import annotations
@@ -8,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import Any
 
-import pyarrow as pa
 from prefect import task
 
 from millrace.core.config.training import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import derived_seed
-from millrace.core.contracts.task_records import EvaluateRecord
+from millrace.core.contracts.prompts import PromptRow
+from millrace.core.contracts.sample import EvaluatedSample
+from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
+from millrace.core.errors import first_error
 from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
+from millrace.tasks.samples.scoring import score
 
 
 @task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -34,64 +38,92 @@ async def evaluate_before(ctx: IterationContext) -> EvaluateRecord:
 
 
 async def evaluate_version(ctx: IterationContext, done: int, version: int) -> EvaluateRecord:
-    """Evaluate all sets at a weight version and write one table a set."""
+    """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained."""
     started = time.perf_counter()
-    results: dict[str, Any] = {}
+    results: dict[str, EvaluatedSet] = {}
     for held_out in ctx.config.evaluation.sets:
-        rows = await _evaluate_set(ctx, held_out, version)
-        table = pa.Table.from_pylist(rows, schema=schema.schema("evaluations"))
+        samples = await _evaluate_set(ctx, held_out, done, version)
         path = f"eval/{held_out.name}/{done:06d}.parquet"
+        table = schema.to_table(samples, "evaluations")
         entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, "evaluations")
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        results[held_out.name] = {
-            "file": entry.record(),
-            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-            "samples": len(rows),
-            "not_scored": len(rows) - len(rewards),
-            "response_length_mean": sum(row["response_length"] for row in rows) / max(1, len(rows)),
-            "truncated_share": sum(row["status"] == "truncated" for row in rows) / max(1, len(rows)),
-        }
+        results[held_out.name] = _figures(entry.record(), samples)
     return {"version": version, "done": done, "sets": results, "seconds": time.perf_counter() - started}
 
 
-async def _evaluate_set(ctx: IterationContext, held_out: EvalSet, version: int) -> list[dict[str, Any]]:
-    engines = await ctx.runtime.engines(version)
-    slots = asyncio.Semaphore(ctx.config.rollout.max_concurrency * ctx.config.engines.generating)
-    s = held_out.sampling
+def _figures(file: FileRecord, samples: list[EvaluatedSample]) -> EvaluatedSet:
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    count = max(1, len(samples))
+    return {
+        "file": file,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "samples": len(samples),
+        "not_scored": len(samples) - len(rewards),
+        "response_length_mean": sum(sample.response_length for sample in samples) / count,
+        "truncated_share": sum(sample.status == "truncated" for sample in samples) / count,
+        "failed": sum(sample.status == "failed" for sample in samples),
+    }
 
-    async def one(number: int, index: int) -> dict[str, Any]:
-        row = ctx.runtime.held_out(held_out).rows[number]
-        tokens = ctx.runtime.held_out(held_out).tokens_of(number)
-        seed = derived_seed(ctx.config.run.seed, "evaluate", held_out.name, row.prompt_id, index)
-        params = {
-            **s.model_dump(exclude={"stop", "stop_token_ids"}),
-            "stop": s.stop or None,
-            "stop_token_ids": s.stop_token_ids or None,
-            "no_stop_trim": True,
-            "sampling_seed": seed,
-        }
-        async with slots:
-            result = await engines.generate(
-                tokens, params, rid=f"eval-{version}-{row.prompt_id}-{index}", session=None
-            )
-        values = {
-            "set": held_out.name,
-            "prompt_id": row.prompt_id,
-            "index": index,
-            "prompt": json.dumps(row.prompt, ensure_ascii=False),
-            "label": None if row.label is None else json.dumps(row.label, ensure_ascii=False),
+
+async def _evaluate_set(
+    ctx: IterationContext, held_out: EvalSet, done: int, version: int
+) -> list[EvaluatedSample]:
+    """The samples of a set, by prompt and index. Raises BudgetError naming the set if too many fail to generate."""
+    prompts = ctx.runtime.held_out(held_out)
+    budget = FailureBudget(
+        ctx.config.rollout.max_failed_share,
+        len(prompts.rows) * held_out.samples_per_prompt,
+        where=f"evaluation of {held_out.name} after {done} iterations",
+        remedy="fix the cause and start the run again; the evaluation is then repeated",
+    )
+    generator = SampleGenerator(ctx.config, held_out.sampling, lambda: ctx.runtime.engines(version), budget)
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(_evaluate_one(ctx, held_out, generator, version, row, tokens, index))
+                for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
+                for index in range(held_out.samples_per_prompt)
+            ]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [each.result() for each in running]
+
+
+async def _evaluate_one(
+    ctx: IterationContext,
+    held_out: EvalSet,
+    generator: SampleGenerator,
+    version: int,
+    row: PromptRow,
+    tokens: list[int],
+    index: int,
+) -> EvaluatedSample:
+    seed = derived_seed(ctx.config.run.seed, "evaluate", held_out.name, row.prompt_id, index)
+    request = f"eval-{version}-{row.prompt_id}-{index}"
+    answer = await generator.generate(tokens, seed=seed, rid=request, session=None)
+    prompt = json.dumps(row.prompt, ensure_ascii=False)
+    label = None if row.label is None else json.dumps(row.label, ensure_ascii=False)
+    length = len(answer.output_ids)
+    result = await score(
+        ctx.runtime,
+        {
+            "prompt": prompt,
+            "label": label,
             "metadata": json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
-            "response": result.text,
-            "response_length": len(result.output_ids),
-            "status": {"stop": "completed", "length": "truncated", "abort": "aborted"}[result.finish],
-            "version": version,
-        }
-        outcome = await ctx.runtime.score(values)
-        done = outcome.kind == "done"
-        values["reward"] = outcome.value["reward"] if done else None
-        values["scoring"] = "scored" if done else ("timed_out" if outcome.kind == "timed_out" else "failed")
-        return {name: values[name] for name in schema.schema("evaluations").names}
-
-    count = len(ctx.runtime.held_out(held_out).rows)
-    jobs = [one(number, index) for number in range(count) for index in range(held_out.samples_per_prompt)]
-    return list(await asyncio.gather(*jobs))
+            "response": answer.text,
+            "response_length": length,
+            "status": answer.status,
+        },
+    )
+    return EvaluatedSample(
+        set=held_out.name,
+        prompt_id=row.prompt_id,
+        index=index,
+        prompt=prompt,
+        label=label,
+        response=answer.text,
+        response_length=length,
+        status=answer.status,
+        reward=result.reward,
+        scoring=result.scoring,
+        version=version,
+    )

@@ -43,7 +43,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     need = ctx.config.rollout.prompts
     groups = await asyncio.to_thread(_read_groups, ctx)
     by_id = {group.group_id: group for group in groups}
-    ctx.stream.found("rewards", await asyncio.to_thread(list_parts, ctx.folder, "rewards"))
+    ctx.stream.add_listed("rewards", await asyncio.to_thread(list_parts, ctx.folder, "rewards"))
     read: set[str] = set()
     while True:
         revision = ctx.stream.revision

@@ -1,7 +1,7 @@
 """rollout: generate the samples of the released groups on the engines and append them as parts.
 
-Reads prompts.parquet and the parts already there; generates only samples that no part holds. A sample's seed follows
-from its id, so a sample generated again is the same sample. Parts are written as samples finish.
+Reads prompts.parquet and the parts already there; writes rollouts/part-*.parquet as samples finish. Generates only samples
+that no part holds. A sample's seed follows from its id, so a sample generated again is the same sample.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import pyarrow as pa
 from prefect import task
 
-from millrace.connectors.sglang.client import Generation
-from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.parts import read_parts, write_part
 from millrace.core.contracts import schema
-from millrace.core.contracts.ids import sample_id, sample_seed
+from millrace.core.contracts.ids import iteration_number, sample_id, sample_seed
+from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import RolloutRecord
-from millrace.core.errors import BudgetError, EngineError
 from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.generation import Answer, FailureBudget, SampleGenerator
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
 TIDY_AFTER_S = (
-    2.0  # by then every request is out and the loop has nothing to do; later, answers set off collections
+    2.0  # all requests are out by then and the loop is idle; later, answers would trigger collections
 )
+
+Queue = asyncio.Queue[GeneratedSample | None]  # None: no more
 
 
 @task(name="rollout", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -38,160 +37,100 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     """Generate until the filter has settled every verdict; the record counts samples, tokens and seconds."""
     assert ctx.stream is not None
     started = time.perf_counter()
-    prompts = await asyncio.to_thread(_read_prompts, ctx)
+    groups = await asyncio.to_thread(_read_groups, ctx)
     parts = await asyncio.to_thread(read_parts, ctx.folder, "rollouts", "rollouts", ignore_incomplete=True)
     finished = set(parts.column("sample_id").to_pylist())
-    generator = _Generator(ctx, failures=parts.column("status").to_pylist().count("failed"))
+    generator = sample_generator(ctx, failed=parts.column("status").to_pylist().count("failed"))
     released = 0
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
-    async with _writer(ctx, generator) as queue, asyncio.TaskGroup() as group:
+    async with part_writer(ctx, generator) as queue, asyncio.TaskGroup() as generating:
         while True:
             revision = ctx.stream.revision
-            for prompt in prompts[released : ctx.stream.released]:
+            for group in groups[released : ctx.stream.released]:
                 for index in range(ctx.config.rollout.samples_per_prompt):
-                    if sample_id(prompt["group_id"], index) not in finished:
-                        group.create_task(generator.generate(prompt, index, queue))
+                    if sample_id(group.group_id, index) not in finished:
+                        generating.create_task(_generate(ctx, generator, group, index, queue))
             released = ctx.stream.released
             if ctx.stream.settled:
                 break
             await ctx.stream.wait(revision)
     tidying.cancel()
-    seconds = time.perf_counter() - started
     return {
         "samples_found": len(finished),
-        "seconds": seconds,
+        "seconds": time.perf_counter() - started,
         "samples_generated": generator.samples,
         "tokens_generated": generator.tokens,
         "engines_s": generator.engines_s,
     }
 
 
-def _read_prompts(ctx: IterationContext) -> list[dict[str, Any]]:
-    return ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal").to_pylist()
+def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
+    table = ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal")
+    return [DrawnGroup(**row) for row in table.to_pylist()]
 
 
-class _Generator:
-    """Generates one sample at a time into a queue of rows; counts what became of them."""
-
-    def __init__(self, ctx: IterationContext, failures: int) -> None:
-        self.ctx = ctx
-        self.failures = failures
-        self.outstanding = 0  # samples begun and not yet queued
-        self.samples = self.tokens = 0
-        self.engines_s = 0.0
-        config = ctx.config.rollout
-        s = config.sampling
-        self.sampling: dict[str, Any] = {
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "top_k": s.top_k,
-            "min_p": s.min_p,
-            "max_new_tokens": s.max_new_tokens,
-            "stop": s.stop or None,
-            "stop_token_ids": s.stop_token_ids or None,
-            "no_stop_trim": True,
-        }
-        self._ready = asyncio.Lock()
-        self._engines: Dispatcher | None = None
-        self.slots = asyncio.Semaphore(config.max_concurrency * ctx.config.engines.generating)
-
-    async def generate(
-        self, prompt: dict[str, Any], index: int, queue: asyncio.Queue[dict[str, Any]]
-    ) -> None:
-        sid = sample_id(prompt["group_id"], index)
-        seed = sample_seed(self.ctx.config.run.seed, sid)
-        row = _row(prompt, sid, index, seed)
-        self.outstanding += 1
-        async with self.slots:
-            started = time.time()
-            try:
-                engines = await self._dispatcher()
-                result = await engines.generate(
-                    prompt["prompt_tokens"],
-                    {**self.sampling, "sampling_seed": seed},
-                    rid=sid,
-                    session=prompt["group_id"],
-                )
-            except EngineError as error:
-                self._fail(row, str(error))
-            else:
-                _fill(row, prompt, result)
-                self.tokens += row["response_length"]
-            row["timings"] = [("started", started), ("generate_s", time.time() - started)]
-        self.samples += 1
-        self.outstanding -= 1
-        await queue.put(row)
-
-    async def _dispatcher(self) -> Dispatcher:
-        """The engines at this iteration's version: made ready when the first sample needs them."""
-        async with self._ready:
-            if self._engines is None:
-                started = time.perf_counter()
-                self._engines = await self.ctx.runtime.engines(self.ctx.version_before)
-                self.engines_s = time.perf_counter() - started
-            return self._engines
-
-    def _fail(self, row: dict[str, Any], reason: str) -> None:
-        row.update(status="failed", reason=reason)
-        self.failures += 1
-        config = self.ctx.config
-        budget = config.rollout.max_failed_share * config.samples_per_iteration
-        if self.failures > budget:
-            raise BudgetError(
-                f"iteration {self.ctx.index}: {self.failures} samples failed to generate, more than "
-                f"rollout.max_failed_share = {config.rollout.max_failed_share:g} allows ({budget:.0f}); the last reason: {reason}. "
-                "What finished is kept: mend the cause and start the run again."
-            )
+def sample_generator(ctx: IterationContext, failed: int = 0) -> SampleGenerator:
+    """The iteration's generator. `failed`: failures that an earlier attempt stored."""
+    config = ctx.config
+    budget = FailureBudget(
+        config.rollout.max_failed_share,
+        config.samples_per_iteration,
+        where=f"iteration {iteration_number(ctx.index)}",
+        remedy="fix the cause and start the run again; what finished is kept",
+        failed=failed,
+    )
+    return SampleGenerator(
+        config, config.rollout.sampling, lambda: ctx.runtime.engines(ctx.version_before), budget
+    )
 
 
-def _row(prompt: dict[str, Any], sid: str, index: int, seed: int) -> dict[str, Any]:
-    """The row of a sample before it is generated."""
-    copied = ("group_id", "prompt_id", "iteration", "source", "prompt", "label", "metadata")
-    return {
-        "sample_id": sid,
-        **{name: prompt[name] for name in copied},
-        "index": index,
-        "tokens": prompt["prompt_tokens"],
-        "response_length": 0,
-        "response": "",
-        "loss_mask": [],
-        "rollout_logprobs": [],
-        "policy_versions": [],
-        "engine_id": "",
-        "seed": seed,
-        "turns": 1,
-        "status": "failed",
-        "reason": None,
-        "timings": [],
-    }
+async def _generate(
+    ctx: IterationContext, generator: SampleGenerator, group: DrawnGroup, index: int, queue: Queue
+) -> None:
+    sample = sample_id(group.group_id, index)
+    seed = sample_seed(ctx.config.run.seed, sample)
+    answer = await generator.generate(group.prompt_tokens, seed=seed, rid=sample, session=group.group_id)
+    await queue.put(generated_sample(group, index, seed, answer))
 
 
-def _fill(row: dict[str, Any], prompt: dict[str, Any], result: Generation) -> None:
-    """Put what an engine answered into the row."""
-    length = len(result.output_ids)
-    row.update(
-        tokens=[*prompt["prompt_tokens"], *result.output_ids],
+def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -> GeneratedSample:
+    """The row of a sample, generated or failed."""
+    result, length = answer.generation, len(answer.output_ids)
+    return GeneratedSample(
+        sample_id=sample_id(group.group_id, index),
+        group_id=group.group_id,
+        prompt_id=group.prompt_id,
+        iteration=group.iteration,
+        source=group.source,
+        index=index,
+        prompt=group.prompt,
+        label=group.label,
+        metadata=group.metadata,
+        tokens=[*group.prompt_tokens, *answer.output_ids],
         response_length=length,
-        response=result.text,
+        response=answer.text,
         loss_mask=[1] * length,
-        rollout_logprobs=result.logprobs,
+        rollout_logprobs=result.logprobs if result else [],
         policy_versions=[
-            {"first_token": first, "version": version} for first, version in result.weight_versions
+            {"first_token": first, "version": version}
+            for first, version in (result.weight_versions if result else [])
         ],
-        engine_id=result.engine_id,
-        status={"stop": "completed", "length": "truncated", "abort": "aborted"}[result.finish],
+        engine_id=result.engine_id if result else "",
+        seed=seed,
+        turns=1,
+        status=answer.status,
+        reason=answer.reason,
+        timings=[("started", answer.started), ("generate_s", answer.seconds)],
     )
 
 
 @asynccontextmanager
-async def _writer(
-    ctx: IterationContext, generator: _Generator
-) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
-    """A queue whose rows are written as parts, at once when no other is on its way; on leaving, everything queued is written.
+async def part_writer(ctx: IterationContext, generator: SampleGenerator) -> AsyncIterator[Queue]:
+    """A queue whose rows are written as parts, at once when no other sample is outstanding.
 
-    A write that fails ends the body, which may wait for what will never land.
+    On leaving, everything queued is written. A write that fails ends the body, which may wait for what will never land.
     """
-    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+    queue: Queue = asyncio.Queue()
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
 
     async def drain() -> None:
@@ -211,16 +150,16 @@ async def _writer(
     async with asyncio.TaskGroup() as group:
         writing = group.create_task(drain())
         try:
-            yield queue  # type: ignore[misc]
+            yield queue
         finally:
             await queue.put(None)
             await asyncio.wait([writing])
 
 
-async def _write(ctx: IterationContext, rows: list[dict[str, Any]]) -> None:
+async def _write(ctx: IterationContext, rows: list[GeneratedSample]) -> None:
     if not rows:
         return
-    table = pa.Table.from_pylist(rows, schema=schema.schema("rollouts"))
+    table = schema.to_table(rows, "rollouts")
     entry = await asyncio.to_thread(write_part, ctx.folder, "rollouts", table, "rollouts")
     await kill_point(ctx.index, "rollout", "in")
     assert ctx.stream is not None

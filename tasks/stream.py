@@ -1,7 +1,7 @@
-"""How rollout, reward and filter of one iteration hear of each other within a process.
+"""How rollout, reward and filter of one iteration notify each other within a process.
 
-Storage is the truth: a task that starts looks there first. What passes here are hints that something landed,
-how many groups may be generated, and that the filter has all it needs.
+Storage is the truth: a task that starts looks there first. What passes here are hints that a part landed, how many
+groups may be generated, and that the filter has all it needs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Stream:
         self._parts: dict[Kind, dict[str, None]] = {"rollouts": {}, "rewards": {}}
         self._changed = asyncio.Condition()
 
-    def found(self, kind: Kind, paths: Iterable[str]) -> None:
-        """Add parts that a listing of storage showed; whoever lists does so before it first waits."""
+    def add_listed(self, kind: Kind, paths: Iterable[str]) -> None:
+        """Add parts that a listing of storage showed. The task that lists does so before it first waits."""
         self._parts[kind].update(dict.fromkeys(paths))
 
     def parts(self, kind: Kind) -> list[str]:
@@ -37,7 +37,7 @@ class Stream:
         return list(self._parts[kind])
 
     async def land(self, kind: Kind, path: str) -> None:
-        """Tell that a part is whole in storage."""
+        """Announce a part that is whole in storage."""
         self._parts[kind][path] = None
         await self._notify()
 
@@ -48,7 +48,7 @@ class Stream:
             await self._notify()
 
     async def settle(self) -> None:
-        """Tell that every verdict is known: nothing more is to be generated or scored."""
+        """Announce that every verdict is known: nothing more is to be generated or scored."""
         self.settled = True
         await self._notify()
 

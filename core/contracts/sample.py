@@ -6,8 +6,8 @@ schema from them: nothing else describes a column. A field that may be None is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import pyarrow as pa
 
@@ -128,7 +128,7 @@ class EvaluatedSample:
 
 
 class Scorable(TypedDict):
-    """What of a generated sample a reward may read: columns of a rollout part, or those of a held-out prompt."""
+    """What a reward may read of a sample, of an iteration or of a held-out set."""
 
     prompt: JsonText
     label: JsonText | None
@@ -138,6 +138,14 @@ class Scorable(TypedDict):
     status: Status
 
 
+class Unscored(Scorable):
+    """What the reward task reads of a rollout part."""
+
+    sample_id: str
+    group_id: str
+    reason: str | None
+
+
 def columns(row: type[Any]) -> list[str]:
-    """The columns of a table whose rows are of this class, in order."""
-    return [field.name for field in fields(row)]
+    """The columns that a row class names, in order."""
+    return list(get_type_hints(row))

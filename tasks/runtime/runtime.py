@@ -29,6 +29,7 @@ from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
 from millrace.core.config.training import EvalSet
 from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.sample import Scorable
 from millrace.core.errors import LASTING, ActorLostError, TrainerError, TrainerStalledError
 from millrace.core.ledger import Ledger
 from millrace.core.rewards.scoring import score_sample
@@ -99,13 +100,13 @@ class Runtime:
             self._ledger = Ledger(seed, sources, shuffle=self.config.data.shuffle, first=self.data_since)
         return self._ledger.extend(self.run_folder.history())
 
-    async def score(self, row: dict[str, Any]) -> Outcome:
+    async def score(self, sample: Scorable) -> Outcome:
         """Score one sample in a worker process."""
         if self._pool is None:
             self._pool = WorkerPool(self.config.reward.workers)
         reward = self.config.reward
         return await self._pool.call(
-            score_sample, reward.function, reward.options, row, timeout_s=reward.timeout_s
+            score_sample, reward.function, reward.options, sample, timeout_s=reward.timeout_s
         )
 
     # trainer

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from millrace.core.config import RunConfig
+from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.rollout import _Generator, _row, _writer
+from millrace.tasks.rollout import generated_sample, part_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.samples.generation import Answer
 from millrace.tasks.stream import Stream
 
 
@@ -29,18 +30,21 @@ def context(root: Path) -> IterationContext:
     return IterationContext(config, 0, Runtime(config), Stream(released=1))
 
 
-def row(sample: str) -> dict[str, Any]:
-    prompt = {
-        "group_id": "g",
-        "prompt_id": "p",
-        "iteration": 0,
-        "source": "s",
-        "prompt": '"1+1="',
-        "label": "2",
-        "metadata": None,
-        "prompt_tokens": [1, 2],
-    }
-    return _row(prompt, sample, 0, 7)
+def row(group: str) -> GeneratedSample:
+    drawn = DrawnGroup(
+        group_id=group,
+        prompt_id="p",
+        iteration=0,
+        source="s",
+        row=0,
+        epoch=0,
+        ordinal=0,
+        prompt='"1+1="',
+        prompt_tokens=[1, 2],
+        label="2",
+        metadata=None,
+    )
+    return generated_sample(drawn, 0, 7, Answer(None, "engine-0: died", 0.0, 0.0))
 
 
 def landed(ctx: IterationContext) -> list[str]:
@@ -58,7 +62,7 @@ async def test_a_write_that_fails_ends_a_body_that_waits_for_it(
     ctx = context(tmp_path)
 
     async def waits() -> None:
-        async with _writer(ctx, _Generator(ctx, failures=0)) as queue:
+        async with part_writer(ctx, sample_generator(ctx)) as queue:
             await queue.put(row("a"))
             await asyncio.Event().wait()
 
@@ -72,7 +76,7 @@ async def test_what_was_finished_before_another_error_is_written(tmp_path: Path)
     ctx = context(tmp_path)
 
     async def fails() -> None:
-        async with _writer(ctx, _Generator(ctx, failures=0)) as queue:
+        async with part_writer(ctx, sample_generator(ctx)) as queue:
             await queue.put(row("a"))
             raise EOFError
 
@@ -80,4 +84,4 @@ async def test_what_was_finished_before_another_error_is_written(tmp_path: Path)
         await fails()
     assert caught.value.subgroup(EOFError) is not None
     (path,) = landed(ctx)
-    assert ctx.folder.read_table(path, "rollouts").column("sample_id").to_pylist() == ["a"]
+    assert ctx.folder.read_table(path, "rollouts").column("sample_id").to_pylist() == ["a-0000"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_type_hints
 
 import pyarrow as pa
 import pytest
 
 from millrace.core.contracts import schema
-from millrace.core.contracts.sample import GeneratedSample, Scorable, ScoredSample
+from millrace.core.contracts.sample import GeneratedSample, ScoredSample, Unscored
 
 STORED = Path(__file__).parent / "stored_schemas.txt"
 
@@ -77,4 +78,5 @@ def test_a_row_without_a_column_or_with_another_cannot_be_made() -> None:
 
 
 def test_what_rewards_read_are_columns_of_a_generated_sample() -> None:
-    assert set(Scorable.__annotations__) <= set(schema.schema("rollouts").names)
+    hints, stored = get_type_hints(Unscored), get_type_hints(GeneratedSample)
+    assert {name: stored[name] for name in hints} == hints

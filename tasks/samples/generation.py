@@ -1,0 +1,128 @@
+"""Generating one sample after the other on the engines, for rollout and evaluate alike.
+
+Owns how many samples are in flight, the request that an engine gets, and the budget of failures. Knows nothing of rows
+or files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.core.config import RunConfig
+from millrace.core.config.model import Sampling
+from millrace.core.contracts.sample import Status
+from millrace.core.errors import BudgetError, EngineError
+
+STATUSES: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+Engines = Callable[[], Awaitable[Dispatcher]]
+"""Makes the engines ready at the weight version that is to generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one sample: a generation, or the reason why there is none."""
+
+    generation: Generation | None
+    reason: str | None
+    started: float  # Unix time at which it got its place among those in flight
+    seconds: float
+
+    @property
+    def status(self) -> Status:
+        """The sample's status in its row."""
+        return STATUSES[self.generation.finish] if self.generation else "failed"
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The response's token ids; none if it failed."""
+        return self.generation.output_ids if self.generation else []
+
+    @property
+    def text(self) -> str:
+        """The response's text; empty if it failed."""
+        return self.generation.text if self.generation else ""
+
+
+class FailureBudget:
+    """Counts the samples that failed to generate. More than rollout.max_failed_share of them end the task."""
+
+    def __init__(self, share: float, samples: int, *, where: str, remedy: str, failed: int = 0) -> None:
+        self.share = share
+        self.allowed = share * samples
+        self.failed = failed
+        self._where = where
+        self._remedy = remedy
+
+    def count(self, reason: str) -> None:
+        """Count a failure. Raises BudgetError if it is one too many."""
+        self.failed += 1
+        if self.failed > self.allowed:
+            raise BudgetError(
+                f"{self.failed} samples failed to generate, more than rollout.max_failed_share = {self.share:g} "
+                f"allows ({self.allowed:.0f}); the last reason: {reason}",
+                where=self._where,
+                remedy=self._remedy,
+            )
+
+
+class SampleGenerator:
+    """Generates single samples, at most rollout.max_concurrency per engine at a time, and counts what it generated."""
+
+    def __init__(
+        self, config: RunConfig, sampling: Sampling, engines: Engines, budget: FailureBudget
+    ) -> None:
+        self.outstanding = 0  # samples begun that have no answer yet
+        self.samples = 0
+        self.tokens = 0
+        self.engines_s = 0.0  # until the engines were ready
+        self._params: dict[str, Any] = {
+            **sampling.model_dump(exclude={"stop", "stop_token_ids"}),
+            "stop": sampling.stop or None,
+            "stop_token_ids": sampling.stop_token_ids or None,
+            "no_stop_trim": True,
+        }
+        self._budget = budget
+        self._make_ready = engines
+        self._engines: Dispatcher | None = None
+        self._ready = asyncio.Lock()
+        self._places = asyncio.Semaphore(config.rollout.max_concurrency * config.engines.generating)
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], *, seed: int, rid: str, session: str | None
+    ) -> Answer:
+        """Generate one sample. Equal tokens, seed and weights give an equal answer.
+
+        `session` keeps the samples of a group together. A sample that no engine can generate has an answer that says
+        why. Raises BudgetError if too many of them failed.
+        """
+        self.outstanding += 1
+        async with self._places:
+            started, generation, reason = time.time(), None, None
+            try:
+                engines = await self._dispatcher()
+                params = {**self._params, "sampling_seed": seed}
+                generation = await engines.generate(prompt_tokens, params, rid=rid, session=session)
+            except EngineError as error:
+                reason = str(error)
+                self._budget.count(reason)
+            else:
+                self.tokens += len(generation.output_ids)
+            seconds = time.time() - started
+        self.samples += 1
+        self.outstanding -= 1
+        return Answer(generation, reason, started, seconds)
+
+    async def _dispatcher(self) -> Dispatcher:
+        """The engines, made ready when the first sample needs them."""
+        async with self._ready:
+            if self._engines is None:
+                started = time.perf_counter()
+                self._engines = await self._make_ready()
+                self.engines_s = time.perf_counter() - started
+            return self._engines

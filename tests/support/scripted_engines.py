@@ -1,0 +1,28 @@
+"""Engines that answer without a model: each request gets the same tokens, or the error that a script names for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.core.errors import EngineError
+
+FEW = Generation([7, 8], [-0.5, -0.25], "2 .", "stop", [(0, 3)], "engine-0", 0)
+
+
+class ScriptedEngines(Dispatcher):
+    """Stands where the dispatcher does. `fails(rid)`: whether no engine can generate this request."""
+
+    def __init__(self, fails: Callable[[str], bool] = lambda _: False) -> None:
+        self.fails = fails
+        self.requests: list[tuple[str, list[int], dict[str, Any], str | None]] = []
+
+    async def generate(
+        self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
+    ) -> Generation:
+        self.requests.append((rid, list(input_ids), dict(params), session))
+        if self.fails(rid):
+            raise EngineError("engine-0: died")
+        return FEW

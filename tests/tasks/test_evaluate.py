@@ -1,0 +1,113 @@
+"""Evaluation over a real run folder and reward: its rows and figures, and what failing engines do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.workers.pool import Outcome
+from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.prompts import PromptRow
+from millrace.core.contracts.sample import Scorable
+from millrace.core.errors import BudgetError
+from millrace.core.rewards.scoring import score_sample
+from millrace.tasks.context import IterationContext
+from millrace.tasks.evaluate import evaluate, evaluate_before
+from millrace.tasks.runtime.prompt_dataset import PromptSet
+from tests.support.scripted_engines import ScriptedEngines
+
+MakeConfig = Callable[..., RunConfig]
+ROWS = [PromptRow("sums", n, f"p{n}", f"{n}+1=", label) for n, label in enumerate(["2", "x", "2", "2", "2"])]
+
+
+def context(make_config: MakeConfig, engines: ScriptedEngines) -> IterationContext:
+    """The second iteration of a run with a held-out set of five prompts, two samples each."""
+    held_out = {"name": "sums", "path": "held_out.jsonl", "samples_per_prompt": 2}
+    config = make_config(evaluation={"sets": [held_out]})
+
+    async def ready(version: int) -> ScriptedEngines:
+        return engines
+
+    async def score(sample: Scorable) -> Outcome:
+        return Outcome("done", score_sample(config.reward.function, config.reward.options, sample))
+
+    runtime: Any = SimpleNamespace(
+        run_folder=RunFolder(config.storage.root, config.run.name),
+        engines=ready,
+        score=score,
+        held_out=lambda held_out: PromptSet(held_out.name, ROWS, [[n] for n in range(len(ROWS))]),
+    )
+    return IterationContext(config, 1, runtime)
+
+
+def rows(ctx: IterationContext, done: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ctx.run_folder.store.read_table(
+        f"eval/sums/{done:06d}.parquet", "evaluations"
+    ).to_pylist()
+    return found
+
+
+async def test_every_prompt_is_sampled_and_scored_in_order(make_config: MakeConfig) -> None:
+    engines = ScriptedEngines()
+    ctx = context(make_config, engines)
+    record = await evaluate.fn(ctx)
+    assert (record["version"], record["done"]) == (2, 2)
+    figures = record["sets"]["sums"]
+    assert (figures["samples"], figures["not_scored"], figures["failed"]) == (10, 0, 0)
+    assert figures["reward_mean"] == pytest.approx(0.8)
+    stored = rows(ctx, 2)
+    assert [(row["prompt_id"], row["index"]) for row in stored] == [
+        (f"p{n}", i) for n in range(5) for i in (0, 1)
+    ]
+    assert stored[2] == {
+        "set": "sums",
+        "prompt_id": "p1",
+        "index": 0,
+        "prompt": '"1+1="',
+        "label": '"x"',
+        "response": "2 .",
+        "response_length": 2,
+        "status": "completed",
+        "reward": 0.0,
+        "scoring": "scored",
+        "version": 2,
+    }
+    rid, tokens, params, session = engines.requests[3]
+    assert (rid, tokens, session) == ("eval-2-p1-1", [1], None)
+    assert params["sampling_seed"] == derived_seed(0, "evaluate", "sums", "p1", 1)
+
+
+async def test_the_untrained_policy_is_kept_under_no_iteration_trained(make_config: MakeConfig) -> None:
+    ctx = context(make_config, ScriptedEngines())
+    ctx.index = 0
+    record = await evaluate_before.fn(ctx)
+    assert (record["version"], record["done"]) == (0, 0)
+    assert len(rows(ctx, 0)) == 10
+
+
+async def test_a_sample_that_fails_within_the_budget_is_counted_and_is_no_zero(
+    make_config: MakeConfig,
+) -> None:
+    ctx = context(make_config, ScriptedEngines(lambda rid: rid.endswith("p1-1")))
+    figures = (await evaluate.fn(ctx))["sets"]["sums"]
+    assert (figures["failed"], figures["not_scored"], figures["samples"]) == (1, 1, 10)
+    assert figures["reward_mean"] == pytest.approx(8 / 9)
+    failed = rows(ctx, 2)[3]
+    assert (failed["status"], failed["scoring"], failed["reward"]) == ("failed", "skipped", None)
+    assert (failed["response"], failed["response_length"]) == ("", 0)
+
+
+async def test_more_failures_than_the_budget_stop_the_run_and_name_the_set(make_config: MakeConfig) -> None:
+    """Before evaluation had a budget, one lost sample ended a run that could have gone on."""
+    ctx = context(make_config, ScriptedEngines(lambda rid: rid.endswith("-1")))
+    with pytest.raises(
+        BudgetError, match="2 samples failed to generate, more than rollout.max_failed_share"
+    ) as caught:
+        await evaluate.fn(ctx)
+    assert caught.value.where == "evaluation of sums after 2 iterations"
+    assert ctx.run_folder.store.list("eval") == []

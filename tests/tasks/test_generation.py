@@ -1,0 +1,109 @@
+"""Samples of rollout and evaluate: what an engine is asked, and what becomes of samples that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from millrace.core.config import RunConfig
+from millrace.core.errors import BudgetError
+from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
+from tests.support.scripted_engines import FEW, ScriptedEngines
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def generator(
+    config: RunConfig, engines: ScriptedEngines, allowed: int = 0, failed: int = 0
+) -> SampleGenerator:
+    async def ready() -> ScriptedEngines:
+        return engines
+
+    budget = FailureBudget(0.1, 10 * allowed, where="iteration 4", remedy="fix the cause", failed=failed)
+    return SampleGenerator(config, config.rollout.sampling, ready, budget)
+
+
+async def test_a_request_carries_the_sampling_of_the_configuration_and_its_seed(
+    make_config: MakeConfig,
+) -> None:
+    sampling = {"temperature": 0.5, "top_k": 3, "max_new_tokens": 9, "stop": ["x"]}
+    engines = ScriptedEngines()
+    made = generator(make_config(rollout={"sampling": sampling}), engines)
+    await made.generate([1, 2], seed=11, rid="g-0000", session="g")
+    params = {
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": 3,
+        "min_p": 0.0,
+        "max_new_tokens": 9,
+        "stop": ["x"],
+        "stop_token_ids": None,
+        "no_stop_trim": True,
+        "sampling_seed": 11,
+    }
+    assert engines.requests == [("g-0000", [1, 2], params, "g")]
+
+
+async def test_a_sample_is_answered_and_counted(make_config: MakeConfig) -> None:
+    made = generator(make_config(), ScriptedEngines())
+    answer = await made.generate([1], seed=0, rid="a", session=None)
+    assert (answer.generation, answer.reason, answer.status) == (FEW, None, "completed")
+    assert (made.samples, made.tokens, made.outstanding) == (1, 2, 0)
+
+
+async def test_failures_within_the_budget_are_answers_with_a_reason(make_config: MakeConfig) -> None:
+    made = generator(make_config(), ScriptedEngines(lambda rid: rid == "b"), allowed=1)
+    answers = [await made.generate([1], seed=0, rid=rid, session=None) for rid in "abc"]
+    assert [answer.status for answer in answers] == ["completed", "failed", "completed"]
+    failed = answers[1]
+    assert (failed.generation, failed.reason, failed.output_ids, failed.text) == (
+        None,
+        "engine-0: died",
+        [],
+        "",
+    )
+    assert (made.samples, made.tokens) == (3, 4)
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+async def test_one_failure_above_the_budget_stops_also_after_a_restart(
+    make_config: MakeConfig, stored: int
+) -> None:
+    made = generator(make_config(), ScriptedEngines(lambda _: True), allowed=2, failed=stored)
+    for _ in range(2 - stored):
+        await made.generate([1], seed=0, rid="a", session=None)
+    with pytest.raises(BudgetError) as caught:
+        await made.generate([1], seed=0, rid="a", session=None)
+    assert str(caught.value) == (
+        "iteration 4: 3 samples failed to generate, more than rollout.max_failed_share = 0.1 allows (2); "
+        "the last reason: engine-0: died; fix the cause"
+    )
+
+
+async def test_engines_are_made_ready_once_and_no_more_samples_are_in_flight_than_they_take(
+    make_config: MakeConfig,
+) -> None:
+    in_flight, most, readied = 0, 0, 0
+
+    class Slow(ScriptedEngines):
+        async def generate(self, *arguments: object, **named: object):  # type: ignore[no-untyped-def, override]
+            nonlocal in_flight, most
+            in_flight += 1
+            most = max(most, in_flight)
+            await asyncio.sleep(0.001)
+            in_flight -= 1
+            return FEW
+
+    async def ready() -> ScriptedEngines:
+        nonlocal readied
+        readied += 1
+        await asyncio.sleep(0.001)
+        return Slow()
+
+    config = make_config(rollout={"max_concurrency": 2}, engines={"count": 2})
+    budget = FailureBudget(0.0, 1, where="", remedy="")
+    made = SampleGenerator(config, config.rollout.sampling, ready, budget)
+    await asyncio.gather(*(made.generate([1], seed=0, rid=str(i), session=None) for i in range(20)))
+    assert (most, readied) == (4, 1)
