@@ -8,11 +8,15 @@ fields and never takes the sentence apart.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class MillraceError(Exception):
     """Base of all errors that millrace raises for people to read.
 
     `reason` says what is wrong, `where` names the field or file, `remedy` says what to do. Only the reason is required.
+    A reason of several lines has its remedy on a line of its own.
     """
 
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
@@ -23,7 +27,8 @@ class MillraceError(Exception):
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        return f"{place}{self.reason}" + (f"; {self.remedy}" if self.remedy else "")
+        between = "\n" if "\n" in self.reason else "; "
+        return f"{place}{self.reason}" + (f"{between}{self.remedy}" if self.remedy else "")
 
 
 class ConfigError(MillraceError):
@@ -95,3 +100,12 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+@contextlib.contextmanager
+def only_first_error() -> Iterator[None]:
+    """Raise the first error of a task group by itself, without the group around it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None

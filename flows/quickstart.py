@@ -82,7 +82,7 @@ def prepare_for_gpu(config: RunConfig) -> None:
     _prepare(config, GPU_SHAPE, [*overrides, "trainer.deterministic=false"])
 
 
-def _prepare(config: RunConfig, shape: dict[str, int], overrides: list[str]) -> None:
+def _prepare(config: RunConfig, shape: dict[str, Any], overrides: list[str]) -> None:
     model = Path(config.model.path)
     if (model / "config.json").exists():
         return

@@ -1,13 +1,13 @@
-"""What a configuration says of its prompts against the first rows of each file: keys, labels, template, length, reward.
+"""Check prompts against the first rows of each file: keys, labels, template, length, reward.
 
-No torch, no transformers. A user's reward is bound to its arguments, not called; millrace's own are called once.
+Imports no torch and no transformers. Calls a reward that ships with millrace once; never calls a user's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,7 +27,7 @@ RENDERED = 8
 
 
 class Rows:
-    """The first rows of a source, or what keeps them from being read."""
+    """The first rows of a source: those that can be used, and those that cannot."""
 
     def __init__(self, field: str, source: Source | EvalSet) -> None:
         self.field = field
@@ -36,7 +36,7 @@ class Rows:
         self.refused: list[Quarantined] = []
 
     def read(self) -> list[Problem]:
-        """Read them; returns problems of the file itself. Runs in a thread of its own."""
+        """Read the rows; returns problems of the file itself. Runs in a thread of its own."""
         path = self.source.path
         try:
             self.usable, self.refused = first_rows(self.source, ROWS)
@@ -69,13 +69,14 @@ class Rows:
 
 
 def sources(config: RunConfig) -> list[Rows]:
-    """All sources and evaluation sets, not yet read."""
-    found = [Rows(f"data.sources.{source.name}", source) for source in config.data.sources]
-    return found + [Rows(f"evaluation.sets.{held_out.name}", held_out) for held_out in config.evaluation.sets]
+    """Every source and evaluation set, not read yet."""
+    training = [Rows(f"data.sources.{source.name}", source) for source in config.data.sources]
+    held_out = [Rows(f"evaluation.sets.{held_out.name}", held_out) for held_out in config.evaluation.sets]
+    return training + held_out
 
 
 def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Problem]:
-    """Problems of rows that were read, with the model's template and tokenizer."""
+    """Problems of the rows that were read, under the model's template and tokenizer."""
     if not rows.usable:
         return
     yield from _labels(config, rows)
@@ -110,7 +111,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
             yield Problem(
                 field,
                 key,
-                f"algorithm.loss=sft learns text, which none of the first {len(labels)} rows of {rows.source.path} has there",
+                f"algorithm.loss=sft learns text, and none of the first {len(labels)} rows of {rows.source.path} has text there",
                 "set it to the key that holds the reference answer",
             )
     elif missing and _reads_label(config, rows.usable[0]):
@@ -124,7 +125,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
 
 
 class _Watched(RewardInput):
-    """A sample that knows whether its label was looked at."""
+    """A sample that records whether its label was read."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "label":
@@ -133,25 +134,30 @@ class _Watched(RewardInput):
 
 
 def _reads_label(config: RunConfig, row: PromptRow) -> bool:
-    """Whether a reward of millrace's own looks at the label; a user's is not asked."""
+    """Whether a reward that ships with millrace reads the label; False for a user's reward, which is not called."""
     if not config.reward.function.startswith("millrace.core.rewards."):
         return False
-    given = {"prompt": row.prompt, "response": "", "metadata": row.metadata, "status": "completed"}
+    values: dict[str, Any] = {
+        "prompt": row.prompt,
+        "response": "",
+        "metadata": row.metadata,
+        "status": "completed",
+    }
     sample = _Watched(
-        **{field.name: given[field.name] for field in fields(RewardInput) if field.name in given}
+        **{field.name: values[field.name] for field in fields(RewardInput) if field.name in values}
     )
     with contextlib.suppress(MillraceError, ValueError, TypeError, LookupError, AttributeError):
         load(config.reward.function)(sample, **config.reward.options)
     return getattr(sample, "label_was_read", False)
 
 
-def _rendered(rows: Rows, model: Checkpoint) -> Iterator[Problem]:
-    """The texts of the first rows; problems of the template with them."""
+def _rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str]]:
+    """Yields problems of the template; returns the texts that it makes of the first rows."""
     source, first = rows.source, rows.usable[:RENDERED]
     plain = [row.prompt for row in first if isinstance(row.prompt, str) and not source.chat]
     chats = [row.prompt for row in first if not isinstance(row.prompt, str) or source.chat]
     texts = [(source.system or "") + text for text in plain]
-    if chats and not model.template_given and model.shape:
+    if chats and not model.has_template and model.shape:
         yield Problem(
             "model.chat_template",
             None,
@@ -197,5 +203,5 @@ def _refused(rows: Rows, model: Checkpoint, chats: Sequence[Any], error: ValueEr
         "model.chat_template",
         None,
         f"it fails on the prompts of {rows.field}: {error}",
-        "mend the template, or name another file",
+        "correct the template, or name another file",
     )

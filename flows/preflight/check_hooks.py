@@ -1,6 +1,7 @@
-"""The functions and upstream options that a configuration names: importable, and callable as they will be called.
+"""Check that the functions a configuration names can be imported and take the arguments they will get, and that upstream's
+options exist.
 
-Upstream's options are compared with the source of the installed versions, which is read and not imported.
+Upstream's options are compared with the source files of the installed versions, which are read and not imported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ROUTER = ("router_args.py",)
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
-    """Functions that cannot be had, or not be called with what they will be given."""
+    """Functions that cannot be imported, or do not take the arguments they will get."""
     a = config.algorithm
     samples, options = ("samples",), config.reward.options
     yield from _hook("reward.function", config.reward.function, ("sample",), options)
@@ -45,7 +46,7 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
 
 
 def _hook(
-    field: str, path: str | None, given: Sequence[str], options: dict[str, Any] | None = None
+    field: str, path: str | None, arguments: Sequence[str], options: dict[str, Any] | None = None
 ) -> Iterator[Problem]:
     if path is None:
         return
@@ -55,25 +56,25 @@ def _hook(
         yield Problem(field, path, error.reason, error.remedy or "correct the path")
         return
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        yield Problem(field, path, f"its module fails: {type(error).__name__}: {error}", "mend the module")
+        yield Problem(field, path, f"its module fails: {type(error).__name__}: {error}", "correct the module")
         return
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
         return
     try:
-        signature.bind(*given)
+        signature.bind(*arguments)
     except TypeError as error:
         if not options:
             yield Problem(
                 field,
                 path,
-                f"cannot be called with ({', '.join(given)}): {error}",
-                f"give it these parameters; now it is {path.rpartition(':')[2]}{signature}",
+                f"cannot be called with ({', '.join(arguments)}): {error}",
+                f"give it these parameters; its signature is {path.rpartition(':')[2]}{signature}",
             )
             return
     try:
-        signature.bind(*given, **(options or {}))
+        signature.bind(*arguments, **(options or {}))
     except TypeError as error:
         yield Problem(
             "reward.options" if options else field,
@@ -105,14 +106,14 @@ def check_passthrough(config: RunConfig) -> Iterator[Problem]:
 
 def _unknown(
     section: str,
-    given: dict[str, Any],
+    options: dict[str, Any],
     where: tuple[str, Sequence[str], Sequence[str]],
     what: str,
 ) -> Iterator[Problem]:
-    known = _fields(*where) if given else None
+    known = _fields(*where) if options else None
     if not known:
         return
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in known:
             yield Problem(
                 f"{section}.{name}",
@@ -123,7 +124,7 @@ def _unknown(
 
 
 def _fields(package: str, files: Sequence[str], classes: Sequence[str]) -> set[str]:
-    """Annotated names in the classes' bodies, from the source; empty where the package is not installed."""
+    """Names annotated in the classes' bodies, from the source; empty if the package is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         return set()

@@ -1,11 +1,11 @@
-"""What a configuration says of its model against the checkpoint folder: files, sizes, tokenizer, template.
+"""Check the model against its checkpoint folder: files, sizes, tokenizer, chat template.
 
-No torch, no transformers.
+Imports no torch and no transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ GET = "give a checkpoint folder: one you have, or one made by `hf download NAME 
 
 @dataclass
 class Checkpoint:
-    """What was found of the model; the parts that were not are None."""
+    """The parts of the model that could be read; a part that could not is None."""
 
     shape: Architecture | None = None
     tokenizer: Any = None
     template: ChatTemplate | None = None
-    template_given: bool = False  # whether there is a template, be it good or bad
+    has_template: bool = False  # whether there is a template, valid or not
 
 
 def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
-    """Problems of the model's folder; fills `found` with what others need of it."""
+    """Problems of the model's folder and of the teacher's; fills `found` with what later checks need."""
     path = config.model.path
     if may_be_made and not (Path(path) / "config.json").exists():
         return
@@ -40,13 +40,13 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
         yield from _sizes(config, shape)
     if Path(path).is_dir() or config.model.tokenizer:
         yield from _tokenizer(config, found)
-    path = config.algorithm.teacher
-    if path and not (may_be_made and not (Path(path) / "config.json").exists()):
-        teacher = yield from _folder("algorithm.teacher", path)
+    teacher_path = config.algorithm.teacher
+    if teacher_path and not (may_be_made and not (Path(teacher_path) / "config.json").exists()):
+        teacher = yield from _folder("algorithm.teacher", teacher_path)
         if teacher and shape and teacher.vocab != shape.vocab:
             yield Problem(
                 "algorithm.teacher",
-                path,
+                teacher_path,
                 f"its vocabulary of {teacher.vocab} is not the model's, {shape.vocab}",
                 "take a teacher with the model's tokenizer",
             )
@@ -54,7 +54,7 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
             yield from _sizes(config, teacher, "teacher")
 
 
-def _folder(field: str, folder: str) -> Iterator[Problem]:
+def _folder(field: str, folder: str) -> Generator[Problem, None, Architecture | None]:
     if not Path(folder).is_dir():
         yield Problem(field, folder, "no such folder", GET)
         return None
@@ -136,33 +136,33 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
         else ("model.path", config.model.path)
     )
     special: dict[str, str] = {}
-    own: str | None = None
+    text: str | None = None
     try:
         files = TokenizerFolder(folder)
-        special, own = files.special, files.template()
+        special, text = files.special, files.template()
         found.tokenizer = files.load()
     except (ValueError, OSError) as error:
         yield Problem(field, folder, str(error), "copy the tokenizer's files there, or set model.tokenizer")
     else:
         yield from _vocabulary(field, folder, found, special)
-    given = config.model.chat_template
-    if given:
+    file = config.model.chat_template
+    if file:
         try:
-            own = Path(given).read_text(encoding="utf-8")
+            text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            found.template_given = True
+            found.has_template = True
             yield Problem(
-                "model.chat_template", given, f"cannot be read: {error}", "name a file of Jinja text"
+                "model.chat_template", file, f"cannot be read: {error}", "name a file of Jinja text"
             )
             return
-    if own is None:
+    if text is None:
         return
-    found.template_given = True
+    found.has_template = True
     try:
-        found.template = ChatTemplate(own, special)
+        found.template = ChatTemplate(text, special)
     except ValueError as error:
-        whose = "" if given else f"the tokenizer's own template in {folder}: "
-        yield Problem("model.chat_template", given, f"{whose}no Jinja template: {error}", "mend that line")
+        whose = "" if file else f"the tokenizer's template in {folder}: "
+        yield Problem("model.chat_template", file, f"{whose}no Jinja template: {error}", "correct that line")
 
 
 def _vocabulary(field: str, folder: str, found: Checkpoint, special: dict[str, str]) -> Iterator[Problem]:

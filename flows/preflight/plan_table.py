@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal. Owns what is shown and in which words."""
+"""A plan as tables for a terminal. Owns what is shown and how it reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render(plan: Plan) -> RenderableType:
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
     n = plan.numbers
-    spare = f" (and up to {n.spare_prompts} in place of dropped ones)" if n.spare_prompts else ""
+    spare = f" (and up to {n.spare_prompts} to replace dropped ones)" if n.spare_prompts else ""
     steps = f"{n.steps} step{'s' if n.steps > 1 else ''} of {n.global_batch}"
     return [
         (

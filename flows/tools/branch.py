@@ -1,4 +1,4 @@
-"""`millrace branch`: a new run that begins where another one was after some iteration.
+"""`millrace branch`: a new run that begins where another run was after some iteration.
 
 Copies the committed iterations and the checkpoint; the branch goes on under its own name and may train differently.
 """
@@ -14,7 +14,7 @@ from millrace.flows.tools.browse import run_record
 
 
 def branch_run(root: str, run: str, new: str, at: int) -> str:
-    """Make `new` of the first `at` iterations of `run`. Returns what was made.
+    """Make `new` of the first `at` iterations of `run`. Returns a line that says what was made.
 
     Raises StorageError if there is no checkpoint after iteration `at`, or if `new` exists.
     """
@@ -22,17 +22,20 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
     committed = len(source.manifests())
     if at > committed:
         raise StorageError(
-            f"{source.store.url}: has {committed} committed iterations; branch at {committed} or before"
+            f"has {committed} committed iterations",
+            where=source.store.url,
+            remedy=f"branch at {committed} or before",
         )
     complete = source.complete_checkpoints()
     if at and at not in complete:
-        there = ", ".join(str(done) for done in complete) or "none"
+        existing = ", ".join(str(done) for done in complete) or "none"
         raise StorageError(
-            f"{source.store.url}: no checkpoint after iteration {at} (there are: {there}); branch at one of these, or keep "
-            "more of them by checkpoint.keep_every"
+            f"no checkpoint after iteration {at} (there are: {existing})",
+            where=source.store.url,
+            remedy="branch at one of these, or keep more of them by checkpoint.keep_every",
         )
     if target.store.exists("run.json"):
-        raise StorageError(f"{target.store.url}: exists already; give the branch another name")
+        raise StorageError("exists already", where=target.store.url, remedy="give the branch another name")
     paths = [f"{source.iteration_path(index)}/" for index in range(at)]
     checkpoint = f"{source.checkpoint_path(at)}/"
     names = [path for folder in paths for path in source.store.list(folder.rstrip("/"))]
@@ -45,7 +48,7 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         marker = f"{checkpoint}{COMPLETE}"
         target.store.write(marker, source.store.read(marker))
     parent = {"run": run, "at": at, "config": record["config"], "branched": datetime.now(UTC).isoformat()}
-    made = {
+    branch_record = {
         "name": new,
         "parent": parent,
         "config": None,
@@ -53,5 +56,5 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "mlflow_run_id": None,
         "attempts": [],
     }
-    target.store.write_json("run.json", made)
+    target.store.write_json("run.json", branch_record)
     return f"{target.store.url}: {at} iterations of {run}; go on with `millrace train CONFIG run.name={new}`"

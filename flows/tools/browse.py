@@ -11,6 +11,7 @@ from rich.table import Table
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MissingFileError, StorageError
 
 COLUMNS = (
@@ -47,7 +48,7 @@ def runs_table(root: str) -> Table:
 
 
 def run_tables(root: str, run: str) -> list[Any]:
-    """One run: its record, and a line an iteration."""
+    """One run: its record, and a table with a line per iteration."""
     folder, record = RunFolder(root, run), run_record(root, run)
     facts = Table("what", "value", title=run, show_header=False)
     facts.add_row("folder", folder.store.url)
@@ -74,7 +75,7 @@ def run_tables(root: str, run: str) -> list[Any]:
             for name, value in metrics.items()
             if name.startswith("eval/") and name.endswith("/reward_mean")
         ]
-        table.add_row(str(index), *cells, " ".join(held_out))
+        table.add_row(str(iteration_number(index)), *cells, " ".join(held_out))
     return [facts, table]
 
 
@@ -89,21 +90,6 @@ def run_record(root: str, run: str) -> Any:
     try:
         return store.read_json("run.json")
     except MissingFileError as error:
-        raise StorageError(f"{store.url}: no such run; `millrace runs --root {root}` lists them") from error
-
-
-def stop_run(root: str, run: str) -> str:
-    """End the actors that a killed driver left of a run."""
-    import asyncio
-
-    from millrace.connectors.ray import actors, cluster, placement
-    from millrace.core.config import RunConfig
-
-    record = run_record(root, run)
-    config = RunConfig.model_validate(settings_of(record))
-
-    cluster.start_or_join(config.placement.ray_address, config.run.name)
-    ended = asyncio.run(actors.end())
-    placement.release()
-    cluster.leave()
-    return f"{ended} actors of {run} ended"
+        raise StorageError(
+            "no such run", where=store.url, remedy=f"`millrace runs --root {root}` lists them"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.progress import track
@@ -13,7 +14,7 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.ids import derived_seed, iteration_number
 from millrace.core.errors import DataError, StorageError
 from millrace.core.ledger import Ledger
 from millrace.core.lineage import StoredIteration, findings
@@ -24,7 +25,7 @@ SAMPLE = ["sample_id", "group_id"]
 
 @dataclass
 class Verdict:
-    """What was looked at, and what was found wrong."""
+    """How much was checked, and what is wrong with it."""
 
     problems: list[str] = field(default_factory=list)
     iterations: int = 0
@@ -90,7 +91,7 @@ def _parts(store: Store, kind: str, columns: list[str]) -> list[dict[str, Any]]:
 
 
 def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """Draw every iteration again from the histories before it: the same groups must come."""
+    """Draw every iteration again from the history before it: the ledger must draw the same groups."""
     history = folder.history()
     spans = record.get("data") or []
     ends = [*(span["since"] for span in spans[1:]), len(history)]
@@ -107,7 +108,10 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
             keys = history[index].keys()
             drawn = ledger.draw(index, config.rollout.prompts, len(keys) - config.rollout.prompts)
             if [draw.key for draw in drawn] != keys:
-                yield f"iteration {index} holds other groups than the ledger draws after the iterations before it"
+                yield (
+                    f"iteration {iteration_number(index)} holds other groups than the ledger draws after the "
+                    "iterations before it"
+                )
                 return
             try:
                 ledger.apply(history[index])
@@ -119,21 +123,19 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
 def _checkpoint(store: Store) -> Iterator[str]:
     marker = store.read_json(COMPLETE)
     for entry in marker["files"]:
-        problem = _file_problem(lambda entry=entry: _hash(store, entry["path"]), entry["sha256"])
+        problem = _file_problem(partial(_hash, store, entry["path"]), entry["sha256"])
         if problem:
             yield f"{store.url_of(entry['path'])}: {problem}"
 
 
-def _file_problem(hash_of: Callable[[], str], wanted: str) -> str | None:
+def _file_problem(hash_of: Callable[[], str], expected: str) -> str | None:
     try:
-        found = hash_of()
+        actual = hash_of()
     except StorageError as error:
         return str(error)
-    return (
-        None
-        if found == wanted
-        else "its content does not have the hash that complete.json names; restore the file"
-    )
+    if actual == expected:
+        return None
+    return "its content does not have the hash that complete.json names; restore the file"
 
 
 def _hash(store: Store, path: str) -> str:

@@ -20,6 +20,10 @@ from millrace.core.errors import ConfigError, MillraceError, TrainerMemoryError,
             ConfigError("no such folder", where="model.path = x", remedy="make it"),
             "model.path = x: no such folder; make it",
         ),
+        (
+            ConfigError("differs:\n  run.seed\n  rollout", where="run a", remedy="put them back"),
+            "run a: differs:\n  run.seed\n  rollout\nput them back",
+        ),
     ],
 )
 def test_an_error_reads_as_where_reason_remedy(error: MillraceError, sentence: str) -> None:

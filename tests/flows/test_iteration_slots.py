@@ -1,4 +1,4 @@
-"""Iterations follow one another; a flow run begins when the one before it has trained, and does nothing till that is over."""
+"""Iterations follow one another: a flow run is created when the one before hands over, and works when that one is done."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from millrace.core.config import RunConfig
-from millrace.flows.iteration_slots import in_turn, mine
+from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from tests.support.flow_runs import Workplace
 
 PATIENCE_S = 60
@@ -40,66 +39,61 @@ async def states(name: str) -> dict[str, str]:
     return {run.name.removeprefix(f"{name}-0000"): str(run.state_name) for run in runs}
 
 
-async def test_the_next_flow_run_begins_when_one_has_trained_and_works_when_that_is_over() -> None:
+async def test_the_next_flow_run_is_created_at_the_hand_over_and_works_when_the_iteration_is_done() -> None:
     seen: list[str] = []
     gc.unfreeze()
 
-    @flow
-    async def iteration(index: int) -> None:
-        turn = mine.get()
-        await turn.wait()
+    async def iteration(index: int, slot: IterationSlot) -> None:
+        await slot.may_work()
         seen.append(f"{index} works")
         assert (gc.get_freeze_count() > 0) == (index > 0)  # collected between the first two, not amid a sync
         assert f"{index + 1:02d}" not in await states("follow")
-        turn.trained()
+        slot.hand_over()
         async with asyncio.timeout(PATIENCE_S):
             while index < 2 and (await states("follow")).get(f"{index + 1:02d}") != "Running":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        seen.append(f"{index} is over")
-        turn.over()
+        seen.append(f"{index} is done")
+        slot.done()
 
-    await in_turn(iteration, run_named("follow"), 0)
-    assert seen == [f"{index} {what}" for index in range(3) for what in ("works", "is over")]
+    await run_iterations(iteration, "iteration", run_named("follow"), 0)
+    assert seen == [f"{index} {what}" for index in range(3) for what in ("works", "is done")]
     assert set((await states("follow")).values()) == {"Completed"}
 
 
-@pytest.mark.parametrize("trained", [False, True])
-async def test_what_fails_ends_the_run_by_its_own_error_and_nothing_works_after_it(trained: bool) -> None:
-    name, worked = f"fails-{trained}".lower(), []
+@pytest.mark.parametrize("handed_over", [False, True])
+async def test_what_fails_ends_the_run_by_its_own_error_and_nothing_works_after_it(handed_over: bool) -> None:
+    name, worked = f"fails-{handed_over}".lower(), []
 
-    @flow
-    async def iteration(index: int) -> None:
-        turn = mine.get()
-        await turn.wait()
+    async def iteration(index: int, slot: IterationSlot) -> None:
+        await slot.may_work()
         worked.append(index)
-        if trained:
-            turn.trained()
+        if handed_over:
+            slot.hand_over()
         if index == 1:
             raise ValueError("no")
-        turn.trained()
-        turn.over()
+        slot.hand_over()
+        slot.done()
 
     with pytest.raises(ValueError, match="no"):
-        await in_turn(iteration, run_named(name), 0)
+        await run_iterations(iteration, "iteration", run_named(name), 0)
     assert worked == [0, 1]
     found = await states(name)
     assert (found.pop("00"), found.pop("01")) == ("Completed", "Failed")
-    assert found == {} or (trained and set(found.values()) <= {"Crashed", "Pending"})
+    assert found == {} or (handed_over and set(found.values()) <= {"Crashed", "Pending"})
 
 
 async def test_a_run_that_is_cancelled_ends_the_iteration_that_works() -> None:
     working, ended = asyncio.Event(), asyncio.Event()
 
-    @flow
-    async def iteration(index: int) -> None:
-        await mine.get().wait()
+    async def iteration(index: int, slot: IterationSlot) -> None:
+        await slot.may_work()
         working.set()
         try:
             await asyncio.sleep(PATIENCE_S)
         finally:
             ended.set()
 
-    running = asyncio.create_task(in_turn(iteration, run_named("cancelled"), 0))
+    running = asyncio.create_task(run_iterations(iteration, "iteration", run_named("cancelled"), 0))
     await working.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):

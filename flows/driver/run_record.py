@@ -1,6 +1,6 @@
-"""run.json: what a run is, with every attempt at it, and the links to its pages.
+"""run.json: what a run is, every attempt at it, and links to its pages.
 
-Owns the file; a run that is started again must be the same run: what may change under it is listed here.
+Owns the file, and decides what may differ when a run is started again under its name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import ConfigError, DataError, MissingFileError
 from millrace.tasks import report
@@ -115,42 +116,46 @@ def check_same_run(
             f"  {path}: was {_get(before, path)!r:.200}, now {_get(now, path)!r:.200}" for path in differing
         ]
         raise ConfigError(
-            f"run {config.run.name} exists with another configuration:\n" + "\n".join(lines) + "\n"
-            "Give the new run another run.name, or put these fields back."
+            "exists with another configuration:\n" + "\n".join(lines),
+            where=f"run {config.run.name}",
+            remedy="Give the new run another run.name, or put these fields back.",
         )
 
 
 def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict[str, Any]]:
-    """What the sources held, by the iteration since which they did; the last is what they hold now.
+    """The spans of iterations that drew from the same data; the last span is what the sources hold now.
 
-    Refuses sources that changed under the run, naming what did, unless data.allow_changes is set: then the ledger begins
-    anew with the first open iteration. A file that was only moved is the same data.
+    Refuses sources that changed under the run, naming the changes, unless data.allow_changes is set: then the ledger starts
+    again at the first open iteration. A file that was only moved is the same data.
     """
     now = runtime.prompts.fingerprints()
     since = 0
     if before:
-        held = {
+        recorded = {
             name: SourceFingerprint.model_validate(value) for name, value in before[-1]["sources"].items()
         }
-        changes = source_changes(held, now)
+        changes = source_changes(recorded, now)
         if not changes:
             runtime.data_since = before[-1]["since"]
             return before
         if not runtime.config.data.allow_changes:
             raise DataError(
-                f"the data of run {runtime.config.run.name} changed:\n  " + "\n  ".join(changes) + "\n"
-                "Put the files back, start under another run.name, or set data.allow_changes=true to go on with them."
+                "its data changed:\n  " + "\n  ".join(changes),
+                where=f"run {runtime.config.run.name}",
+                remedy="Put the files back, start under another run.name, or set data.allow_changes=true to go on with them.",
             )
         since = runtime.run_folder.first_open_iteration()
         log.warning(
-            "the data changed; from iteration %d on it is drawn as it is now: %s", since, "; ".join(changes)
+            "the data changed; from iteration %d on prompts are drawn from what it holds now: %s",
+            iteration_number(since),
+            "; ".join(changes),
         )
     runtime.data_since = since
     return [*before, {"since": since, "sources": {name: value.model_dump() for name, value in now.items()}}]
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what decides numbers."""
+    """Installed versions of the packages that decide numbers."""
     found: dict[str, str] = {"python": platform.python_version()}
     for name in VERSIONED:
         try:
@@ -162,7 +167,7 @@ def versions() -> dict[str, str]:
 
 def code_revision() -> str | None:
     """Git revision of the checkout that runs, `+changes` if it is not clean; None when installed as a wheel."""
-    folder = Path(__file__).resolve().parent.parent
+    folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
     git = ["git", "-C", str(folder)]

@@ -1,0 +1,84 @@
+"""Commands that check and run a configuration: train, check, quickstart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millrace.core.errors import MillraceError
+from millrace.flows.cli.terminal import ConfigArgument, Overrides, RootOption, console, errors, guarded
+
+if TYPE_CHECKING:
+    from millrace.core.config import RunConfig
+    from millrace.flows.driver.drive import DriveResult
+
+
+def train(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Train a run, or go on with it: the same name resumes."""
+    resolved = _load(config, overrides)
+    _check(resolved)
+    result = guarded(lambda: _run_flow(resolved))
+    did, total = result["did"], result["iterations"]
+    console.print(f"run {resolved.run.name}: {total} iterations complete, {did} of them now")
+
+
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Resolve a configuration, touch everything it names, and print the plan."""
+    from millrace.core.config.plan import make_plan
+    from millrace.flows.preflight.plan_table import render
+
+    resolved = _load(config, overrides)
+    _check(resolved)
+    console.print(render(make_plan(resolved)))
+
+
+def quickstart(
+    root: RootOption = "runs",
+    seed: Annotated[int, typer.Option(help="Seed of model, data and sampling.")] = 0,
+    iterations: Annotated[int | None, typer.Option(help="RL iterations; more runs longer.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; quickstart-SEED when not given.")] = None,
+) -> None:
+    """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it learnt."""
+    from millrace.flows.quickstart import run_quickstart
+
+    guarded(lambda: run_quickstart(root=root, seed=seed, iterations=iterations, name=name, console=console))
+
+
+def _run_flow(config: RunConfig) -> DriveResult:
+    """Run the configuration's flow in this process, against the configured Prefect server or a local one."""
+    import httpx
+
+    from millrace.connectors.prefect.server import ensure_server, ui_url
+
+    console.print(f"Prefect: {ui_url(ensure_server())}")
+    if config.algorithm.loss == "sft":
+        from millrace.flows.sft import sft as flow
+    else:
+        from millrace.flows.train import train as flow
+    try:
+        return asyncio.run(flow(config))
+    except httpx.TransportError as error:
+        raise MillraceError(
+            f"does not answer ({type(error).__name__}: {error})",
+            where=f"the Prefect server at {ensure_server()}",
+            remedy="what finished is kept: start the same command again",
+        ) from error
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    from millrace.core.config.load import load_config
+
+    return guarded(lambda: load_config(str(path), overrides or []))
+
+
+def _check(config: RunConfig) -> None:
+    from millrace.core.config.problems import render_problems
+    from millrace.flows.preflight.check import check as check_config
+
+    problems = check_config(config)
+    if problems:
+        errors.print(render_problems(problems), markup=False, highlight=False)
+        raise SystemExit(2)

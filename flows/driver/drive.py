@@ -1,0 +1,118 @@
+"""Drive a run: check it, hold its lease, run the iterations that are missing, keep run.json.
+
+What train and sft share. What an iteration does is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, TypedDict
+
+from millrace.connectors.prefect.server import keep_server
+from millrace.connectors.storage.lease import DURATION_S, Lease
+from millrace.core.config import RunConfig
+from millrace.core.config.problems import render_problems
+from millrace.core.errors import ConfigError, StorageError
+from millrace.core.hooks import load
+from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
+from millrace.flows.driver.run_record import finish_run_record, open_run_record
+from millrace.flows.preflight.check import check
+from millrace.tasks.runtime.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+Iteration = Callable[[Runtime, int, IterationSlot], Coroutine[Any, Any, None]]
+
+
+class DriveResult(TypedDict):
+    """What a flow returns: the run, its iterations, and how many of them this flow run did."""
+
+    run: str
+    iterations: int
+    did: int
+
+
+async def drive(
+    config: RunConfig,
+    iteration: Iteration,
+    flow_name: str,
+    before_first: Callable[[Runtime], Awaitable[None]] | None = None,
+) -> DriveResult:
+    """Run `iteration` for every index that the run folder does not hold yet, each as a flow run of the flow `flow_name`.
+
+    Started again under the same run name it does what is missing; when nothing is, it returns at once.
+    `before_first` runs ahead of index 0.
+    """
+    await _prepare(config)
+    runtime, started = Runtime(config), time.perf_counter()
+    first = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    runtime.recovery["find"] = time.perf_counter() - started
+    if first >= config.run.iterations:
+        log.info(
+            "run %s is complete: %d iterations in %s", config.run.name, first, runtime.run_folder.store.url
+        )
+        return {"run": config.run.name, "iterations": first, "did": 0}
+    async with _leased(runtime) as attempt:
+        await open_run_record(runtime, attempt)
+        if before_first and first == 0:
+            await before_first(runtime)
+        await run_iterations(partial(iteration, runtime), flow_name, config, first)
+        await finish_run_record(runtime)
+    return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
+
+
+async def _prepare(config: RunConfig) -> None:
+    """Make the files that `run.prepare` makes, then check everything. Raises ConfigError with every problem."""
+    if config.run.prepare:
+        await asyncio.to_thread(load(config.run.prepare, "run.prepare"), config)
+    problems = await asyncio.to_thread(check, config, prepared=True)
+    if problems:
+        raise ConfigError(render_problems(problems))
+
+
+@contextlib.asynccontextmanager
+async def _leased(runtime: Runtime) -> AsyncIterator[int]:
+    """Hold the run's lease and open the runtime; yields the number of this attempt.
+
+    A background task renews the lease; when it is lost, the flow is cancelled. What interrupted writes left is removed first.
+    The run's actors end on leaving, unless another driver has taken the lease and with it the actors.
+    """
+    lease = await asyncio.to_thread(Lease.take, runtime.run_folder.store)
+    driver = asyncio.current_task()
+    assert driver is not None
+    lost: list[Exception] = []
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(DURATION_S / 6)
+            try:
+                await asyncio.to_thread(lease.renew)
+            except Exception as error:  # noqa: BLE001 - whatever keeps the lease from being renewed ends this driver
+                lost.append(error)
+                driver.cancel()
+                return
+
+    background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
+    try:
+        await asyncio.to_thread(runtime.run_folder.clean)
+        await runtime.open()
+        yield lease.token
+    except asyncio.CancelledError:
+        if lost:
+            raise lost[0] from None
+        raise
+    finally:
+        for task in background:
+            task.cancel()
+        await runtime.close(end_actors=not lost)
+        try:
+            await asyncio.to_thread(lease.release)
+        except (
+            StorageError
+        ) as error:  # raised, it would hide why the run stops; the next driver sees a dead owner
+            log.warning("%s", error)

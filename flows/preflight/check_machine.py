@@ -1,0 +1,128 @@
+"""What this host and the addresses in a configuration must offer: GPUs, packages, a Ray head, engines, a port to listen on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.connectors.sglang.launch import ROUTER_MISSING
+from millrace.connectors.sglang.server_args import sglang_finds
+from millrace.core.config import RunConfig
+from millrace.core.config.plan import visible_gpus
+from millrace.core.config.problems import Problem
+from millrace.core.resource_layout import seats
+
+CONNECT_S = 1.0
+
+TRANSFERS = {  # the package that SGLang imports to move KV caches, and the wheel that has it
+    "mooncake": ("mooncake", "mooncake-transfer-engine"),
+    "mooncake_tcp": ("mooncake", "mooncake-transfer-engine"),
+    "nixl": ("nixl", "nixl"),
+}
+
+
+def ray_answers(address: str) -> Iterator[Problem]:
+    """A problem unless a Ray head listens at the address."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not host or not port.isdigit():
+        yield Problem("placement.ray_address", address, "it has no host:port", "write it as 10.0.0.1:6379")
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        yield Problem(
+            "placement.ray_address",
+            address,
+            f"no Ray head answers there: {error}",
+            "start it, or correct the address",
+        )
+
+
+def check_machine(config: RunConfig) -> Iterator[Problem]:
+    """Problems of this host if the run lives on it, and of the addresses that the configuration gives."""
+    here, gpus = config.placement.ray_address is None, visible_gpus()
+    if here and config.trainer.device == "cuda" and not gpus:
+        yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
+    if here and config.placement.colocate and config.trainer.device == "auto" and not gpus:
+        yield Problem("placement.colocate", True, "this host has no NVIDIA GPU to share", "set it to false")
+    needed = seats(config, gpus=True).needed["GPU"]
+    if here and 0 < gpus < needed:
+        yield Problem(
+            "trainer.world_size",
+            config.trainer.world_size,
+            f"trainer and engines need {needed:g} GPUs, and this host shows {gpus}",
+            "lower it, engines.count or engines.gpus, set placement.colocate=true, or join a cluster by placement.ray_address",
+        )
+    if here and config.engines.prefill and config.engines.kind != "external" and not gpus:
+        yield Problem(
+            "engines.prefill",
+            config.engines.prefill,
+            "without a GPU engines are embedded ones, which prefill and decode",
+            "set it to 0",
+        )
+    if here and config.engines.kind == "sglang" and not sglang_finds("sglang"):
+        yield Problem(
+            "engines.kind",
+            "sglang",
+            "SGLang is not installed",
+            "install it, or set engines.kind to auto or embedded",
+        )
+    if here and config.engines.router and not importlib.util.find_spec("sglang_router"):
+        yield Problem("engines.router", config.engines.router.policy, *ROUTER_MISSING)
+    if here and config.engines.prefill and config.engines.kind == "sglang":
+        yield from _transfers(config.engines.sglang.get("disaggregation_transfer_backend", "mooncake"))
+    algorithm = str(config.engines.sglang.get("speculative_algorithm") or "NGRAM")
+    if here and gpus and algorithm.upper() != "NGRAM" and not sglang_finds("deep_gemm"):
+        yield Problem(
+            "engines.sglang.speculative_algorithm",
+            algorithm,
+            "SGLang imports deep_gemm when it starts with a draft model, and does not find it",
+            "install sgl-deep-gemm where SGLang is, or set it to NGRAM",
+        )
+    for address in config.engines.addresses:
+        yield from _engine_answers(address)
+    if here:
+        yield from _listens(config.engines.host)
+    folder = None if config.sync.by_url else config.sync.directory
+    if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+
+
+def _transfers(library: str) -> Iterator[Problem]:
+    package, wheel = TRANSFERS.get(library, (None, None))
+    if package and not sglang_finds(package):
+        yield Problem(
+            "engines.sglang.disaggregation_transfer_backend",
+            library,
+            f"it moves KV caches between engines, and SGLang does not find {package}",
+            f"install {wheel} where SGLang is, or name another",
+        )
+
+
+def _engine_answers(address: str) -> Iterator[Problem]:
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/model_info", timeout=10):
+            return
+    except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
+        yield Problem(
+            "engines.addresses",
+            address,
+            f"no engine answers there: {error}",
+            "start it, or correct the address",
+        )
+
+
+def _listens(host: str) -> Iterator[Problem]:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        yield Problem(
+            "engines.host", host, f"no address that this host can listen on: {error}", "use 127.0.0.1"
+        )
