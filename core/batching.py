@@ -1,7 +1,7 @@
 """How a global batch is cut into packs and ranks. Pure, deterministic.
 
-Packs hold like amounts of tokens, which bound their memory; ranks get like amounts of work, and as many packs each. Both
-are split by the largest differencing method (Karmarkar and Karp 1982).
+Packs hold nearly equal numbers of tokens, which bound their memory. Ranks get nearly equal work and the same number of
+packs. Both are split by the largest differencing method (Karmarkar and Karp 1982).
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ def plan_packs(
 ) -> list[Packs]:
     """packs[rank][pack] = indices of samples. `lengths`: tokens of each sample; `cost`: its work, by default its tokens.
 
-    Uses the fewest packs whose every pack holds at most `max_tokens`, whatever the cost; no rank's work is above what it
-    is when tokens alone are dealt. A rank may get empty packs when there are fewer samples than packs. Raises ConfigError
-    if a sample alone is longer than a pack.
+    Uses the fewest packs of at most `max_tokens` each, whatever the cost. No rank has more work than it would have if
+    packs were dealt by tokens alone. A rank may get empty packs when there are fewer samples than packs. Raises
+    ConfigError if a sample alone is longer than a pack.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ConfigError(
-            f"trainer.max_pack_tokens = {max_tokens}: a sample has {longest} tokens; raise it, or lower "
-            "rollout.sampling.max_new_tokens or data.max_prompt_tokens"
+            f"a sample has {longest} tokens",
+            where=f"trainer.max_pack_tokens = {max_tokens}",
+            remedy="raise it, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens",
         )
     per_rank = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
@@ -43,7 +44,7 @@ def plan_packs(
             plans.append(of_ranks)
     work = lengths if cost is None else cost
     best = min(plans, key=lambda plan: _heaviest([sum(packs, []) for packs in plan], work))
-    # heavy packs first: ranks that wait for one another in a pack, as experts' do, then have like ones
+    # heavy packs first, so that ranks that wait for each other in a pack, as expert parallel ones do, have similar packs
     return [sorted(map(sorted, packs), key=lambda pack: (-_total(pack, work), pack)) for packs in best]
 
 
@@ -56,19 +57,19 @@ def _heaviest(sets: Sequence[Sequence[int]], weights: Sequence[float]) -> float:
 
 
 def _dealt(packs: Packs, ranks: int, weights: Sequence[float]) -> list[Packs]:
-    """Packs to ranks, heavy ones first, a round at a time: a round's heaviest goes to the rank with the least so far."""
-    rest = sorted(packs, key=lambda pack: (-_total(pack, weights), pack))
-    given: list[Packs] = [[] for _ in range(ranks)]
-    while rest:
-        order = sorted(range(ranks), key=lambda rank: _total(sum(given[rank], []), weights))
-        for rank, pack in zip(order, rest[:ranks], strict=True):
-            given[rank].append(pack)
-        rest = rest[ranks:]
-    return given
+    """Packs of each rank. Heavy ones are dealt first; the heaviest of a round goes to the rank with the least so far."""
+    remaining = sorted(packs, key=lambda pack: (-_total(pack, weights), pack))
+    of_ranks: list[Packs] = [[] for _ in range(ranks)]
+    while remaining:
+        order = sorted(range(ranks), key=lambda rank: _total(sum(of_ranks[rank], []), weights))
+        for rank, pack in zip(order, remaining[:ranks], strict=True):
+            of_ranks[rank].append(pack)
+        remaining = remaining[ranks:]
+    return of_ranks
 
 
 def _split(samples: Sequence[int], count: int, weights: Sequence[float]) -> Packs:
-    """Some samples in `count` packs."""
+    """These samples in `count` packs."""
     return [[samples[i] for i in pack] for pack in karmarkar_karp([weights[i] for i in samples], count)]
 
 

@@ -1,7 +1,7 @@
 """The ledger: which prompt group was drawn when, and what became of it. Pure.
 
-A fold over the histories of committed iterations, and nothing else: a process that starts anew draws exactly what the
-one before it would have drawn. What is saved is the frontier of committed iterations, never a generation cursor.
+A fold over the histories of committed iterations, and nothing else: a restarted process draws exactly what the one
+before it would have drawn. What is saved is the frontier of committed iterations, never a generation cursor.
 
 A group is one pass of a row of a source in one epoch: (source, row, epoch). It is fresh, then in flight once an
 iteration has drawn it, then trained or dropped (both for good), or returned and so waiting to be drawn again.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.ids import derived_seed, iteration_number
 from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import DataError
 
@@ -133,7 +133,7 @@ class Draw:
 
 @dataclass
 class _Cursor:
-    """How far the epochs of a source are drawn, and how far it is behind its share."""
+    """How far the epochs of a source are drawn, and how far the source is behind its share."""
 
     share: float
     rows: int
@@ -151,7 +151,7 @@ class _Returned:
 
 
 class Ledger:
-    """The state after all committed iterations and those that are open after them."""
+    """The state after all committed iterations and the open ones that follow them."""
 
     def __init__(
         self,
@@ -182,13 +182,13 @@ class Ledger:
         self._drawn = 0
 
     def extend(self, history: Sequence[IterationHistory]) -> Ledger:
-        """Take in what of the history is not taken in yet; returns this ledger."""
+        """Apply the iterations of the history that are not applied yet; returns this ledger."""
         for iteration in history[self.iterations :]:
             self.apply(iteration)
         return self
 
     def open(self, iteration: int, keys: Sequence[Key]) -> None:
-        """Take in the draw of an iteration whose verdicts are not committed: its groups are in flight.
+        """Mark the groups that an iteration drew as in flight: its verdicts are not committed.
 
         Raises DataError, naming the difference, if the sources could not have given these groups.
         """
@@ -201,7 +201,7 @@ class Ledger:
         self._open[iteration] = list(keys)
 
     def apply(self, history: IterationHistory) -> None:
-        """Take in a committed iteration. Raises DataError if the sources could not have given its groups."""
+        """Apply a committed iteration. Raises DataError if the sources could not have given its groups."""
         assert history.iteration == self.iterations, "iterations are committed in order, without gaps"
         keys = history.keys()
         if history.iteration not in self._open:
@@ -240,7 +240,7 @@ class Ledger:
         """The groups of the next iteration: `need` for the batch, then `reserve` to stand in for dropped ones.
 
         `lag`: iterations that may be open before this one; groups they returned are not drawn yet, so that it does
-        not matter whether they are committed. Changes nothing: what counts is what is committed.
+        not matter whether they are committed. Changes nothing: only commits count.
         """
         assert iteration == self.next_iteration, (
             f"iteration {iteration} cannot be drawn, {self.next_iteration} is next"
@@ -263,26 +263,29 @@ class Ledger:
         source, row, epoch = key
         if source not in self._cursors:
             raise DataError(
-                f"data.sources: iteration {iteration} drew from source {source}, which is not among "
-                f"{sorted(self._cursors)}; put it back, or start a run under another run.name"
+                f"iteration {iteration_number(iteration)} drew from source {source}, which is not among "
+                f"{sorted(self._cursors)}",
+                where="data.sources",
+                remedy="put it back, or start a run under another run.name",
             )
         _advance(self._cursors, source)
         cursor = self._cursors[source]
         expected = self._row(source, cursor.epoch, cursor.position - 1)
         if (expected, cursor.epoch) != (row, epoch):
             raise DataError(
-                f"data.sources: iteration {iteration} drew row {row} of source {source} in epoch {epoch}, where its "
+                f"iteration {iteration_number(iteration)} drew row {row} of source {source} in epoch {epoch}, where its "
                 f"{cursor.rows} usable rows now give row {expected} in epoch {cursor.epoch}: the source, run.seed, "
-                "data.shuffle or what makes a row usable changed under the run; put it back, or start a run under "
-                "another run.name"
+                "data.shuffle or what makes a row usable changed under the run",
+                where="data.sources",
+                remedy="put it back, or start a run under another run.name",
             )
         self._ages[key] = self._drawn
         self._drawn += 1
 
     def _row(self, source: str, epoch: int, position: int) -> int:
         """The row at a position of an epoch's order; the last order of each source is kept."""
-        held, order = self._orders.get(source, (-1, []))
-        if held != epoch:
+        kept, order = self._orders.get(source, (-1, []))
+        if kept != epoch:
             order = epoch_order(self.seed, source, epoch, self._cursors[source].rows, self.shuffle)
             self._orders[source] = epoch, order
         return order[position]

@@ -1,4 +1,4 @@
-"""Whether what an iteration stored hangs together: drawn, generated, scored, judged, trained. Pure: rows in, findings out."""
+"""Whether the stored tables of an iteration are consistent: drawn, generated, scored, judged, trained. Pure: rows in, problems out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from millrace.core.contracts.ids import iteration_number
 
 Row = Mapping[str, Any]
 
@@ -24,9 +26,9 @@ class StoredIteration:
 
 
 def findings(stored: StoredIteration, versions: range) -> list[str]:
-    """What does not hang together. `versions`: the weight versions that the iteration's steps make."""
+    """What is inconsistent. `versions`: the weight versions that the iteration's steps make."""
     return [
-        f"iteration {stored.index}: {finding}"
+        f"iteration {iteration_number(stored.index)}: {finding}"
         for finding in (
             *_once(stored),
             *_batch(stored),
@@ -37,7 +39,7 @@ def findings(stored: StoredIteration, versions: range) -> list[str]:
 
 
 def _once(stored: StoredIteration) -> Iterable[str]:
-    """Nothing is there twice."""
+    """Nothing is stored twice."""
     for name, rows, key in (
         ("prompts", stored.prompts, "group_id"),
         ("rollouts", stored.rollouts, "sample_id"),
@@ -68,18 +70,18 @@ def _batch(stored: StoredIteration) -> Iterable[str]:
 
 
 def _generated(stored: StoredIteration, version: int) -> Iterable[str]:
-    """What is trained is what was generated and scored, by the policy before the iteration's first step."""
+    """What is trained was generated and scored, by the policy before the iteration's first step."""
     if not stored.rollouts:
         return
     rollouts = {row["sample_id"]: row for row in stored.rollouts}
     rewards = {row["sample_id"]: row for row in stored.rewards}
     for row in stored.batch:
         sample = row["sample_id"]
-        made, scored = rollouts.get(sample), rewards.get(sample)
-        if made is None or scored is None:
-            yield f"sample {sample} is trained and has no {'rollout' if made is None else 'reward'}"
+        generated, scored = rollouts.get(sample), rewards.get(sample)
+        if generated is None or scored is None:
+            yield f"sample {sample} is trained and has no {'rollout' if generated is None else 'reward'}"
             continue
-        if made["tokens"] != row["tokens"] or made["rollout_logprobs"] != row["rollout_logprobs"]:
+        if generated["tokens"] != row["tokens"] or generated["rollout_logprobs"] != row["rollout_logprobs"]:
             yield f"sample {sample} is trained on other tokens or log-probabilities than were generated"
         if scored["reward"] != row["reward"]:
             yield f"sample {sample} is trained with reward {row['reward']}, it was scored {scored['reward']}"
@@ -89,7 +91,7 @@ def _generated(stored: StoredIteration, version: int) -> Iterable[str]:
 
 
 def _steps(stored: StoredIteration, versions: range) -> Iterable[str]:
-    """Each step was made once, from the samples that name it."""
+    """Each step was trained once, on the samples that name it."""
     made = [row["version"] for row in stored.steps]
     if made != list(versions):
         yield f"step.json names steps {made}, {list(versions)} were due"

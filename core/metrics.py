@@ -1,10 +1,8 @@
-"""Statistics of an iteration's samples, for tracking. Pure; Arrow tables in, figures by name out."""
+"""Statistics of an iteration's samples, for tracking. Pure: Arrow tables in, metrics by name out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import comb
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +16,7 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
     lengths = rollouts.column("response_length").to_numpy()
     status = rollouts.column("status").to_pylist()
     scoring = rewards.column("scoring").to_pylist()
-    found = np.array([value for value in rewards.column("reward").to_pylist() if value is not None])
+    scored = np.array([value for value in rewards.column("reward").to_pylist() if value is not None])
     count = max(1, len(status))
     metrics = {
         "rollout/samples": float(len(status)),
@@ -35,17 +33,17 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
             "rollout/response_length_max": float(lengths.max()),
             "rollout/response_length_min": float(lengths.min()),
         }
-    if len(found):
+    if len(scored):
         metrics |= {
-            "reward/mean": float(found.mean()),
-            "reward/std": float(found.std()),
-            "reward/max": float(found.max()),
+            "reward/mean": float(scored.mean()),
+            "reward/std": float(scored.std()),
+            "reward/max": float(scored.max()),
         }
     return metrics | _by_source(rollouts, rewards)
 
 
 def group_metrics(rewards: pa.Table) -> dict[str, float]:
-    """pass@k over groups, for k = 1, 2, 4, ... (a sample passes at a reward of at least 1), and how groups vary.
+    """pass@k over groups, for k = 1, 2, 4, ... (a sample passes at a reward of at least 1), and the spread within groups.
 
     Only scored samples count. reward/zero_variance_share: groups whose rewards are all equal; reward/group_std_mean:
     mean over groups of their Bessel-corrected standard deviation, over groups with two scored samples or more.
@@ -98,10 +96,9 @@ def _by_source(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
         return {}
     source_of = dict(zip(rollouts.column("sample_id").to_pylist(), sources, strict=True))
     values: dict[str, list[float]] = {}
-    rows: Sequence[tuple[Any, Any]] = list(
-        zip(rewards.column("sample_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True)
-    )
-    for sample, value in rows:
+    for sample, value in zip(
+        rewards.column("sample_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True
+    ):
         if value is not None:
             values.setdefault(source_of[sample], []).append(value)
     return {f"reward/{source}/mean": sum(each) / len(each) for source, each in values.items()}

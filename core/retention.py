@@ -1,4 +1,4 @@
-"""Which periodic action is due and which checkpoints may go. Pure."""
+"""Which periodic actions are due, and which checkpoints may be removed. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def checkpoints_to_drop(
     keep_every: int | None,
     scores: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Complete checkpoints (numbers of iterations seen) that no rule keeps.
+    """Complete checkpoints, by iterations trained, that no rule keeps.
 
     The newest `keep_last` stay, each that `keep_every` divides, and the one with the highest of `scores` (the earliest
     of equals). Recovery needs only the newest complete checkpoint, which always stays.

@@ -1,4 +1,4 @@
-"""What every task of an iteration is given. Owns no state of its own beyond where files lie."""
+"""What every task of an iteration gets: configuration, folder, runtime, stream, and the records of the tasks before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class IterationContext:
-    """One iteration of one run: its configuration, its folder, the live parts and the stream between its tasks."""
+    """One iteration of one run. `index` counts from 0."""
 
     def __init__(self, config: RunConfig, index: int, runtime: Runtime, stream: Stream | None = None) -> None:
         self.config = config

@@ -1,8 +1,8 @@
 """Stop points for kill tests: the driver waits at a named place of an iteration, so that it can be killed exactly there.
 
-Off unless the environment says otherwise. MILLRACE_KILL_POINT=<iteration>/<task>/<before|in|after> names the place and
-MILLRACE_KILL_POINT_FILE a file: on reaching the place, the first time only, the driver makes the file and goes on when
-somebody has removed it. `in` is where a task has written its first output and has not committed.
+Off unless the environment sets it. MILLRACE_KILL_POINT=<index of the iteration>/<task>/<before|in|after> names the place,
+MILLRACE_KILL_POINT_FILE a file. The first time the driver reaches the place it creates the file, and continues when the
+file is removed. `in` is where a task has written its first output and has not committed.
 """
 
 from __future__ import annotations

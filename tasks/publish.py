@@ -53,7 +53,7 @@ def _commit(ctx: IterationContext, metrics: dict[str, float]) -> None:
 
 
 def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
-    """Every figure of the iteration, by name; the same names in MLflow, in the artifacts and in the manifest."""
+    """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest."""
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     rewards = read_parts(ctx.folder, "rewards", "rewards")
     records = ctx.records
@@ -81,7 +81,7 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
-    # later steps of an iteration have moved away from the engine
+    # of the first step: the policy of later ones has moved away from the engines'
     metrics["train/logprob_gap_mean"] = steps[0]["logprob_gap_mean"]
     metrics["train/logprob_gap_max"] = steps[0]["logprob_gap_max"]
     metrics["train/lr"] = steps[-1]["lr"]

@@ -1,6 +1,7 @@
 """What people look at: MLflow curves and Prefect artifacts.
 
-Owns their names and shapes; decides nothing. Prefect keys carry the run's name, so each run has its own artifacts.
+Owns their names and shapes; decides nothing. Artifact keys carry the run's name, so each run has its own artifacts.
+Iterations count from 1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from prefect.runtime import flow_run
 
 from millrace.connectors.mlflow.tracker import Tracker
 from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
@@ -74,34 +76,33 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str:
         key=_key(config, "progress"),
         description="Iterations complete",
     )
-    return tracker.run_id
+    tracked: str = tracker.run_id
+    return tracked
 
 
 async def close_tracking(runtime: Runtime) -> None:
-    """Mark the MLflow run finished."""
+    """Mark the MLflow run as finished."""
     await asyncio.to_thread(runtime.tracker.finish)
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
-    runtime, config, done = ctx.runtime, ctx.config, ctx.index + 1
-    log.info("iteration %d of %d: %s", done, config.run.iterations, _line(metrics))
+    runtime, config, number = ctx.runtime, ctx.config, iteration_number(ctx.index)
+    log.info("%s: %s", _name(ctx), _headline(metrics))
     calls: list[Awaitable[Any]] = [
-        asyncio.to_thread(runtime.tracker.log_metrics, metrics, done),
+        asyncio.to_thread(runtime.tracker.log_metrics, metrics, number),
         acreate_markdown_artifact(
-            _summary(ctx, metrics), key=_key(config, "iteration"), description=f"Iteration {ctx.index}"
+            _summary(ctx, metrics), key=_key(config, "iteration"), description=_name(ctx).capitalize()
         ),
-        aupdate_progress_artifact(runtime.progress, progress=100 * done / config.run.iterations),
+        aupdate_progress_artifact(runtime.progress, progress=100 * number / config.run.iterations),
     ]
     if config.tracking.samples:
         rows = await asyncio.to_thread(_samples, ctx)
         calls.append(
-            acreate_table_artifact(
-                rows, key=_key(config, "samples"), description=f"Samples of iteration {ctx.index}"
-            )
+            acreate_table_artifact(rows, key=_key(config, "samples"), description=f"Samples of {_name(ctx)}")
         )
     await asyncio.gather(*calls)
-    if done == config.run.iterations or due(done, config.checkpoint.every):
+    if number == config.run.iterations or due(number, config.checkpoint.every):
         picture = await asyncio.to_thread(_curve, runtime)
         image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         await acreate_image_artifact(
@@ -110,8 +111,12 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         await asyncio.to_thread(runtime.tracker.log_artifact, picture, "reward.png")
 
 
-def _line(metrics: dict[str, float]) -> str:
-    """The figures one wants to see pass by."""
+def _name(ctx: IterationContext) -> str:
+    return f"iteration {iteration_number(ctx.index)} of {ctx.config.run.iterations}"
+
+
+def _headline(metrics: dict[str, float]) -> str:
+    """The figures of the iteration's log line."""
     shown = [f"{label} {metrics[name]:.4g}" for label, name in LINE if name in metrics]
     shown += [
         f"{name.split('/')[1]} {value:.3f}"
@@ -127,7 +132,7 @@ async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
-    """Figures of an evaluation by name."""
+    """Metrics of an evaluation, by name."""
     return {
         f"eval/{name}/{figure}": value
         for name, result in record["sets"].items()
@@ -137,7 +142,7 @@ def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
 
 
 def _summary(ctx: IterationContext, metrics: dict[str, float]) -> str:
-    lines = [f"# {ctx.config.run.name}: iteration {ctx.index}", "", "| figure | value |", "|---|---|"]
+    lines = [f"# {ctx.config.run.name}: {_name(ctx)}", "", "| figure | value |", "|---|---|"]
     lines += [f"| {name} | {metrics[name]:.5g} |" for name in HEADLINES if name in metrics]
     lines += [
         f"| {name} | {value:.5g} |"

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.store import Store, in_threads
 from millrace.core.contracts import schema
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 from millrace.core.ledger import GroupOutcome, IterationHistory
 
@@ -50,10 +51,10 @@ class RunFolder:
         if committed:
             if committed.files != manifest.files:
                 raise StorageError(
-                    f"{self._manifest_url(index)}: iteration {index} is committed with other files; a committed "
+                    f"{self._manifest_url(index)}: iteration {iteration_number(index)} is committed with other files; a committed "
                     "iteration is final: start a new run, or remove the iteration's folder and all later ones"
                 )
-            log.info("iteration %d was committed before", index)
+            log.info("iteration %d was committed before", iteration_number(index))
             return
         if manifest.history is None and any(entry.path == "verdicts.parquet" for entry in manifest.files):
             manifest = manifest.model_copy(update={"history": self.outcomes(index)})
@@ -142,7 +143,9 @@ class RunFolder:
         except StorageError as error:
             return [str(error)]
         if manifest is None:
-            return [f"{self._manifest_url(index)}: no such file; iteration {index} is not committed"]
+            return [
+                f"{self._manifest_url(index)}: no such file; iteration {iteration_number(index)} is not committed"
+            ]
         folder = self.iteration(index)
 
         def problem(entry: object) -> str | None:

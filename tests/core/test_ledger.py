@@ -205,7 +205,7 @@ def test_a_group_trained_or_dropped_cannot_come_again() -> None:
     ledger = Ledger(0, {"a": (1.0, 10)})
     first = judged(0, ledger.draw(0, 4), lambda ordinal: "kept" if ordinal else "dropped")
     again = IterationHistory.of(1, first.groups())
-    with pytest.raises(DataError, match="iteration 1 drew row"):
+    with pytest.raises(DataError, match="iteration 2 drew row"):
         Ledger(0, {"a": (1.0, 10)}).extend([first, again])
 
 

@@ -37,21 +37,21 @@ def tables() -> tuple[pa.Table, pa.Table]:
 
 
 def test_sample_metrics_count_only_scored_rewards() -> None:
-    found = sample_metrics(*tables())
-    assert found["reward/mean"] == pytest.approx(2 / 3)
-    assert found["rollout/truncated_share"] == 0.25
-    assert found["rollout/response_length_median"] == 2.5
-    assert found["rollout/response_length_max"] == 10
-    assert found["reward/x/mean"] == 0.5
-    assert found["reward/y/mean"] == 1.0
+    metrics = sample_metrics(*tables())
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["rollout/truncated_share"] == 0.25
+    assert metrics["rollout/response_length_median"] == 2.5
+    assert metrics["rollout/response_length_max"] == 10
+    assert metrics["reward/x/mean"] == 0.5
+    assert metrics["reward/y/mean"] == 1.0
 
 
 def test_group_metrics() -> None:
-    found = group_metrics(tables()[1])
-    assert found["reward/zero_variance_share"] == 0.5
-    assert found["reward/group_std_mean"] == pytest.approx(0.5**0.5)
-    assert found["reward/pass@1"] == pytest.approx((0.5 + 1) / 2)
-    assert "reward/pass@2" not in found  # one group has a single scored sample
+    metrics = group_metrics(tables()[1])
+    assert metrics["reward/zero_variance_share"] == 0.5
+    assert metrics["reward/group_std_mean"] == pytest.approx(0.5**0.5)
+    assert metrics["reward/pass@1"] == pytest.approx((0.5 + 1) / 2)
+    assert "reward/pass@2" not in metrics  # one group has a single scored sample
 
 
 @pytest.mark.parametrize("correct", range(6))

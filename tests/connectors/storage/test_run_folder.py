@@ -83,7 +83,7 @@ def test_an_iteration_counts_once_its_manifest_is_there(root: str) -> None:
     assert folder.manifests() == {}
     assert folder.first_open_iteration() == 0
     assert folder.verify(0) == [
-        f"{folder.iteration(0).url_of('manifest.json')}: no such file; iteration 0 is not committed"
+        f"{folder.iteration(0).url_of('manifest.json')}: no such file; iteration 1 is not committed"
     ]
     folder.commit_manifest(0, manifest)
     fresh = RunFolder(root, "run")
@@ -130,7 +130,7 @@ def test_a_committed_iteration_is_never_overwritten(root: str) -> None:
     again = RunFolder(root, "run")
     again.commit_manifest(0, manifest.model_copy(update={"tasks": {"metrics": {"reward/mean": 0.2}}}))
     assert folder.iteration(0).read("manifest.json") == before
-    with pytest.raises(StorageError, match=r"manifest\.json: iteration 0 is committed with other files"):
+    with pytest.raises(StorageError, match=r"manifest\.json: iteration 1 is committed with other files"):
         again.commit_manifest(0, manifest.model_copy(update={"files": manifest.files[:1]}))
     assert folder.iteration(0).read("manifest.json") == before
 
