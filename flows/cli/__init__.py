@@ -18,6 +18,6 @@ app = typer.Typer(
 for command in (
     *(run.train, run.check, run.quickstart),
     *(look.runs, look.show, tools.verify, tools.replay, look.sql, tools.branch, tools.stop),
-    server.server,
+    *(server.server, server.deploy),
 ):
     app.command()(command)

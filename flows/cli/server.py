@@ -1,7 +1,8 @@
-"""The command for servers that millrace starts by itself."""
+"""Commands around the Prefect server: server, deploy."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,3 +23,10 @@ def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start
         guarded(lambda: console.print(f"Prefect: {ui_url(ensure_server())}"))
     else:
         raise typer.BadParameter("start or stop")
+
+
+def deploy() -> None:
+    """Create the Prefect deployments train and sft; a worker runs them from this folder."""
+    from millrace.flows.tools.deploy import create_deployments
+
+    console.print(guarded(lambda: create_deployments(Path.cwd())), soft_wrap=True)

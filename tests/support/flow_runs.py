@@ -26,10 +26,11 @@ MALFORMED = [  # lines among the training prompts, and what is wrong with them
 
 
 class Workplace:
-    """A folder with a model, data and a configuration; MILLRACE_HOME of its own."""
+    """A folder with a model, data and a configuration; MILLRACE_HOME of its own. `command` starts millrace."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.command = [sys.executable, "-m", "millrace.flows.cli"]
         self.environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         self.environment.pop("PREFECT_API_URL", None)
 
@@ -42,7 +43,7 @@ class Workplace:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start a millrace command."""
         return subprocess.Popen(
-            [sys.executable, "-m", "millrace.flows.cli", *arguments],
+            [*self.command, *arguments],
             env={**self.environment, **environment},
             cwd=self.folder,
             stdout=subprocess.PIPE,
@@ -92,7 +93,7 @@ def make_workplace(folder: Path) -> Workplace:
 
 
 def wait_until(holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    """Poll closely; a test that waits in vain fails."""
+    """Poll until it holds; fails when patience runs out."""
     deadline = time.monotonic() + patience_s
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"

@@ -1,0 +1,171 @@
+"""A user's folder with its own packages core, tasks and flows: millrace trains there, from a checkout and from a wheel.
+
+By the command line first; then a deployment on a worker resumes the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from tests.support.deployed import Deployed
+from tests.support.flow_runs import Workplace, configuration, make_workplace
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = ("core", "connectors", "tasks", "flows", "deployments")
+REWARD = '''
+def score(sample):
+    """Only this function gives these numbers."""
+    return 0.25 if len(sample.response) % 2 else 0.75
+'''
+LOSS = '''
+def loss(batch):
+    """Runs in the trainer's ranks, which are actors of Ray."""
+    count = batch.mask.sum()
+    return -batch.advantages * batch.logprobs, {"of_the_users": (count, count)}
+'''
+SHADOW = 'raise AssertionError("the user\'s {name} was imported in place of millrace.{name}")\n'
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("src", *PACKAGES):
+        shutil.copytree(
+            REPOSITORY / name,
+            folder / "tree" / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"),
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / "tree")
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", *build, str(folder / "tree")], check=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_a_wheel_holds_every_module_recipe_and_settings_file_and_no_test(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("millrace/")}
+    modules = [path for name in PACKAGES for path in (REPOSITORY / name).rglob("*.py")]
+    expected = {f"millrace/{path.relative_to(REPOSITORY)}" for path in modules}
+    read = [*(REPOSITORY / "deployments").rglob("*.yaml"), REPOSITORY / "connectors/prefect/prefect.toml"]
+    expected |= {f"millrace/{path.relative_to(REPOSITORY)}" for path in read}
+    assert expected == packed - {"millrace/__init__.py", "millrace/py.typed"}
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "tests" in name]
+
+
+def environment_with(wheel: Path, folder: Path) -> Path:
+    """A fresh environment in which the wheel is installed; everything else comes from the environment of the tests."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    query = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    (borrowed,) = {path for path in sys.path if path.endswith("site-packages")}
+    Path(site, "borrowed.pth").write_text(
+        f"{borrowed}\n"
+    )  # its own .pth files, a checkout's among them, are not read
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    return python
+
+
+class Project:
+    """The user's folder, and millrace as it is installed there."""
+
+    def __init__(self, place: Workplace, python: Path | str) -> None:
+        self.place = place
+        self.python = str(python)
+        self.deployed: Deployed | None = None
+
+
+@pytest.fixture(scope="module", params=["checkout", "wheel"])
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp(f"project-{request.param}")
+    place = make_workplace(folder)
+    for name in PACKAGES:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("" if name == "core" else SHADOW.format(name=name))
+    (folder / "core" / "my_reward.py").write_text(REWARD)
+    (folder / "core" / "my_loss.py").write_text(LOSS)
+    (folder / "run.yaml").write_text(yaml.safe_dump(two_iterations()))
+    if request.param == "wheel":
+        python = environment_with(request.getfixturevalue("wheel"), folder / "environment")
+        place.environment.pop("PYTHONPATH", None)
+        place.command = [str(python.with_name("millrace"))]
+        found = Project(place, python)
+    else:
+        place.environment["PYTHONPATH"] = str(REPOSITORY / "src")
+        place.command = [sys.executable, "-P", "-m", "millrace.flows.cli"]
+        found = Project(place, sys.executable)
+    yield found
+    if found.deployed and found.deployed.worker:
+        found.deployed.kill_worker()
+    place.call("server", "stop")
+
+
+def two_iterations() -> dict[str, Any]:
+    values = configuration()
+    values["run"]["iterations"] = 2
+    values["rollout"]["prompts"] = 4
+    values["reward"]["function"] = "core.my_reward:score"
+    values["algorithm"]["loss_function"] = "core.my_loss:loss"
+    del values["evaluation"]
+    return values
+
+
+def assert_trained_by_the_users_functions(run: Path, iterations: int) -> None:
+    for index in range(iterations):
+        folder = run / "iterations" / f"{index:06d}"
+        rewards = pq.read_table(folder / "batch.parquet")["reward"].to_pylist()
+        assert set(rewards) <= {0.25, 0.75}
+        assert all("of_the_users" in step for step in json.loads((folder / "step.json").read_text())["steps"])
+
+
+def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Project) -> None:
+    assert "2 iterations" in project.place.call("check", "run.yaml")
+    out = project.place.call("check", "run.yaml", "reward.function=core.my_reward:grade", expect=2)
+    assert "core.my_reward has no function grade" in " ".join(out.split())
+
+
+def test_the_command_line_trains_with_the_users_functions(project: Project) -> None:
+    assert "2 iterations complete, 2 of them now" in project.place.call("train", "run.yaml")
+    assert_trained_by_the_users_functions(project.place.folder / "runs" / "a", 2)
+
+
+def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_path: Path) -> None:
+    place = project.place
+    assert "prefect worker start --pool local" in place.call("deploy", PWD="/")
+    project.deployed = deployed = Deployed(place.api, place.environment, tmp_path, project.python)
+    deployed.start_worker(place.folder / "worker.log")
+    config = two_iterations()
+    config["run"]["iterations"] = 3
+    assert deployed.wait(deployed.start(config)) == "COMPLETED", (place.folder / "worker.log").read_text()
+    assert_trained_by_the_users_functions(place.folder / "runs" / "a", 3)
+
+
+def test_only_the_checkout_is_imported_from_a_checkout(project: Project) -> None:
+    code = "import millrace.core; print(millrace.core.__file__)"
+    done = subprocess.run(
+        [project.python, "-P", "-c", code],
+        env=project.place.environment,
+        cwd=project.place.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    in_checkout = str(REPOSITORY) in os.path.realpath(done.stdout.strip())
+    assert in_checkout == (project.place.command[0] == sys.executable)

@@ -1,0 +1,88 @@
+"""Prefect's commands and API at a server, and a worker: what a user of the deployments has."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+
+from tests.support.flow_runs import wait_until
+
+ENDED = ("COMPLETED", "FAILED", "CRASHED")
+
+
+class Deployed:
+    """A Prefect server's commands, run in a folder by an interpreter of its own, and a worker on the pool `local`."""
+
+    def __init__(
+        self, api: str, environment: Mapping[str, str], folder: Path, python: str = sys.executable
+    ) -> None:
+        self.api = api
+        self.folder = folder
+        self.environment = {**environment, "PREFECT_API_URL": api, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+        self.environment["PWD"] = str(folder)
+        self._command = [python, "-P", "-m", "prefect", "--no-prompt"]
+        self.worker: psutil.Process | None = None
+
+    def prefect(self, *arguments: str) -> str:
+        """Run a prefect command to its end and return what it printed."""
+        done = subprocess.run(
+            [*self._command, *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def start_worker(self, log: Path) -> None:
+        """Start a worker that prints to a file."""
+        process = subprocess.Popen(
+            [*self._command, "worker", "start", "--pool", "local"],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.worker = psutil.Process(process.pid)
+
+    def kill_worker(self) -> None:
+        """End the worker; asked politely it may wait for its last run's process for minutes."""
+        assert self.worker is not None
+        os.killpg(self.worker.pid, signal.SIGKILL)
+        self.worker.wait()
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One request to the server's API."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.api}{path}", data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def start(self, config: dict[str, Any]) -> str:
+        """Id of a new flow run of the deployment train/train."""
+        deployment = self.ask("/deployments/name/train/train")["id"]
+        run = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": {"config": config}})
+        return str(run["id"])
+
+    def state(self, flow_run: str) -> str:
+        """Type of a flow run's state."""
+        return str(self.ask(f"/flow_runs/{flow_run}")["state_type"])
+
+    def wait(self, flow_run: str) -> str:
+        """The state in which a flow run ended."""
+        wait_until(lambda: self.state(flow_run) in ENDED)
+        return self.state(flow_run)
