@@ -1,6 +1,6 @@
-"""The quickstart: a tiny model made on the spot, warmed up, then trained by GRPO on sums it can verify.
+"""The quickstart: build a tiny model, warm it up, then train it by GRPO on sums whose answers can be verified.
 
-Owns the files it makes, the two configurations and what is shown at the end; everything else is what any run uses.
+Owns the files it makes, the configurations and what is shown at the end. The rest is what every run uses.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from millrace.core.config import RunConfig
 from millrace.core.config.load import load_config
 
 HELD_OUT = 200
-LARGEST = 49  # both terms are 0..49: 2,500 problems
+LARGEST = 49  # both terms are 0..49: 2,500 sums
 FILES = Path("quickstart-files")
-WARM_LOSS = 0.55  # of the last ten steps: right in about a third of the samples, whatever the seed
-TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm start's
+WARM_LOSS = 0.55  # mean of the last ten steps; about a third of the samples are then right, whatever the seed
+TEACHER_ITERATIONS = 12  # of 5,120 rows each, after the warm-up's
 GPU_SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -40,7 +40,7 @@ GPU_SHAPE = {
 
 
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
-    """Make model and data, warm up, train, and print what was learnt. Run again it goes on, or only shows."""
+    """Make model and data, warm up, train, and print what was learnt. Called again, it resumes or only prints."""
     from millrace.connectors.mlflow.tracker import ui_command
     from millrace.connectors.prefect.server import ensure_server, ui_url
 
@@ -72,12 +72,12 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
 
 
 def prepare(config: RunConfig) -> None:
-    """Write problems, make the model and warm it up where config.model.path is to be, unless it is there."""
+    """Write the sums, and make the warmed-up model at config.model.path unless it exists."""
     _prepare(config, {}, [])
 
 
 def prepare_for_gpu(config: RunConfig) -> None:
-    """The same with a model of 25 million parameters and heads of 64, which SGLang's kernels take, in bfloat16."""
+    """The same in bfloat16 with 25 million parameters and a head size of 64, which SGLang's kernels accept."""
     overrides = ["model.dtype=bfloat16", "trainer.optimizer.lr=5.0e-4", "trainer.max_pack_tokens=16384"]
     _prepare(config, GPU_SHAPE, [*overrides, "trainer.deterministic=false"])
 
@@ -98,7 +98,7 @@ def _prepare(config: RunConfig, shape: dict[str, Any], overrides: list[str]) -> 
 
 
 def prepare_with_teacher(config: RunConfig) -> None:
-    """`prepare`, and a teacher for it at config.algorithm.teacher: the warmed-up model, trained longer on answers."""
+    """`prepare`, then make a teacher at config.algorithm.teacher: the warmed-up model, trained longer on answers."""
     prepare(config)
     assert config.algorithm.teacher is not None
     teacher = Path(config.algorithm.teacher)
@@ -106,10 +106,10 @@ def prepare_with_teacher(config: RunConfig) -> None:
         _learn_answers(teacher_config(config), teacher)
 
 
-def _learn_answers(config: RunConfig, into: Path, enough: float = 0.0) -> None:
+def _learn_answers(config: RunConfig, into: Path, target_loss: float = 0.0) -> None:
     """Train on reference answers and put a Hugging Face folder at `into`, whole or not at all.
 
-    That of the first iteration whose last ten steps have a mean loss of at most `enough`, else of the last.
+    It is the export of the first iteration whose last ten steps have a mean loss of at most `target_loss`, else of the last.
     """
     from millrace.flows.sft import sft
 
@@ -117,7 +117,7 @@ def _learn_answers(config: RunConfig, into: Path, enough: float = 0.0) -> None:
     run = RunFolder(config.storage.root, config.run.name)
     for done in range(1, config.run.iterations + 1):
         steps = run.iteration(done - 1).read_json("step.json")["steps"]
-        if statistics.fmean(step["loss"] for step in steps[-10:]) <= enough:
+        if statistics.fmean(step["loss"] for step in steps[-10:]) <= target_loss:
             break
     export = run.store.child(f"exports/{done:06d}")
     partial = into.with_name(f"{into.name}.partial")
@@ -126,19 +126,19 @@ def _learn_answers(config: RunConfig, into: Path, enough: float = 0.0) -> None:
 
 
 def arithmetic(seed: int) -> list[dict[str, str]]:
-    """Distinct two-term sums with their answers, in an order that follows from the seed."""
+    """Every two-term sum with its answer, shuffled by the seed."""
     problems = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     random.Random(seed).shuffle(problems)
     return [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in problems]
 
 
 def recipe(name: str) -> str:
-    """Path of a recipe that ships with the project."""
+    """Path of a recipe that ships with millrace."""
     return str(resources.files("millrace.deployments") / "recipes" / f"{name}.yaml")
 
 
 def warm_config(config: RunConfig, folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The supervised warm start; its run folder lies with the quickstart's files."""
+    """The supervised warm-up. Its run folder is among the quickstart's files."""
     return load_config(
         recipe("quickstart_warm_up"),
         [
@@ -153,7 +153,7 @@ def warm_config(config: RunConfig, folder: Path, overrides: Sequence[str] = ()) 
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
-    """The supervised run that goes on from the warm start, long enough that there is something to distil."""
+    """The supervised run that continues from the warm-up, long enough for a teacher worth distilling."""
     folder = Path(config.model.path).parent
     return load_config(
         recipe("quickstart_warm_up"),
@@ -186,7 +186,7 @@ def grpo_config(root: str, seed: int, name: str, iterations: int | None) -> RunC
 
 
 def held_out_accuracy(run: RunFolder) -> dict[int, float]:
-    """Held-out accuracy by iterations trained, from the evaluation tables."""
+    """Held-out accuracy by number of trained iterations, from the evaluation tables."""
     points: dict[int, float] = {}
     for path in run.store.list("eval/held_out"):
         table: Any = run.store.read_table(path, "evaluations", columns=["reward"])

@@ -1,11 +1,11 @@
-"""The local Prefect server's process: Prefect's own application, with a request that SQLite refused made again at once.
+"""The local Prefect server's process: Prefect's own application, which retries a request that SQLite refused.
 
     python -m millrace.connectors.prefect.app FD
 
-FD is the number of a socket that listens on loopback, inherited from whoever starts the process.
+FD is the number of an inherited socket that listens on loopback.
 
-SQLite refuses a writer whose transaction began reading before another one wrote. Prefect's server answers 503 then, with
-nothing done, and its client waits for two seconds, in which a run stands still. A few milliseconds later it succeeds.
+SQLite refuses a writer whose transaction began to read before another writer wrote. Prefect's server then answers 503, having
+done nothing, and its client waits two seconds, in which the run stands still. A few milliseconds later the request succeeds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-TRIES = 20
+ATTEMPTS = 20
 WAIT_S = 0.05
 REFUSED = 503
 
 
-class TryAgain:
-    """An ASGI application around another: answers 503 only after the other one has done so `TRIES` times."""
+class RetryRefused:
+    """ASGI middleware: answers 503 only after the application has done so `ATTEMPTS` times."""
 
     def __init__(self, app: Application) -> None:
         self.app = app
@@ -38,25 +38,25 @@ class TryAgain:
             await self.app(scope, receive, send)
             return
         body = await _body(receive)
-        for attempt in range(1, TRIES + 1):
-            if await self._once(dict(scope), body, receive, send, last=attempt == TRIES):
+        for attempt in range(1, ATTEMPTS + 1):
+            if await self._attempt(dict(scope), body, receive, send, last=attempt == ATTEMPTS):
                 return
             await asyncio.sleep(WAIT_S)
 
-    async def _once(
+    async def _attempt(
         self, scope: MutableMapping[str, Any], body: bytes, receive: Receive, send: Send, *, last: bool
     ) -> bool:
-        """Make the request; False if it was refused and nothing of the answer has been sent."""
-        given = refused = False
+        """Make the request once; False if it was refused and no part of an answer was sent."""
+        replayed = refused = False
 
-        async def replayed() -> Message:
-            nonlocal given
-            if given:
-                return await receive()  # word that the client is gone
-            given = True
+        async def replay() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()  # the message that the client disconnected
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def passed_on(message: Message) -> None:
+        async def forward(message: Message) -> None:
             nonlocal refused
             if message["type"] == "http.response.start" and message["status"] == REFUSED and not last:
                 refused = True
@@ -64,8 +64,8 @@ class TryAgain:
                 await send(message)
 
         try:
-            await self.app(scope, replayed, passed_on)
-        except Exception:  # noqa: BLE001 - Starlette raises what it has answered with 503, for the server's log
+            await self.app(scope, replay, forward)
+        except Exception:  # noqa: BLE001 - Starlette answers 503, then raises the error again for the server's log
             if not refused:
                 raise
         return not refused
@@ -91,7 +91,7 @@ def main() -> None:
     from prefect.server.api.server import create_app
 
     setup_logging()
-    config = uvicorn.Config(TryAgain(create_app(final=True)), log_level="error")
+    config = uvicorn.Config(RetryRefused(create_app(final=True)), log_level="error")
     uvicorn.Server(config).run(sockets=[listener])
 
 

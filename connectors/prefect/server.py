@@ -1,6 +1,6 @@
-"""A Prefect server for those who have configured none: on loopback, started once, found again.
+"""A local Prefect server for users who have configured none: on loopback, started once, reused afterwards.
 
-Owns the server's process and its record in MILLRACE_HOME; knows nothing of flows.
+Owns the server's process and its record in MILLRACE_HOME. Knows nothing of flows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
 
-KEEP_S = 1.0
+POLL_S = 1.0
 USUAL_PORT = 4200
-BACKLOG = 2048  # connections that wait for the server
+BACKLOG = 2048  # connections that may wait for the server
 LOGGERS = ("millrace",)
 CLIENT_SETTINGS = {
-    # the project's own log lines are shown and kept with the flow run; of Prefect's only warnings
+    # millrace's log lines are shown and kept with the flow run; of Prefect's, warnings only
     "PREFECT_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(LOGGERS),
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
@@ -40,17 +40,17 @@ CLIENT_SETTINGS = {
 
 
 def home() -> Path:
-    """MILLRACE_HOME, by default ~/.millrace: servers' records and databases."""
+    """MILLRACE_HOME, by default ~/.millrace: records and databases of the local servers."""
     path = Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def ensure_server(timeout_s: float = 120) -> str:
-    """The API URL of the configured Prefect server, or of a local one that is started if it does not run yet.
+    """The API URL of the configured Prefect server, or of the local one, which is started if it does not run.
 
-    Must be called before prefect is imported: it sets PREFECT_API_URL for this process and its children.
-    Raises MillraceError with the end of the server's log if it does not come up.
+    Call it before prefect is imported: it sets PREFECT_API_URL for this process and its children.
+    Raises MillraceError with the end of the server's log if the server does not come up.
     """
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -67,30 +67,30 @@ def ensure_server(timeout_s: float = 120) -> str:
 
 
 async def keep_server(timeout_s: float = 120) -> None:
-    """Start the local server again whenever it dies, where it was, for as long as this runs; for a task of its own.
+    """Restart the local server on its port whenever it dies; runs until cancelled.
 
-    Prefect's client tries its calls again for half a minute and more. A configured server looks after itself.
+    Prefect's client retries its calls for more than half a minute. A server that the user configured is left alone.
     """
-    while _record().exists() and _recorded()["url"] == os.environ.get("PREFECT_API_URL"):
-        if not _alive(_recorded()):
-            log.warning("the local Prefect server died: starting it again")
+    while _record_path().exists() and _read_record()["url"] == os.environ.get("PREFECT_API_URL"):
+        if not _alive(_read_record()):
+            log.warning("the local Prefect server died: restarting it")
             await asyncio.to_thread(_restart, timeout_s)
-        await asyncio.sleep(KEEP_S)
+        await asyncio.sleep(POLL_S)
 
 
 def ui_url(api_url: str) -> str:
-    """The page that belongs to an API URL."""
+    """The address of the web page of the server at an API URL."""
     return api_url.removesuffix("/api")
 
 
 def stop_server() -> bool:
-    """Stop the local server that millrace started; False if none runs."""
-    if not _record().exists() or not _alive(_recorded()):
+    """Stop the local server; False if none runs."""
+    if not _record_path().exists() or not _alive(_read_record()):
         return False
-    process = psutil.Process(_recorded()["pid"])
+    process = psutil.Process(_read_record()["pid"])
     for child in [*process.children(recursive=True), process]:
         child.terminate()
-    _record().unlink(missing_ok=True)
+    _record_path().unlink(missing_ok=True)
     return True
 
 
@@ -109,17 +109,17 @@ def _profile_url() -> str | None:
     return url
 
 
-def _record() -> Path:
+def _record_path() -> Path:
     return home() / "prefect-server.json"
 
 
-def _recorded() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_record().read_text())
-    return found
+def _read_record() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(_record_path().read_text())
+    return record
 
 
 def _alive(record: dict[str, Any]) -> bool:
-    """Whether the very process that was started lives."""
+    """Whether the recorded process lives, and no other one has its pid."""
     try:
         process = psutil.Process(record["pid"])
         same = abs(process.create_time() - record["created"]) < 1
@@ -129,10 +129,10 @@ def _alive(record: dict[str, Any]) -> bool:
 
 
 def _running(patience_s: float = 0) -> str | None:
-    """The URL of the server in the record, if that very process lives and answers; a busy one is given some time."""
-    if not _record().exists():
+    """The URL of the recorded server if its process lives and answers within `patience_s`."""
+    if not _record_path().exists():
         return None
-    record, deadline = _recorded(), time.monotonic() + patience_s
+    record, deadline = _read_record(), time.monotonic() + patience_s
     while _alive(record):
         if _healthy(record["url"]):
             return str(record["url"])
@@ -143,10 +143,10 @@ def _running(patience_s: float = 0) -> str | None:
 
 
 def _restart(timeout_s: float) -> None:
-    """Start the server on the port it had, unless somebody else has done so."""
+    """Start the server on the port it had, unless another process has done so."""
     with locked(home() / "prefect-server.lock"):
-        if not _alive(_recorded()):
-            _start(timeout_s, int(_recorded()["url"].rsplit(":", 1)[1].split("/")[0]))
+        if not _alive(_read_record()):
+            _start(timeout_s, int(_read_record()["url"].rsplit(":", 1)[1].split("/")[0]))
 
 
 def _healthy(url: str) -> bool:
@@ -158,9 +158,9 @@ def _healthy(url: str) -> bool:
 
 
 def listening(*ports: int) -> socket.socket:
-    """A socket that listens on the first of these ports of loopback that nobody has; 0 stands for any.
+    """A socket that listens on the first free one of these loopback ports; 0 stands for any port.
 
-    The server is handed the socket: a port that is only looked up could be another's by the time it serves.
+    The server inherits the socket. A port that was only looked up could be taken before the server binds it.
     """
     for port in ports:
         listener = socket.socket()
@@ -173,13 +173,15 @@ def listening(*ports: int) -> socket.socket:
             continue
         return listener
     raise MillraceError(
-        f"the Prefect server's port on loopback, {ports[0]}, is another program's now: start the command again, it takes another"
+        "another program has taken it",
+        where=f"the Prefect server's port on loopback, {ports[0]}",
+        remedy="start the command again: it takes another port",
     )
 
 
 def _start(timeout_s: float, *ports: int) -> str:
-    log = home() / "prefect-server.log"
-    with log.open("ab") as out, listening(*ports) as listener:
+    log_file = home() / "prefect-server.log"
+    with log_file.open("ab") as out, listening(*ports) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "millrace.connectors.prefect.app", str(listener.fileno())],
@@ -194,9 +196,9 @@ def _start(timeout_s: float, *ports: int) -> str:
     while not _healthy(url):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise MillraceError(f"the Prefect server did not come up; the end of {log}:\n{tail}")
+            tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-15:])
+            raise MillraceError(f"the Prefect server did not come up. The end of {log_file}:\n{tail}")
         time.sleep(0.1)
     record = {"url": url, "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-    _record().write_text(json.dumps(record))
+    _record_path().write_text(json.dumps(record))
     return url

@@ -1,4 +1,4 @@
-"""What runs there are and what is in them, read from storage alone.
+"""Which runs exist and what is in them, read from storage alone.
 
 Owns the tables that the command line prints; starts nothing and changes no file.
 """
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def runs_table(root: str) -> Table:
-    """All runs under a storage root: how far they are and when they were last started."""
+    """A table of the runs under a storage root: how far each is and when it was last started."""
     table = Table("run", "iterations", "checkpoints", "reward", "last started", "state", title=root)
     store = Store(root)
     for name in store.folders():
@@ -80,7 +80,7 @@ def run_tables(root: str, run: str) -> list[Any]:
 
 
 def settings_of(record: dict[str, Any]) -> Any:
-    """The configuration of a run; a branch that was not started yet has its parent's."""
+    """The configuration of a run. A branch that was not started yet has its parent's."""
     return record["config"] or record["parent"]["config"]
 
 

@@ -27,11 +27,11 @@ VIEWS = {
 
 
 class QueryError(MillraceError):
-    """A query that DuckDB does not take."""
+    """DuckDB rejected the query."""
 
 
 def connect(root: str, run: str) -> duckdb.DuckDBPyConnection:
-    """A connection with the run's views. Raises StorageError if there is no such run."""
+    """A DuckDB connection with the run's views. Raises StorageError if there is no such run."""
     run_record(root, run)
     folder = RunFolder(root, run)
     connection = duckdb.connect()
@@ -62,7 +62,7 @@ def connect(root: str, run: str) -> duckdb.DuckDBPyConnection:
 
 
 def query_table(root: str, run: str, query: str) -> Table:
-    """The answer of a query as a table for the terminal. Raises QueryError with DuckDB's own words."""
+    """The answer of a query as a table for the terminal. Raises QueryError with DuckDB's message."""
     connection = connect(root, run)
     try:
         answer: Any = connection.sql(query)

@@ -1,4 +1,4 @@
-"""A run on an engine that somebody else runs trains the very weights of a run with its own."""
+"""A run on an engine outside the run trains the same weights as a run that starts its own engine."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ def main() -> None:
     parser.add_argument("--matrix", action="store_true", help="the 64 points of the matrix instead")
     parser.add_argument("--every", action="store_true", help="all 240 points instead")
     parser.add_argument("--victim", choices=VICTIMS, action="append", help="only these; may be repeated")
-    parser.add_argument("--only", help="only points whose name holds this text")
+    parser.add_argument("--only", help="only points whose name contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="workplaces at a time")
     parser.add_argument("--out", type=Path, default=Path("soak.json"), help="where the results are kept")
-    parser.add_argument("--folder", type=Path, help="where to work; what broken runs left stays there")
+    parser.add_argument("--folder", type=Path, help="where to work; broken runs are left there")
     args = parser.parse_args()
     points = _points(args)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="millrace-soak-"))
@@ -37,8 +37,7 @@ def main() -> None:
     shares = [share for share in shares if share]
     sites = [_site(folder / f"site-{number}") for number in range(len(shares))]
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(_work, sites, shares)
-        outcomes = [outcome for share in found for outcome in share]
+        outcomes = [outcome for made in pool.map(_work, sites, shares) for outcome in made]
     report = [{**asdict(outcome), "name": str(outcome.point)} for outcome in outcomes]
     args.out.write_text(json.dumps(report, indent=1))
     bad = [outcome for outcome in outcomes if outcome.problems]
@@ -57,7 +56,7 @@ def _points(args: argparse.Namespace) -> list[Point]:
 
 
 def _site(folder: Path) -> Site:
-    """One after the other: transformers cannot be imported by two threads at once."""
+    """Make a workplace. Not in a thread: two threads cannot import transformers at once."""
     folder.mkdir(parents=True)
     return Site(make_workplace(folder))
 

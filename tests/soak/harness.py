@@ -1,6 +1,6 @@
-"""One kill: start the run, stop at the place, kill, start again until the run is complete, look at what it left.
+"""One kill: start the run, wait at the kill point, kill, start again until the run is complete, check what it left.
 
-The uninterrupted run and the killed ones have the same name, model, data and configuration, and storage roots of their own.
+The uninterrupted run and the killed runs share name, model, data and configuration. Each has its own storage root.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_
 
 DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
 __all__ = ["Outcome", "Site", "make_workplace"]
-STARTS = 4  # the command is started at most so often for one kill
+STARTS = 4  # at most, for one kill
 
 
 @dataclass
 class Outcome:
-    """What became of one kill."""
+    """The outcome of one kill."""
 
     point: Point
     problems: list[str] = field(default_factory=list)
     killed: int = 0  # processes
-    landed: str = ""  # where the kill came: before, in or after the task, as its record tells
+    landed: str = ""  # where the kill came: before, in or after the task, by its record
     survived: bool = False  # whether the run went on without being started again
     starts: int = 1
     regenerated: int = 0
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class Site:
-    """A workplace whose engines tell what they finish, with one uninterrupted run of each kind."""
+    """A workplace whose engines log what they finish, with one uninterrupted run of each kind."""
 
     def __init__(self, place: Workplace, whole: Path | None = None) -> None:
         self.place = place
@@ -62,7 +62,7 @@ class Site:
         self.place.call("server", "stop")
 
     def kill(self, point: Point) -> Outcome:
-        """Run, kill at the point, go on, and check every promise. What a run without broken promises left is removed."""
+        """Run, kill at the point, go on, and check every promise. Removes the run if every promise held."""
         reference, started = self.reference(point.dynamic), time.perf_counter()
         root = self.folder / "killed" / str(point)
         shutil.rmtree(root, ignore_errors=True)
@@ -89,7 +89,7 @@ class Site:
         root.mkdir(parents=True, exist_ok=True)
         log, environment = root / f"start-{number}.log", dict(self.place.environment)
         if number == 1:
-            environment["MILLRACE_KILL_POINT"] = f"{point.iteration}/{point.task}/{_hold(point)}"
+            environment["MILLRACE_KILL_POINT"] = f"{point.iteration}/{point.task}/{_wait_at(point)}"
             environment["MILLRACE_KILL_POINT_FILE"] = str(root / "held")
         command = [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", f"storage.root={root}"]
         with log.open("w") as out:
@@ -109,14 +109,14 @@ class Site:
     ) -> promises.Killed:
         held = run.parent / "held"
         wait_until(lambda: held.exists() or process.poll() is not None)
-        assert process.poll() is None, "the run ended before it came to the point"
-        if _hold(point) != point.when:  # the part dies while the task runs
+        assert process.poll() is None, "the run ended before it reached the point"
+        if _wait_at(point) != point.when:  # the victim dies while the task runs
             usual = self._usual_seconds(point)
             held.unlink()
             time.sleep(point.share * usual)
         outcome.killed = len(victims.kill(point.victim, process.pid, self.home))
         assert outcome.killed, f"no {point.victim} to kill"
-        outcome.landed = point.when if _hold(point) == point.when else _landed(run, point)
+        outcome.landed = point.when if _wait_at(point) == point.when else _landed(run, point)
         if point.victim == "driver":
             process.wait()
         state = promises.Killed(parts=promises.parts(run), finished_before=self._finished(seen))
@@ -129,7 +129,7 @@ class Site:
         if not outcome.survived and point.victim in ("trainer", "engine"):
             outcome.problems.append(f"the run ended with {code} because its {point.victim} died")
         elif not outcome.survived and point.victim != "driver" and code != 2:
-            outcome.problems.append(f"the run ended with {code}, which is no error of its own")
+            outcome.problems.append(f"the run ended with {code}, which is none of its errors")
         while code != 0:
             assert outcome.starts < STARTS, f"not complete after {STARTS} starts"
             outcome.starts += 1
@@ -157,8 +157,8 @@ class Site:
         return float(metrics.get(f"time/{point.task}_s", 0.2))
 
 
-def _hold(point: Point) -> str:
-    """Where the driver waits: at the place itself, but a part other than the driver dies in a task that goes on."""
+def _wait_at(point: Point) -> str:
+    """Where the driver waits: at the point itself. A victim other than the driver dies in a task that goes on."""
     return "before" if point.victim != "driver" and point.when == "in" else point.when
 
 

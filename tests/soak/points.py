@@ -1,4 +1,4 @@
-"""Where a run is killed: who dies, in which iteration, at which task, before it, in it or after it.
+"""Kill points: which victim dies, in which iteration, at which task; before it, in it or after it.
 
 Owns the matrix and the choice of random points; knows nothing of processes.
 """
@@ -22,12 +22,12 @@ TASKS = (
 )
 WHENS = ("before", "in", "after")
 VICTIMS = ("driver", "trainer", "engine", "ray", "prefect")
-CHECKPOINTED = 1  # the iteration of the test run after which a checkpoint is due: every place exists in it
+CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
 
 
 @dataclass(frozen=True)
 class Point:
-    """One kill. `share`: of the task's usual time, after which a victim other than the driver dies in it."""
+    """One kill. A victim other than the driver dies in the task, after this share of its usual time."""
 
     victim: str
     task: str
@@ -42,9 +42,9 @@ class Point:
 
 
 def matrix(every: bool = False) -> list[Point]:
-    """The driver at all 24 places and every other victim in each task, both kinds of sampling taking turns.
+    """The driver at all 24 points and every other victim in each task, alternating between the kinds of sampling.
 
-    With `every`, every victim at every place with either kind of sampling: 240 points.
+    With `every`: every victim at every point with either kind of sampling, 240 points.
     """
     if every:
         combined = product(VICTIMS, TASKS, WHENS, (False, True))
@@ -67,7 +67,7 @@ REDUCED = (
 
 
 def at_random(seed: int, iterations: int) -> Iterator[Point]:
-    """Endless points, a pure function of the seed. The driver dies as often as all others together."""
+    """Endless random points, a pure function of the seed. The driver dies as often as all other victims together."""
     numbers = random.Random(seed)
     while True:
         victim = numbers.choice((*VICTIMS[1:], *["driver"] * (len(VICTIMS) - 1)))

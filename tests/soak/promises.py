@@ -1,4 +1,4 @@
-"""What a run that was killed must have in common with one that was not; each broken promise is a sentence."""
+"""What a killed run must share with an uninterrupted one. Each broken promise is a sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.flow_runs import final_weights
 
 @dataclass
 class Killed:
-    """What was on storage when the kill came, and what engines finished after it."""
+    """What was in storage when the kill came, and what engines finished before and after it."""
 
     parts: dict[Path, bytes] = field(default_factory=dict)
     finished_before: list[str] = field(default_factory=list)
@@ -23,16 +23,16 @@ class Killed:
 
     @property
     def regenerated(self) -> int:
-        """Samples that an engine finished more than once: their answers died with the process that was to store them."""
+        """Samples that an engine finished more than once: the process that was to store them died first."""
         counts = Counter(_sample(rid) for rid in (*self.finished_before, *self.finished_after))
         return sum(count - 1 for count in counts.values())
 
 
 def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]:
-    """Every promise that a run, started `starts` times, does not hold against the uninterrupted one."""
+    """Every promise that the run broke, compared with the uninterrupted one. It was started `starts` times."""
     problems = []
     if trained(run) != trained(reference):
-        problems.append("other (prompt, sample, step) were trained than in the uninterrupted run")
+        problems.append("the trained (prompt, sample, step) differ from those of the uninterrupted run")
     if final_weights(run) != final_weights(reference):
         problems.append("the final weights differ")
     problems += _generated_twice(run, killed)
@@ -45,15 +45,15 @@ def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]
 
 def trained(run: Path) -> list[tuple[str, int, int]]:
     """What was trained, in order: (prompt id, sample index, step)."""
-    found: list[tuple[str, int, int]] = []
+    rows: list[tuple[str, int, int]] = []
     for folder in sorted((run / "iterations").iterdir()):
         table = pq.read_table(folder / "batch.parquet", columns=["prompt_id", "index", "train_step"])
-        found += [(row["prompt_id"], row["index"], row["train_step"]) for row in table.to_pylist()]
-    return found
+        rows += [(row["prompt_id"], row["index"], row["train_step"]) for row in table.to_pylist()]
+    return rows
 
 
 def parts(run: Path) -> dict[Path, bytes]:
-    """The rollout parts that are whole in storage."""
+    """The rollout parts in storage, with their bytes."""
     return {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/part-*.parquet")}
 
 
@@ -83,10 +83,10 @@ def _attempts(run: Path, starts: int) -> list[str]:
 
 
 def _samples(path: Path) -> list[str]:
-    found: list[str] = pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
-    return found
+    ids: list[str] = pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
+    return ids
 
 
 def _sample(rid: str) -> str:
-    """The sample of a request, which has ~ and the number of the attempt behind it."""
+    """The sample of a request, whose id is the sample's with ~ and the number of the attempt after it."""
     return rid.split("~")[0]

@@ -1,4 +1,4 @@
-"""The processes of a run, found by what they are, and killed."""
+"""Find the processes of a run by their part in it, and kill them."""
 
 from __future__ import annotations
 

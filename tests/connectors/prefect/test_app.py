@@ -1,4 +1,4 @@
-"""What SQLite refused is made again by the server, with the same body, and only a lasting refusal is told."""
+"""The server retries a request that SQLite refused, with the same body; a client sees only a lasting refusal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from millrace.connectors.prefect import app as prefect_app
-from millrace.connectors.prefect.app import TryAgain
+from millrace.connectors.prefect.app import RetryRefused
 
 
 async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[list[bytes], list[int]]:
-    """Bodies that an application saw which refuses so often, and the statuses that its client got."""
+    """The bodies that an application saw which refuses `refusals` times, and the statuses that its client got."""
     seen: list[bytes] = []
     statuses: list[int] = []
 
@@ -21,7 +21,7 @@ async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b"x"})
         if status == 503 and raises:
-            raise OSError("locked")  # as Starlette does with what its handler of errors answered
+            raise OSError("locked")  # as Starlette does after its error handler has answered
 
     messages = [
         {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
@@ -35,11 +35,11 @@ async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
 
-    await TryAgain(app)({"type": "http"}, receive, send)
+    await RetryRefused(app)({"type": "http"}, receive, send)
     return seen, statuses
 
 
-async def test_a_refused_request_is_made_again_whole() -> None:
+async def test_a_refused_request_is_retried_with_its_whole_body() -> None:
     assert await ask(2, [b"ab", b"c"]) == ([b"abc"] * 3, [200])
     assert await ask(2, [b"ab", b"c"], raises=True) == ([b"abc"] * 3, [200])
 
@@ -48,13 +48,13 @@ async def test_an_answer_comes_at_once() -> None:
     assert await ask(0, [b""]) == ([b""], [200])
 
 
-async def test_a_lasting_refusal_is_told() -> None:
+async def test_a_lasting_refusal_reaches_the_client() -> None:
     prefect_app.WAIT_S, waited = 0.0, prefect_app.WAIT_S
     try:
         seen, statuses = await ask(1000, [b"a"])
     finally:
         prefect_app.WAIT_S = waited
-    assert (len(seen), statuses) == (prefect_app.TRIES, [503])
+    assert (len(seen), statuses) == (prefect_app.ATTEMPTS, [503])
 
 
 async def test_an_error_that_is_no_refusal_is_raised() -> None:
@@ -68,4 +68,4 @@ async def test_an_error_that_is_no_refusal_is_raised() -> None:
         raise AssertionError
 
     with pytest.raises(OSError, match="broken"):
-        await TryAgain(app)({"type": "http"}, receive, send)
+        await RetryRefused(app)({"type": "http"}, receive, send)
