@@ -1,8 +1,9 @@
-"""filter: decide which groups are trained on, compute their advantages, and fix the batch.
+"""filter: decide which groups are trained on, credit their samples, and fix the batch.
 
 Reads prompts, rollout parts and reward parts; writes verdicts.parquet (every drawn group, with reasons) and
-batch.parquet (kept samples in drawing order, each with the step that will train it). Groups are judged one by one but
-taken in drawing order, so the batch does not depend on which finished first.
+batch.parquet (kept samples in drawing order, each with its shaped reward, its advantage and the step that will train it).
+Groups are judged one by one but taken in drawing order, so the batch does not depend on which finished first.
+Shaping and advantages run in a worker process: neither torch nor the user's functions of tensors belong in the driver.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import pyarrow as pa
 from prefect import task
 
 from millrace.connectors.storage.parts import list_parts, read_parts
+from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.task_records import FilterRecord
-from millrace.core.errors import BudgetError
+from millrace.core.errors import BudgetError, ConfigError
 from millrace.core.group_filters import GroupSample, Judgement, judge_group
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 
+CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only functions of the user's take longer than a blink
+
 
 @dataclass
 class _Group:
-    """A drawn group and what is known of its samples' scores."""
+    """A drawn group and the scores of its samples so far."""
 
     group_id: str
     prompt_id: str
@@ -36,10 +40,21 @@ class _Group:
     judgement: Judgement | None = None
 
 
+@dataclass
+class _Kept:
+    """The groups that are trained on, in drawing order, and what is stored of their scored samples, row by row."""
+
+    groups: list[_Group]
+    rollouts: pa.Table
+    scores: list[dict[str, Any]]
+
+
 @task(name="filter", retries=2, retry_delay_seconds=1)
 async def filter_groups(ctx: IterationContext) -> FilterRecord:
     """Judge groups as their scores land, release others for dropped ones, then write verdicts and batch."""
     assert ctx.stream is not None
+    worker = ctx.runtime.credit_worker
+    loading = asyncio.create_task(worker.call(load_libraries, timeout_s=CREDIT_TIMEOUT_S))
     need = ctx.config.rollout.prompts
     groups = await asyncio.to_thread(_read_groups, ctx)
     by_id = {group.group_id: group for group in groups}
@@ -49,7 +64,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
         revision = ctx.stream.revision
         for path in [p for p in ctx.stream.parts("rewards") if p not in read]:
             table = await asyncio.to_thread(ctx.folder.read_table, path, "rewards")
-            _note(by_id, table.to_pylist())
+            _add_scores(by_id, table.to_pylist())
             read.add(path)
         _judge(ctx, groups)
         released = min(len(groups), need + sum(_dropped(g) for g in groups[: ctx.stream.released]))
@@ -60,8 +75,10 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
             break
         await ctx.stream.wait(revision)
     await ctx.stream.settle()
-    kept = _keep(ctx, groups[:released], need)
-    record = await asyncio.to_thread(_write, ctx, groups, kept)
+    kept = await asyncio.to_thread(_read_kept, ctx, _keep(ctx, groups[:released], need))
+    await loading
+    credit = await _credit(ctx, kept)
+    record = await asyncio.to_thread(_write, ctx, groups, kept, credit)
     await kill_point(ctx.index, "filter", "in")
     return record
 
@@ -72,7 +89,7 @@ def _read_groups(ctx: IterationContext) -> list[_Group]:
     return [_Group(**row) for row in rows]
 
 
-def _note(by_id: dict[str, _Group], rows: Iterable[dict[str, Any]]) -> None:
+def _add_scores(by_id: dict[str, _Group], rows: Iterable[dict[str, Any]]) -> None:
     for row in rows:
         by_id[row["group_id"]].rewards[row["sample_id"]] = row
 
@@ -111,22 +128,62 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
             if group.judgement and not group.judgement.keep:
                 reasons[group.judgement.reason] = reasons.get(group.judgement.reason, 0) + 1
         raise BudgetError(
-            f"iteration {ctx.index}: only {len(kept)} of {need} groups passed the filter out of {len(groups)} generated; "
-            f"dropped: {reasons}. Raise filter.refill_factor (now {ctx.config.filter.refill_factor:g}), set "
-            "filter.when_insufficient=keep, or mend what fails. What finished is kept."
+            f"only {len(kept)} of {need} groups passed the filter out of {len(groups)} generated; dropped: {reasons}",
+            where=f"iteration {ctx.index}",
+            remedy=f"raise filter.refill_factor (now {ctx.config.filter.refill_factor:g}), set "
+            "filter.when_insufficient=keep, or correct what fails. What finished is kept",
         )
     return kept
 
 
-def _write(ctx: IterationContext, groups: list[_Group], kept: list[_Group]) -> FilterRecord:
+def _read_kept(ctx: IterationContext, kept: list[_Group]) -> _Kept:
+    """The kept groups with the rollouts and scores of their scored samples."""
+    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
+    order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}
+    scores = [
+        group.rewards[sid]
+        for group in kept
+        for sid in _sample_ids(ctx, group)
+        if group.rewards[sid]["scoring"] == "scored"
+    ]
+    return _Kept(kept, rollouts.take([order[row["sample_id"]] for row in scores]), scores)
+
+
+def _sample_ids(ctx: IterationContext, group: _Group) -> list[str]:
+    return [sample_id(group.group_id, index) for index in range(ctx.config.rollout.samples_per_prompt)]
+
+
+async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
+    """Shaped rewards and advantages of the scored samples, from the worker process."""
+    numbers = {group.group_id: at for at, group in enumerate(kept.groups)}
+    samples = ScoredSamples(
+        rewards=[row["reward"] for row in kept.scores],
+        group_ids=[numbers[row["group_id"]] for row in kept.scores],
+        lengths=kept.rollouts.column("response_length").to_pylist(),
+        truncated=[status == "truncated" for status in kept.rollouts.column("status").to_pylist()],
+    )
+    algorithm, budget = ctx.config.algorithm, ctx.config.rollout.sampling.max_new_tokens
+    outcome = await ctx.runtime.credit_worker.call(
+        sample_credit, samples, algorithm, budget, timeout_s=CREDIT_TIMEOUT_S
+    )
+    if outcome.kind != "done":
+        raise ConfigError(
+            f"shaping and advantages of iteration {ctx.index} failed: {outcome.reason}",
+            where="algorithm",
+            remedy="correct the setting or the function, and start the run again. What finished is kept",
+        )
+    credit: SampleCredit = outcome.value
+    return credit
+
+
+def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: SampleCredit) -> FilterRecord:
     """Write verdicts of all drawn groups and the batch; returns counts."""
-    steps = _steps(ctx, kept)
+    steps = _steps(ctx, kept.groups)
     counts: dict[str, int] = {}
     verdicts: list[dict[str, Any]] = []
-    chosen = {group.group_id for group in kept}
+    chosen = {group.group_id for group in kept.groups}
     for group in groups:
-        for index in range(ctx.config.rollout.samples_per_prompt):
-            sid = sample_id(group.group_id, index)
+        for sid in _sample_ids(ctx, group):
             verdict, reason = _verdict(group, group.group_id in chosen, sid)
             label = verdict if reason is None else f"{verdict}: {reason}"
             counts[label] = counts.get(label, 0) + 1
@@ -142,11 +199,11 @@ def _write(ctx: IterationContext, groups: list[_Group], kept: list[_Group]) -> F
             )
     table = pa.Table.from_pylist(verdicts, schema=schema.schema("verdicts"))
     entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
-    entries.append(ctx.folder.write_table("batch.parquet", _batch(ctx, kept, steps), "batch"))
+    entries.append(ctx.folder.write_table("batch.parquet", _batch(kept, credit, steps), "batch"))
     return {
         "files": [entry.record() for entry in entries],
         "verdicts": counts,
-        "groups_kept": len(kept),
+        "groups_kept": len(kept.groups),
         "groups_dropped": sum(_dropped(group) for group in groups),
         "groups_returned": sum(group.judgement is None for group in groups),
         "groups_zero_variance": sum(bool(g.judgement and g.judgement.zero_variance) for g in groups),
@@ -165,48 +222,23 @@ def _verdict(group: _Group, chosen: bool, sid: str) -> tuple[str, str | None]:
 
 def _steps(ctx: IterationContext, kept: list[_Group]) -> dict[str, int]:
     """Weight version that each kept sample's step makes: samples in drawing order, cut into global batches."""
-    ids = [
-        sample_id(group.group_id, i) for group in kept for i in range(ctx.config.rollout.samples_per_prompt)
-    ]
+    ids = [sid for group in kept for sid in _sample_ids(ctx, group)]
     return {sid: ctx.version_before + 1 + at // ctx.config.global_batch for at, sid in enumerate(ids)}
 
 
-def _batch(ctx: IterationContext, kept: list[_Group], steps: dict[str, int]) -> pa.Table:
-    """The kept samples' rollouts with reward, advantage and step, in drawing order."""
-    import torch
-
-    from millrace.core.algorithms.advantages import sample_advantages
-    from millrace.core.algorithms.schedule import shape_rewards
-
-    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
-    order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}
-    scores = [
-        group.rewards[sid]
-        for group in kept
-        for sid in (sample_id(group.group_id, i) for i in range(ctx.config.rollout.samples_per_prompt))
-        if group.rewards[sid]["scoring"] == "scored"
-    ]
-    numbers = {group.group_id: at for at, group in enumerate(kept)}
-    table = rollouts.take([order[row["sample_id"]] for row in scores])
-    config = ctx.config.algorithm
-    rewards = shape_rewards(
-        torch.tensor([row["reward"] for row in scores], dtype=torch.float64),
-        torch.tensor(table.column("response_length").to_pylist()),
-        torch.tensor([status == "truncated" for status in table.column("status").to_pylist()]),
-        config,
-        budget=ctx.config.rollout.sampling.max_new_tokens,
-    )
-    advantages = sample_advantages(
-        rewards, torch.tensor([numbers[row["group_id"]] for row in scores]), config
-    )
+def _batch(kept: _Kept, credit: SampleCredit, steps: dict[str, int]) -> pa.Table:
+    """The scored samples' rollouts with reward, credit and step, in drawing order."""
+    scores = kept.scores
     added = {
         "reward": [row["reward"] for row in scores],
         "reward_parts": [row["reward_parts"] for row in scores],
         "scoring": [row["scoring"] for row in scores],
         "verdict": ["kept"] * len(scores),
-        "advantage": [None] * len(scores) if advantages is None else advantages.tolist(),
+        "shaped_reward": credit.shaped_rewards,
+        "advantage": credit.advantages or [None] * len(scores),
         "train_step": [steps[row["sample_id"]] for row in scores],
     }
+    table = kept.rollouts
     for name, values in added.items():
         table = table.append_column(schema.BATCH.field(name), pa.array(values, schema.BATCH.field(name).type))
     return table.select(schema.BATCH.names).cast(schema.schema("batch"))

@@ -88,6 +88,7 @@ def _sample(ctx: IterationContext, group: DrawnGroup, position: int) -> BatchSam
         reward_parts=[],
         scoring="skipped",
         verdict="kept",
+        shaped_reward=None,
         advantage=None,
         train_step=ctx.version_before + 1 + position // ctx.config.global_batch,
     )

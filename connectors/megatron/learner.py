@@ -27,9 +27,9 @@ from millrace.connectors.megatron.packing import Row, make_packs
 from millrace.connectors.megatron.policy_step import policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
 from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
-from millrace.core.algorithms.objective import Objective, derived, on_policy_guard
-from millrace.core.algorithms.schedule import KLController, shape_rewards
-from millrace.core.algorithms.token_advantages import token_advantages
+from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
+from millrace.core.algorithms.kl_controller import KLController
+from millrace.core.algorithms.objective import Objective, check_on_policy, derived
 from millrace.core.architecture import architecture
 from millrace.core.config import RunConfig
 from millrace.core.errors import RefusedStepError, TrainerError
@@ -129,17 +129,18 @@ class Learner:
         return batches
 
     def _rewards(self, rows: Sequence[Row]) -> list[float]:
-        """Rewards that advantages are made of, as the filter shapes them."""
-        rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+        """Shaped reward of each row, from which the token-level estimators start."""
         if self.objective.supervised:
-            return rewards.tolist()
-        lengths = torch.tensor([row.response_length for row in rows])
-        truncated = torch.tensor([row.truncated for row in rows])
+            return [row.reward for row in rows]
+        samples = ScoredSamples(
+            rewards=[row.reward for row in rows],
+            group_ids=[0] * len(rows),  # shaping does not look at groups
+            lengths=[row.response_length for row in rows],
+            truncated=[row.truncated for row in rows],
+        )
+        stored = [row.shaped_reward for row in rows]
         budget = self.config.rollout.sampling.max_new_tokens
-        shaped: list[float] = shape_rewards(
-            rewards, lengths, truncated, self.algorithm, budget=budget
-        ).tolist()
-        return shaped
+        return stored_or_shaped(stored, samples, self.algorithm, budget)
 
     def drop_iteration(self) -> None:
         """Free the batches of the iteration."""
@@ -184,7 +185,7 @@ class Learner:
         if self.objective.supervised:
             batch.per_token["advantages"] = torch.zeros_like(batch.mask)
             return
-        estimate = token_advantages(
+        credit = token_credit(
             self.algorithm,
             rewards=batch.rewards,
             sample_advantages=batch.sample_advantages,
@@ -197,9 +198,9 @@ class Learner:
             kl_coef=self.kl_controller.value,
             group=mpu.get_data_parallel_group(),
         )
-        batch.per_token["advantages"] = estimate.advantages.float()
-        if estimate.returns is not None:
-            batch.per_token["returns"] = estimate.returns.float()
+        batch.per_token["advantages"] = credit.advantages.float()
+        if credit.returns is not None:
+            batch.per_token["returns"] = credit.returns.float()
 
     def trains_policy(self, version: int) -> bool:
         """Whether a step trains the policy: the first critic.only_steps steps train the critic alone."""
@@ -218,7 +219,7 @@ class Learner:
             return
         reference_is_policy = self.reference is not None and self.reference.version == version - 1
         try:
-            on_policy_guard({**metrics, "first_kl": metrics["kl"]} if reference_is_policy else metrics)
+            check_on_policy({**metrics, "first_kl": metrics["kl"]} if reference_is_policy else metrics)
         except TrainerError as error:
             raise RefusedStepError(
                 f"step {version}: {error}; nothing was applied. algorithm.on_policy_guard=false trains on regardless"

@@ -37,6 +37,7 @@ class Row:
     rollout_logprobs: Floats
     advantage: float | None  # None: computed token by token
     reward: float  # NaN: not scored
+    shaped_reward: float | None  # None: not shaped, or stored before the column was
     truncated: bool
     train_step: int
 
@@ -65,7 +66,7 @@ def read_rows(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
     tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
-    columns = ["sample_id", "response_length", "advantage", "reward", "status", "train_step"]
+    columns = ["sample_id", "response_length", "advantage", "reward", "shaped_reward", "status", "train_step"]
     plain = table.select(columns).to_pylist()
     return [
         Row(
@@ -76,6 +77,7 @@ def read_rows(table: pa.Table) -> list[Row]:
             rollout_logprobs=logprobs[i],
             advantage=row["advantage"],
             reward=float("nan") if row["reward"] is None else row["reward"],
+            shaped_reward=row["shaped_reward"],
             truncated=row["status"] == "truncated",
             train_step=row["train_step"],
         )

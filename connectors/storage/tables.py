@@ -55,12 +55,14 @@ def decode(data: bytes, kind: str | None, name: str, columns: list[str] | None =
                 f"{name}: {held} of schema version {version}, wanted {schema.VERSION}; "
                 "read it with the release that wrote it"
             )
-        if not found.equals(wanted):
+        added = [column for column in schema.ADDED.get(held, ()) if column not in found.names]
+        if not found.equals(_without(wanted, added)):
             differing = [field.name for field in wanted if field not in list(found)]
             raise CorruptFileError(
                 f"{name}: {held}: columns {differing} are not as the schema says; {REMEDY}"
             )
-        return file.read(columns=columns, use_threads=False)
+        table = file.read(columns=columns, use_threads=False)
+        return _with_nulls(table, wanted, added, columns) if added else table
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
         raise CorruptFileError(f"{name}: not a whole Parquet file: {error}; {REMEDY}") from error
 
@@ -72,6 +74,19 @@ def describe(data: bytes, name: str) -> tuple[int, str | None]:
     except (pa.ArrowException, OSError, EOFError) as error:
         raise CorruptFileError(f"{name}: not a whole Parquet file: {error}; {REMEDY}") from error
     return file.metadata.num_rows, _kind(file.schema_arrow) or None
+
+
+def _without(wanted: pa.Schema, columns: list[str]) -> pa.Schema:
+    return pa.schema([field for field in wanted if field.name not in columns])
+
+
+def _with_nulls(table: pa.Table, wanted: pa.Schema, added: list[str], columns: list[str] | None) -> pa.Table:
+    """The table with the columns that it was written without, all null."""
+    for column in added:
+        if columns is None or column in columns:
+            field = wanted.field(column)
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(columns or wanted.names).replace_schema_metadata(wanted.metadata)
 
 
 def _open(data: bytes) -> pq.ParquetFile:

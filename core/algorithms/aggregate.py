@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.core.algorithms.packed import clean, spread, upcast
+from millrace.core.algorithms.packed import clean, upcast
 from millrace.core.config.algorithm import Algorithm
 
 
@@ -74,22 +74,6 @@ def sample_weights(
         return constant(mask_sums, config.constant_length or max_length or 0)
     own = torch.arange(mask_sums.numel(), device=mask_sums.device)
     return per_rollout(mask_sums, own if rollout_ids is None else rollout_ids)
-
-
-def token_weights(
-    mask_sums: Tensor,
-    lengths: Tensor,
-    config: Algorithm,
-    *,
-    max_length: int | None = None,
-    rollout_ids: Tensor | None = None,
-) -> Tensor:
-    """Weight of each token [N] when one process holds the global batch: `sample_weights` spread over `lengths`.
-
-    A pack takes the slice of its own samples. Masked tokens still need the mask: `reduce` applies it.
-    """
-    per_sample = sample_weights(mask_sums, config, max_length=max_length, rollout_ids=rollout_ids)
-    return spread(per_sample, lengths)
 
 
 def reduce(per_token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:

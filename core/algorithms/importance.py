@@ -45,13 +45,11 @@ def truncate(weights: Tensor, *, high: float, low: float = 0.0) -> Tensor:
 
 
 def mask_outside(weights: Tensor, *, high: float, low: float = 0.0) -> Tensor:
-    """w where low <= w <= high, else 0: masked importance sampling (MIS)."""
+    """w where low <= w <= high, else 0: masked importance sampling (MIS).
+
+    On tokens, with bounds of 0.5 and 5, this is IcePop: Ring-1T (arXiv:2510.18855).
+    """
     return torch.where((weights >= low) & (weights <= high), weights, torch.zeros_like(weights))
-
-
-def icepop(weights: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """Token weights kept within the band, 0 outside it. IcePop, Ring-1T (arXiv:2510.18855), whose bounds are the defaults."""
-    return mask_outside(weights, low=low, high=high)
 
 
 def reject(weights: Tensor, *, high: float, low: float = 0.0) -> Tensor:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from millrace.core.algorithms.packed import clean, sample_mean, spread, upcast
 
@@ -147,24 +145,3 @@ def distillation_term(logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -
     (GKD, arXiv:2306.13649; Thinking Machines Lab, "On-Policy Distillation", 2025).
     """
     return -coef * (upcast(logprobs) - upcast(teacher_logprobs)).detach()
-
-
-def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> Tensor:
-    """Entropy of the full next-token distribution [N], nats, from logits [N, V] divided by the temperature.
-
-    Works through chunks of tokens, recomputed in the backward pass, so that fp32 copies exist for one chunk only.
-    Entries of -inf (tokens cut off) contribute 0.
-    """
-    pieces = [
-        checkpoint(_entropy, piece, temperature, use_reentrant=False)
-        if logits.requires_grad
-        else _entropy(piece, temperature)
-        for piece in torch.split(logits, chunk_tokens)
-    ]
-    return torch.cat(pieces) if pieces else upcast(logits).new_zeros(0)
-
-
-def _entropy(logits: Tensor, temperature: float) -> Tensor:
-    logp = F.log_softmax(upcast(logits) / temperature, dim=-1)
-    p = logp.exp()
-    return -torch.where(p > 0, p * logp.masked_fill(p == 0, 0.0), torch.zeros_like(p)).sum(-1)

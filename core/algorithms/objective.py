@@ -36,9 +36,6 @@ class TokenBatch:
     lengths: Tensor  # [B] response lengths, sum = N
     weights: Tensor  # [N] see millrace.core.algorithms.aggregate; loss = sum of weights * token loss
     entropy: Tensor | None = None  # [N] nats; carries the gradient when an entropy bonus is set
-    values: Tensor | None = None  # [N] critic; carries the gradient
-    returns: Tensor | None = None  # [N]
-    old_values: Tensor | None = None  # [N]
 
 
 class Objective:
@@ -220,7 +217,7 @@ def derived(means: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def on_policy_guard(metrics: Mapping[str, float], *, kl_limit: float = 1e-9) -> None:
+def check_on_policy(metrics: Mapping[str, float], *, kl_limit: float = 1e-9) -> None:
     """Check the first step on a batch that the same weights generated: ratio exactly 1, KL below `kl_limit` nats.
 
     metrics: means by name as this module names them; `ratio_distance` (mean |ratio - 1|) and `approx_kl` are looked at,

@@ -1,87 +1,142 @@
-"""Advantages of tokens for one optimizer step: what the configured estimator makes of rewards, KL, values and a teacher.
+"""Advantages of tokens: the estimators that look at response tokens, on the packed layout.
 
-Owns the composition of the estimators in `advantages`; knows nothing of the model. Called once a step with all samples of
-a rank (not pack by pack), because whitening looks at the whole global batch.
+Owns the formulas; `credit` composes them. Knows nothing of losses or of where numbers are stored.
+Shapes: B samples, N response tokens of all samples end to end; `lengths` [B] sums to N; `mask` [N] is 1 on the policy's own tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from millrace.core.algorithms import advantages
-from millrace.core.algorithms.kl import kl_estimate
-from millrace.core.algorithms.losses import distillation_term
-from millrace.core.algorithms.packed import clean, upcast
-from millrace.core.config.algorithm import Algorithm
-from millrace.core.errors import TrainerError
+from millrace.core.algorithms.packed import clean, spread, upcast
 
 
-class TokenAdvantages(NamedTuple):
-    """Advantages [N], and returns [N] where there is a critic to fit them."""
-
-    advantages: Tensor
-    returns: Tensor | None
+def broadcast(per_sample: Tensor, lengths: Tensor) -> Tensor:
+    """A sample's advantage [B] on each of its response tokens [N]."""
+    return spread(per_sample, lengths)
 
 
-def token_advantages(
-    config: Algorithm,
-    *,
-    rewards: Tensor,
-    sample_advantages: Tensor | None,
-    mask: Tensor,
-    lengths: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None = None,
-    teacher_logprobs: Tensor | None = None,
-    values: Tensor | None = None,
-    kl_coef: float | None = None,
-    group: Any = None,
-) -> TokenAdvantages:
-    """Advantages of a rank's samples under the configuration; no gradient.
+def token_rewards(
+    rewards: Tensor, kl: Tensor | None, mask: Tensor, lengths: Tensor, *, kl_coef: float
+) -> Tensor:
+    """Reward of each token [N]: -kl_coef * kl where the mask is 1, and the sample's reward on its last unmasked token.
 
-    rewards [B]: what the token-level estimators start from (shaped rewards, see schedule.shape_rewards).
-    sample_advantages [B]: of advantages.sample_advantages over the whole group, None where it gave None.
-    logprobs [N]: the old policy's. kl_coef: the controller's; the configured one when not given.
-    group: data-parallel process group for whitening; every rank of it must call.
-    Whitening comes before the teacher's term, whose coefficient so keeps its scale.
-    Errors: TrainerError when a part that the configuration needs is missing.
+    rewards [B] (NaN counts 0), kl [N] or None. A sample masked throughout keeps no reward.
     """
-    coef = config.kl_coef if kl_coef is None else kl_coef
-    kl = None
-    if config.kl_placement == "reward" and coef > 0:
-        kl = kl_estimate(
-            logprobs.detach(), _needed(ref_logprobs, "reference log-probabilities"), config.kl_kind, mask=mask
-        )
-    returns = None
-    if config.advantage_function is None and config.advantage == "gae":
-        per_token = advantages.token_rewards(rewards, kl, mask, lengths, kl_coef=coef)
-        found, returns = advantages.gae(
-            per_token,
-            _needed(values, "values of the critic"),
-            mask,
-            lengths,
-            gamma=config.gamma,
-            lam=config.lam,
-        )
-    elif config.advantage_function is None and config.advantage == "reinforce_plus_plus":
-        zero = upcast(logprobs.detach()).new_zeros(logprobs.shape) if kl is None else kl
-        found = advantages.reinforce_plus_plus(rewards, zero, mask, lengths, gamma=config.gamma, kl_coef=coef)
-    elif config.advantage_function is None and config.advantage == "reinforce_plus_plus_baseline":
-        centred = _needed(sample_advantages, "advantages of samples")
-        found = advantages.reinforce_plus_plus_baseline(centred, kl, mask, lengths, kl_coef=coef)
-    else:
-        found = advantages.broadcast(upcast(_needed(sample_advantages, "advantages of samples")), lengths)
-    if config.whiten:
-        found = advantages.whiten(found, mask, group)
-    if config.distillation_coef > 0:
-        teacher = _needed(teacher_logprobs, "log-probabilities of the teacher")
-        found = found + clean(distillation_term(logprobs, teacher, config.distillation_coef), mask)
-    return TokenAdvantages(clean(found, mask), returns)
+    penalty = (
+        torch.zeros_like(mask, dtype=torch.float32) if kl is None else -kl_coef * clean(upcast(kl), mask)
+    )
+    on = mask.bool()
+    later = _tail_count(on, lengths)
+    last = on & (later == 1)
+    return penalty + torch.where(last, spread(torch.nan_to_num(upcast(rewards)), lengths), 0.0).to(
+        penalty.dtype
+    )
 
 
-def _needed(x: Tensor | None, what: str) -> Tensor:
-    if x is None:
-        raise TrainerError(f"the configured advantage needs {what}, which the step does not have")
-    return x
+def _tail_count(on: Tensor, lengths: Tensor) -> Tensor:
+    """Unmasked tokens from each token to the end of its sample, itself included [N]."""
+    running = torch.cumsum(on.long(), 0)
+    ends = torch.cumsum(lengths, 0)
+    at_end = torch.cat([running.new_zeros(1), running])[ends]
+    return spread(at_end, lengths) - running + on.long()
+
+
+def discounted_sums(x: Tensor, mask: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor * y_next over the unmasked tokens of each sample, masked ones left out of the time line [N].
+
+    Masked tokens get 0. Runs over chunks of 128 tokens of all samples at once (a triangular product within a chunk).
+    """
+    on = mask.bool()
+    counts = x.new_zeros(lengths.numel(), dtype=torch.long)
+    number = torch.repeat_interleave(torch.arange(lengths.numel(), device=x.device), lengths)
+    counts = counts.index_add(0, number, on.long())
+    longest = int(counts.max()) if counts.numel() else 0
+    if longest == 0:
+        return torch.zeros_like(x)
+    column = _tail_count(on, lengths)[on] - 1  # 0 is the last token, so that time runs against the columns
+    row = number[on]
+    table = x.new_zeros(lengths.numel(), longest)
+    table[row, column] = x[on]
+    chunk = min(128, longest)
+    steps = torch.arange(chunk, device=x.device)
+    gap = steps[:, None] - steps[None, :]
+    powers = torch.where(
+        gap >= 0, torch.tensor(factor, dtype=x.dtype, device=x.device) ** gap.clamp(min=0), 0.0
+    )
+    carry = x.new_zeros(lengths.numel())
+    pieces: list[Tensor] = []
+    for piece in torch.split(table, chunk, dim=1):
+        width = piece.shape[1]
+        sums = piece @ powers[:width, :width].T + carry[:, None] * factor * powers[:width, 0][None, :]
+        pieces.append(sums)
+        carry = sums[:, -1]
+    out = torch.zeros_like(x)
+    out[on] = torch.cat(pieces, 1)[row, column]
+    return out
+
+
+def reinforce_plus_plus(
+    rewards: Tensor, kl: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, kl_coef: float
+) -> Tensor:
+    """Discounted return of the KL penalty and the reward, from each token on [N].
+
+    REINFORCE++ (arXiv:2501.03262). rewards [B], kl [N] (nats). The reward lands on the last unmasked token. Masked tokens pay
+    no KL, but each is a step of the discount, as in slime (gae leaves them out of the time line): they show the return
+    that passes through them, and 0 after the last unmasked token. Whitening over the batch is `whiten`'s.
+    """
+    per_token = token_rewards(rewards, kl, mask, lengths, kl_coef=kl_coef)
+    return discounted_sums(per_token, torch.ones_like(per_token), lengths, gamma)
+
+
+def reinforce_plus_plus_baseline(
+    centred_rewards: Tensor, kl: Tensor | None, mask: Tensor, lengths: Tensor, *, kl_coef: float
+) -> Tensor:
+    """The reward less its group's mean on every unmasked token, less kl_coef * kl of that token [N].
+
+    REINFORCE++ (arXiv:2501.03262), variant with baseline; `centred_rewards` [B] is group_relative(divide_by_std=False).
+    """
+    advantages = clean(spread(upcast(centred_rewards), lengths), mask)
+    return advantages if kl is None else advantages - kl_coef * clean(upcast(kl), mask)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and returns, each [N], over the unmasked tokens of each sample.
+
+    delta_t = r_t + gamma V(next) - V_t; A_t = sum of (gamma lam)^k delta_{t+k}; returns = A + V.  GAE (arXiv:1506.02438), eq. 16.
+    rewards [N] (see token_rewards), values [N]. Observation tokens (mask 0) are not steps: "next" is the next unmasked
+    token, what stands on masked ones is not looked at, and they get 0 in both results.
+    """
+    on = mask.bool()
+    r, v = clean(upcast(rewards), on), clean(upcast(values), on)
+    following = torch.zeros_like(v)
+    tail = _tail_count(on, lengths)[on]
+    dense = v[on]
+    following[on] = torch.where(tail > 1, torch.cat([dense[1:], dense.new_zeros(1)])[: dense.numel()], 0.0)
+    advantages = discounted_sums(clean(r + gamma * following - v, on), on, lengths, gamma * lam)
+    return advantages, clean(advantages + v, on)
+
+
+def whiten(x: Tensor, mask: Tensor, group: Any = None, *, epsilon: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon) over unmasked entries; masked ones 0. Same shape as x.
+
+    The variance is Bessel-corrected. `group`: a torch.distributed process group whose ranks hold parts of one batch
+    (each entry on one rank only); every rank must call. A single valid entry becomes 0.
+    """
+    on = mask.bool()
+    values = clean(upcast(x), on).double()
+    count_and_sum = torch.stack([on.double().sum(), values.sum()])
+    if group is not None:
+        dist.all_reduce(count_and_sum, group=group)
+    count, total = count_and_sum.unbind()
+    centred = clean(values - total / count.clamp(min=1), on)
+    squares = centred.square().sum()
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    return (centred / (squares / (count - 1).clamp(min=1) + epsilon).sqrt()).to(upcast(x).dtype)

@@ -106,6 +106,7 @@ class BatchSample(GeneratedSample):
     reward_parts: Figures
     scoring: Scoring
     verdict: Verdict
+    shaped_reward: float | None  # what the advantage is computed from; None where no advantage is
     advantage: float | None  # None where the trainer computes it token by token
     train_step: int
 

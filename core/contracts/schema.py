@@ -36,6 +36,9 @@ ROWS: dict[str, type[Any]] = {
 }
 
 
+ADDED = {"batch": ["shaped_reward"]}  # nullable columns that a stored table of this version may lack
+
+
 def row_schema(row: type[Any]) -> pa.Schema:
     """The Arrow schema of a table whose rows are of this class."""
     hints = get_type_hints(row, include_extras=True)

@@ -56,6 +56,7 @@ class Runtime:
         self._engines_lock = asyncio.Lock()
         self._ray_lock = asyncio.Lock()
         self._pool: WorkerPool | None = None
+        self._credit: WorkerPool | None = None
         self._ledger: Ledger | None = None
         self._held_out: dict[str, PromptSet] = {}
         self.data_since = 0  # iteration from which the sources hold what they hold now
@@ -108,6 +109,13 @@ class Runtime:
         return await self._pool.call(
             score_sample, reward.function, reward.options, sample, timeout_s=reward.timeout_s
         )
+
+    @property
+    def credit_worker(self) -> WorkerPool:
+        """The one process that shapes rewards and computes advantages; it holds torch."""
+        if self._credit is None:
+            self._credit = WorkerPool(1)
+        return self._credit
 
     # trainer
 
@@ -401,8 +409,9 @@ class Runtime:
 
     async def close(self, end_actors: bool) -> None:
         """Leave; with `end_actors` the run's actors end too, else they stay for the next driver."""
-        if self._pool:
-            self._pool.close()
+        for pool in (self._pool, self._credit):
+            if pool:
+                pool.close()
         if self._fleet:
             await self._fleet.close()
         if end_actors and cluster.joined() and not cluster.lost(self.config.placement.ray_address):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.core.algorithms import advantages, aggregate
-from millrace.core.algorithms.losses import entropy_from_logits
+from millrace.core.algorithms import aggregate
+from millrace.core.algorithms.credit import token_credit
+from millrace.core.algorithms.group_advantages import group_advantages
 from millrace.core.algorithms.objective import Objective, TokenBatch
-from millrace.core.algorithms.token_advantages import token_advantages
+from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.presets import PRESETS
 
@@ -61,7 +62,7 @@ def test_objective(name: str) -> None:
 
     def run(to: Callable[[Tensor], Tensor]) -> list[Tensor]:
         old = to(-2 * rand(1))
-        weights = aggregate.token_weights(to(counts), to(LENGTHS), config, max_length=700)
+        weights = spread(aggregate.sample_weights(to(counts), config, max_length=700), to(LENGTHS))
         logprobs = (old + to(0.4 * (rand(2) - 0.5))).requires_grad_()
         batch = TokenBatch(
             logprobs=logprobs,
@@ -96,10 +97,10 @@ def test_advantages(name: str) -> None:
             to(torch.tensor([1.0, 0.0, torch.nan, 1.0, 0.5, 0.5])),
             to(torch.tensor([0, 0, 0, 0, 1, 1])),
         )
-        found = token_advantages(
+        found = token_credit(
             config,
             rewards=rewards,
-            sample_advantages=advantages.sample_advantages(rewards, groups, config),
+            sample_advantages=group_advantages(rewards, groups, config),
             mask=to(MASK),
             lengths=to(LENGTHS),
             logprobs=to(-rand(1)),
@@ -111,15 +112,9 @@ def test_advantages(name: str) -> None:
     on_both(run)
 
 
-def test_entropy_and_rollout_weights() -> None:
-    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
-
+def test_rollout_weights() -> None:
     def run(to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        x = to(logits).requires_grad_()
-        entropy = entropy_from_logits(x, chunk_tokens=64)
-        entropy.sum().backward()
-        assert x.grad is not None
         weights = aggregate.per_rollout(to(torch.tensor([3, 1, 0, 2])), to(torch.tensor([7, 7, 1, 2])))
-        return [entropy.detach(), x.grad, weights]
+        return [weights]
 
     on_both(run)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.core.algorithms.advantages import sample_advantages
 from millrace.core.algorithms.aggregate import sample_weights
+from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, sample_credit, token_credit
+from millrace.core.algorithms.kl_controller import KLController
 from millrace.core.algorithms.losses import value_loss
 from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import spread
-from millrace.core.algorithms.schedule import KLController, shape_rewards
-from millrace.core.algorithms.token_advantages import token_advantages
 from millrace.core.config.algorithm import Algorithm
 
 LR, DECAY, CLIP = 1e-3, 0.01, 0.5
@@ -124,9 +123,9 @@ class PlainLearner(Plain):
             ref = self.all_logprobs(rows, self.reference) if self.objective.needs_ref else None
             teacher = self.all_logprobs(rows, self.teacher) if self.teacher is not None else None
         given = [row["advantage"] for row in rows]
-        advantages, returns = token_advantages(
+        advantages, returns = token_credit(
             c,
-            rewards=shaped(rows, c),
+            rewards=torch.tensor(credit(rows, c).shaped_rewards, dtype=torch.float64),
             sample_advantages=None if given[0] is None else torch.tensor(given),
             mask=mask,
             lengths=lengths,
@@ -169,23 +168,23 @@ class PlainLearner(Plain):
         return found
 
 
-def shaped(rows: list[dict[str, Any]], config: Algorithm) -> Tensor:
-    """Rewards as advantages see them."""
-    return shape_rewards(
-        torch.tensor([row["reward"] for row in rows], dtype=torch.float64),
-        torch.tensor([row["response_length"] for row in rows]),
-        torch.tensor([row["status"] == "truncated" for row in rows]),
-        config,
-        budget=16,
+def credit(rows: list[dict[str, Any]], config: Algorithm) -> SampleCredit:
+    """What the filter would store of these rows, four to a group."""
+    samples = ScoredSamples(
+        rewards=[row["reward"] for row in rows],
+        group_ids=[i // 4 for i in range(len(rows))],
+        lengths=[row["response_length"] for row in rows],
+        truncated=[row["status"] == "truncated" for row in rows],
     )
+    return sample_credit(samples, config, 16)
 
 
 def scored(rows: list[dict[str, Any]], config: Algorithm) -> list[dict[str, Any]]:
-    """Rows with rewards that vary and the advantages that the filter would store."""
+    """Rows with rewards that vary, and the credit that the filter would store."""
     for i, row in enumerate(rows):
         row["reward"] = float((i * 7 + len(row["tokens"])) % 3) / 2
-    groups = torch.tensor([i // 4 for i in range(len(rows))])
-    found = sample_advantages(shaped(rows, config), groups, config)
+    shaped, advantages = credit(rows, config)
     for i, row in enumerate(rows):
-        row["advantage"] = None if found is None else float(found[i])
+        row["shaped_reward"] = shaped[i]
+        row["advantage"] = None if advantages is None else advantages[i]
     return rows

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.algorithms import aggregate
+from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant", "per_rollout")
@@ -59,13 +60,13 @@ def test_loss_is_split_invariant_and_equals_brute_force(how: str, batch) -> None
         dtype=torch.float64,
         requires_grad=True,
     )
-    weights = aggregate.token_weights(
+    per_sample = aggregate.sample_weights(
         torch.tensor(counts, dtype=torch.float64),
-        torch.tensor(lengths),
         Algorithm(aggregation=how),
         max_length=11,
         rollout_ids=torch.tensor(rollouts),
     )
+    weights = spread(per_sample, torch.tensor(lengths))
     where = torch.repeat_interleave(torch.tensor(packs), torch.tensor(lengths))
     on = torch.tensor(mask)
     whole = aggregate.reduce(loss, on, weights)
@@ -92,7 +93,8 @@ def test_a_fully_masked_sample_is_no_sample_of_the_sequence_mean() -> None:
 def test_a_batch_without_tokens_has_loss_zero() -> None:
     for how in AGGREGATIONS:
         config = Algorithm(aggregation=how)
-        weights = aggregate.token_weights(torch.zeros(2), torch.tensor([1, 2]), config, max_length=5)
+        per_sample = aggregate.sample_weights(torch.zeros(2), config, max_length=5)
+        weights = spread(per_sample, torch.tensor([1, 2]))
         assert float(aggregate.reduce(torch.full((3,), math.nan), torch.zeros(3), weights)) == 0.0
         assert aggregate.sample_weights(torch.zeros(0), config, max_length=5).shape == (0,)
 

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from millrace.core import staleness
-from millrace.core.algorithms import advantages, aggregate, importance, kl, losses, schedule
+from millrace.core.algorithms import (
+    aggregate,
+    group_advantages,
+    importance,
+    kl,
+    kl_controller,
+    losses,
+    token_advantages,
+)
 
 CASES = json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]
 
@@ -55,7 +63,7 @@ def kinds(i: dict[str, Any]) -> dict[str, Tensor]:
 
 def gae(i: dict[str, Any]) -> dict[str, Tensor]:
     n = len(i["rewards"])
-    a, r = advantages.gae(
+    a, r = token_advantages.gae(
         t(i["rewards"]), t(i["values"]), torch.ones(n), torch.tensor([n]), gamma=i["gamma"], lam=i["lam"]
     )
     return {"advantages": a, "returns": r}
@@ -63,17 +71,17 @@ def gae(i: dict[str, Any]) -> dict[str, Tensor]:
 
 def whiten(i: dict[str, Any]) -> dict[str, Tensor]:
     mask = t(i["mask"])
-    return {"valid": advantages.whiten(t(i["x"]), mask)[mask.bool()]}
+    return {"valid": token_advantages.whiten(t(i["x"]), mask)[mask.bool()]}
 
 
 def group(i: dict[str, Any]) -> Tensor:
-    return advantages.group_relative(
+    return group_advantages.group_relative(
         t(i["rewards"]), torch.tensor(i["group_ids"]), divide_by_std=i.get("divide_by_std", True)
     )
 
 
 def rpp(i: dict[str, Any]) -> Tensor:
-    return advantages.reinforce_plus_plus(
+    return token_advantages.reinforce_plus_plus(
         t(i["rewards"]),
         t(i["kl"]),
         t(i["mask"]),
@@ -115,11 +123,11 @@ RUN = {
     "group-no-std": group,
     "group-std": group,
     "group-uneven": group,
-    "maxrl-1": lambda i: advantages.max_rl(t(i["rewards"]), torch.tensor(i["group_ids"])),
+    "maxrl-1": lambda i: group_advantages.max_rl(t(i["rewards"]), torch.tensor(i["group_ids"])),
     "rpp-1": rpp,
     "agg-token": token_mean,
     "agg-fan-out": fan_out,
-    "adaptive-kl": lambda i: schedule.adaptive_kl(**i),
+    "adaptive-kl": lambda i: kl_controller.adaptive_kl(**i),
 }
 
 

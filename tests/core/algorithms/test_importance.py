@@ -46,7 +46,7 @@ def test_kinds() -> None:
     assert importance.truncate(w, high=2.0).tolist() == pytest.approx([0.1, 0.5, 1, 2, 2])
     assert importance.truncate(w, low=0.5, high=2.0).tolist() == [0.5, 0.5, 1, 2, 2]
     assert importance.mask_outside(w, high=2.0).tolist() == pytest.approx([0.1, 0.5, 1, 2, 0])
-    assert importance.icepop(w).tolist() == [0, 0.5, 1, 2, 0]
+    assert importance.mask_outside(w, low=0.5, high=5.0).tolist() == [0, 0.5, 1, 2, 0]
     assert importance.reject(w, low=0.5, high=2.0).tolist() == [0, 1, 1, 1, 0]
 
 

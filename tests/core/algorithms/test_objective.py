@@ -12,7 +12,8 @@ from torch import Tensor
 
 from millrace.core.algorithms import aggregate, importance, losses
 from millrace.core.algorithms.kl import kl_estimate
-from millrace.core.algorithms.objective import Objective, TokenBatch, derived, on_policy_guard
+from millrace.core.algorithms.objective import Objective, TokenBatch, check_on_policy, derived
+from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.presets import PRESETS
 from millrace.core.errors import TrainerError
@@ -54,7 +55,7 @@ def batch(config: Algorithm, seed: int = 0, dtype: torch.dtype = torch.float64) 
         advantages=torch.repeat_interleave(torch.randn(6, generator=g, dtype=dtype), lengths),
         mask=mask,
         lengths=lengths,
-        weights=aggregate.token_weights(counts.to(dtype), lengths, config, max_length=8),
+        weights=spread(aggregate.sample_weights(counts.to(dtype), config, max_length=8), lengths),
         entropy=rand().requires_grad_(),
     )
 
@@ -95,7 +96,7 @@ def test_masked_tokens_may_hold_anything(name: str) -> None:
     per_token = {
         item.name: torch.where(off, torch.nan, getattr(clean, item.name))
         for item in fields(clean)
-        if item.name not in ("mask", "lengths", "values", "returns", "old_values")
+        if item.name not in ("mask", "lengths")
     }
     poisoned = replace(clean, **per_token)
     wanted, metrics = objective(clean)
@@ -221,18 +222,18 @@ def test_first_on_policy_step_passes_the_guard(name: str) -> None:
     same = b.logprobs.detach()
     b = replace(b, old_logprobs=same, rollout_logprobs=same, ref_logprobs=same)
     means = {key: float(total / weight) for key, (total, weight) in Objective(config)(b)[1].items()}
-    on_policy_guard(means | {"first_kl": means["kl"]})
+    check_on_policy(means | {"first_kl": means["kl"]})
     assert means["ratio_mean"] == 1.0
     assert derived(means)["importance_ess"] == 1.0
 
 
 def test_guard_names_what_is_off() -> None:
     with pytest.raises(TrainerError, match="exactly 1"):
-        on_policy_guard({"ratio_distance": 1e-7, "approx_kl": 0.0})
+        check_on_policy({"ratio_distance": 1e-7, "approx_kl": 0.0})
     with pytest.raises(TrainerError, match="approx_kl must be below"):
-        on_policy_guard({"ratio_distance": 0.0, "approx_kl": 2e-9})
+        check_on_policy({"ratio_distance": 0.0, "approx_kl": 2e-9})
     with pytest.raises(TrainerError, match="first_kl"):
-        on_policy_guard({"ratio_distance": 0.0, "approx_kl": 0.0, "first_kl": math.nan})
+        check_on_policy({"ratio_distance": 0.0, "approx_kl": 0.0, "first_kl": math.nan})
     with pytest.raises(TrainerError, match="reports no"):
-        on_policy_guard({})
-    on_policy_guard({"ratio_distance": 0.0, "approx_kl": 0.0, "first_kl": -1e-12})
+        check_on_policy({})
+    check_on_policy({"ratio_distance": 0.0, "approx_kl": 0.0, "first_kl": -1e-12})

@@ -1,105 +1,156 @@
-"""Token advantages of a step, and whitening over ranks."""
+"""Token-level estimators against walks in plain Python, and whitening against the statistics module."""
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
+import math
+import statistics
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from millrace.core.algorithms import advantages
-from millrace.core.algorithms.token_advantages import TokenAdvantages, token_advantages
-from millrace.core.config.algorithm import Algorithm
-from millrace.core.errors import TrainerError
-
-LENGTHS = torch.tensor([2, 3])
-MASK = torch.tensor([1, 1, 1, 0, 1])
-LOGP = torch.tensor([-1.0, -2.0, -0.5, -9.0, -1.5])
-REF = torch.tensor([-1.1, -1.9, -0.5, -1.0, -2.5])
-REWARDS = torch.tensor([1.0, 3.0])
+from millrace.core.algorithms import token_advantages as advantages
 
 
-def estimate(config: Algorithm, **more: torch.Tensor) -> TokenAdvantages:
-    given = {
-        "rewards": REWARDS,
-        "sample_advantages": advantages.sample_advantages(REWARDS, torch.tensor([0, 0]), config),
-        "mask": MASK,
-        "lengths": LENGTHS,
-        "logprobs": LOGP,
-    }
-    return token_advantages(config, **(given | more))  # type: ignore[arg-type]
+def brute_gae(r: list[float], v: list[float], m: list[int], gamma: float, lam: float) -> list[float]:
+    """Walks back over unmasked tokens only."""
+    out, last, following = [0.0] * len(r), 0.0, 0.0
+    for t in reversed(range(len(r))):
+        if not m[t]:
+            continue
+        delta = r[t] + gamma * following - v[t]
+        last = delta + gamma * lam * last
+        out[t], following = last, v[t]
+    return out
 
 
-def test_group_estimators_are_broadcast() -> None:
-    found = estimate(Algorithm(divide_by_std=False))
-    assert found.advantages.tolist() == [-1, -1, 1, 0, 1]
-    assert found.returns is None
+@st.composite
+def batches(draw: st.DrawFn, longest: int = 9):  # type: ignore[no-untyped-def]
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
+    n = sum(lengths)
+    mask = draw(st.lists(st.sampled_from([0, 1, 1]), min_size=n, max_size=n))
+    numbers = st.lists(st.floats(-3, 3), min_size=n, max_size=n)
+    return lengths, mask, draw(numbers), draw(numbers)
 
 
-def test_kl_is_taken_off_the_reward_of_each_token() -> None:
-    config = Algorithm(
-        preset="reinforce_plus_plus_baseline", kl_placement="reward", kl_kind="k1", kl_coef=0.5, whiten=False
+@given(batches(), st.floats(0.5, 1), st.floats(0, 1))
+def test_gae_matches_a_walk_over_unmasked_tokens(batch, gamma: float, lam: float) -> None:  # type: ignore[no-untyped-def]
+    lengths, mask, r, v = batch
+    poisoned = torch.tensor([x if m else math.nan for x, m in zip(v, mask, strict=True)], dtype=torch.float64)
+    a, returns = advantages.gae(
+        torch.tensor(r, dtype=torch.float64),
+        poisoned,
+        torch.tensor(mask),
+        torch.tensor(lengths),
+        gamma=gamma,
+        lam=lam,
     )
-    found = estimate(config, ref_logprobs=REF).advantages
-    torch.testing.assert_close(found, torch.tensor([-1.05, -0.95, 1.0, 0.0, 0.5]))
-    with pytest.raises(TrainerError, match="reference"):
-        estimate(config)
+    expected, at = [], 0
+    for length in lengths:
+        part = slice(at, at + length)
+        expected += brute_gae(r[part], v[part], mask[part], gamma, lam)
+        at += length
+    torch.testing.assert_close(a, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    shown = torch.tensor(mask, dtype=torch.float64)
+    torch.testing.assert_close(
+        returns, (a + torch.tensor(v, dtype=torch.float64)) * shown, rtol=1e-9, atol=1e-9
+    )
 
 
-def test_reinforce_plus_plus_starts_from_rewards() -> None:
-    config = Algorithm(preset="reinforce_plus_plus", kl_coef=0.0, whiten=False, gamma=0.5)
-    assert estimate(config).advantages.tolist() == [0.5, 1, 0.75, 0, 3]
+def test_gae_is_exact_across_chunks_of_long_samples() -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([700, 1, 129, 128, 256])
+    n = int(lengths.sum())
+    mask = (torch.rand(n) > 0.2).long()
+    r, v = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
+    a, _ = advantages.gae(r, v, mask, lengths, gamma=0.99, lam=0.95)
+    at = 0
+    for length in lengths.tolist():
+        part = slice(at, at + length)
+        expected = brute_gae(r[part].tolist(), v[part].tolist(), mask[part].tolist(), 0.99, 0.95)
+        torch.testing.assert_close(a[part], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        at += length
 
 
-def test_ppo_has_returns_that_are_not_whitened() -> None:
-    values = torch.tensor([0.5, 0.5, 1.0, 99.0, 2.0])
-    config = Algorithm(preset="ppo")
-    found = estimate(config, values=values)
-    raw, returns = advantages.gae(torch.tensor([0.0, 1, 0, 0, 3]), values, MASK, LENGTHS, gamma=1.0, lam=1.0)
-    assert found.returns is not None
-    torch.testing.assert_close(found.returns, returns)
-    torch.testing.assert_close(found.advantages, advantages.whiten(raw, MASK))
-    with pytest.raises(TrainerError, match="critic"):
-        estimate(config)
+def test_gae_with_lambda_one_and_no_values_is_the_return() -> None:
+    r, lengths = torch.tensor([0.0, 0, 1, 0, 2]), torch.tensor([3, 2])
+    a, returns = advantages.gae(r, torch.zeros(5), torch.ones(5), lengths, gamma=0.5, lam=1.0)
+    torch.testing.assert_close(a, torch.tensor([0.25, 0.5, 1, 1, 2]))
+    torch.testing.assert_close(returns, a)
 
 
-def test_distillation_adds_the_teacher_after_whitening() -> None:
-    teacher = LOGP + torch.tensor([0.1, -0.2, 0.0, 5.0, 1.0])
-    found = estimate(Algorithm(preset="opd", teacher="x"), teacher_logprobs=teacher).advantages
-    torch.testing.assert_close(found, torch.tensor([0.1, -0.2, 0.0, 0.0, 1.0]))
-    mixed = Algorithm(divide_by_std=False, whiten=True, distillation_coef=2.0, teacher="x")
-    both = estimate(mixed, teacher_logprobs=teacher).advantages
-    plain = estimate(Algorithm(divide_by_std=False, whiten=True)).advantages
-    torch.testing.assert_close(both - plain, 2 * found)
-    with pytest.raises(TrainerError, match="teacher"):
-        estimate(mixed)
+@given(batches(), st.floats(0.5, 1), st.floats(0, 1))
+def test_reinforce_plus_plus_matches_a_walk_over_all_tokens(batch, gamma: float, coef: float) -> None:  # type: ignore[no-untyped-def]
+    lengths, mask, kl, scores = batch
+    rewards = scores[: len(lengths)]
+    found = advantages.reinforce_plus_plus(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([x if m else math.nan for x, m in zip(kl, mask, strict=True)], dtype=torch.float64),
+        torch.tensor(mask),
+        torch.tensor(lengths),
+        gamma=gamma,
+        kl_coef=coef,
+    )
+    expected, at = [], 0
+    for number, length in enumerate(lengths):
+        m, part = mask[at : at + length], kl[at : at + length]
+        r = [-coef * k * on for k, on in zip(part, m, strict=True)]
+        if any(m):
+            r[max(t for t in range(length) if m[t])] += rewards[number]
+        total, walked = 0.0, []
+        for x in reversed(r):
+            total = x + gamma * total
+            walked.append(total)
+        expected += walked[::-1]
+        at += length
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
-def _whiten_on_a_rank(rank: int, world: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    x, mask = _whiten_input()
-    bounds = [0, 4, 4, 20] if world == 3 else [0, 20]  # the second rank holds nothing
-    mine = slice(bounds[rank], bounds[rank + 1])
-    found = advantages.whiten(x[mine], mask[mine], dist.group.WORLD)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+def test_baseline_variant_takes_the_kl_of_each_token_off_the_centred_reward() -> None:
+    centred = torch.tensor([1.0, -1.0])
+    found = advantages.reinforce_plus_plus_baseline(
+        centred,
+        torch.tensor([0.1, 0.2, math.nan, 0.4]),
+        torch.tensor([1, 1, 0, 1]),
+        torch.tensor([2, 2]),
+        kl_coef=0.5,
+    )
+    torch.testing.assert_close(found, torch.tensor([0.95, 0.9, 0.0, -1.2]))
 
 
-def _whiten_input() -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    x, mask = torch.randn(20, generator=g) * 3 + 1, (torch.rand(20, generator=g) > 0.3).long()
-    return torch.where(mask.bool(), x, torch.nan), mask
+def test_a_reward_lands_on_the_last_unmasked_token_and_nowhere_in_a_masked_sample() -> None:
+    found = advantages.token_rewards(
+        torch.tensor([5.0, 7.0, math.nan]),
+        None,
+        torch.tensor([1, 1, 0, 0, 0, 1]),
+        torch.tensor([3, 2, 1]),
+        kl_coef=0.0,
+    )
+    assert found.tolist() == [0, 5, 0, 0, 0, 0]
 
 
-def test_whitening_over_ranks_is_that_of_the_whole_batch(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_whiten_on_a_rank, args=(3, port, str(tmp_path)), nprocs=3)
-    parts = torch.cat([torch.load(tmp_path / f"{rank}.pt") for rank in range(3)])
-    torch.testing.assert_close(parts, advantages.whiten(*_whiten_input()), rtol=1e-6, atol=1e-7)
+@given(batches())
+def test_whitened_values_have_mean_zero_and_variance_one(batch) -> None:  # type: ignore[no-untyped-def]
+    _, mask, x, _ = batch
+    valid = [value for value, m in zip(x, mask, strict=True) if m]
+    values = torch.tensor([v if m else math.nan for v, m in zip(x, mask, strict=True)], dtype=torch.float64)
+    found = advantages.whiten(values, torch.tensor(mask))
+    if len(valid) < 2 or statistics.variance(valid) < 1e-3:
+        assert bool(torch.isfinite(found).all())
+        return
+    mean, std = statistics.fmean(valid), math.sqrt(statistics.variance(valid) + 1e-8)
+    expected = [(v - mean) / std if m else 0.0 for v, m in zip(x, mask, strict=True)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=1e-9)
+
+
+def test_whitening_a_single_or_no_valid_entry_gives_zeros() -> None:
+    assert advantages.whiten(torch.tensor([4.0, 9.0]), torch.tensor([1, 0])).tolist() == [0, 0]
+    assert advantages.whiten(torch.tensor([math.nan, 9.0]), torch.tensor([0, 0])).tolist() == [0, 0]
+
+
+@settings(max_examples=20)
+@given(batches())
+def test_broadcast_shows_a_sample_on_each_of_its_tokens(batch) -> None:  # type: ignore[no-untyped-def]
+    lengths = batch[0]
+    found = advantages.broadcast(torch.arange(len(lengths)).float(), torch.tensor(lengths))
+    assert found.tolist() == [number for number, length in enumerate(lengths) for _ in range(length)]
