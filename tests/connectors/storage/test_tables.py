@@ -231,3 +231,21 @@ def test_a_broken_part_is_named_or_removed_when_told_so(root: str, caplog: pytes
     assert "part-broken" in caplog.text
     assert len(list_parts(store, "rewards")) == 1
     assert read_parts(store, "rewards", "rewards").num_rows == 10
+
+
+def test_a_batch_stored_before_a_column_was_added_is_read_with_nulls(root: str) -> None:
+    from tests.support.trainer_ranks import samples
+
+    store = Store(root)
+    table = pa.Table.from_pylist(samples(1), schema=schema.schema("batch"))
+    older = table.drop_columns(schema.ADDED["batch"])
+    sink = pa.BufferOutputStream()
+    pq.write_table(older, sink)
+    store.write("batch.parquet", sink.getvalue().to_pybytes())
+    read = store.read_table("batch.parquet", "batch")
+    assert read.schema.equals(schema.schema("batch"))
+    assert read.schema.metadata == schema.schema("batch").metadata
+    assert read.column("shaped_reward").null_count == table.num_rows
+    assert read.select(older.schema.names).equals(older)
+    columns = ["shaped_reward", "reward"]
+    assert store.read_table("batch.parquet", "batch", columns=columns).column_names == columns
