@@ -5,11 +5,49 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from millrace.core.contracts.ids import iteration_number
+from millrace.core.contracts.sample import PolicySpan, Verdict
+from millrace.core.contracts.task_records import StepMetrics
 
-Row = Mapping[str, Any]
+
+class Drawn(TypedDict):
+    """Columns of prompts.parquet."""
+
+    group_id: str
+
+
+class Generated(TypedDict):
+    """Columns of the rollout parts."""
+
+    sample_id: str
+    tokens: list[int]
+    rollout_logprobs: list[float]
+
+
+class Scored(TypedDict):
+    """Columns of the reward parts."""
+
+    sample_id: str
+    reward: float | None
+
+
+class Judged(TypedDict):
+    """Columns of verdicts.parquet."""
+
+    sample_id: str
+    group_id: str
+    verdict: Verdict
+    train_step: int | None
+
+
+class Trained(Generated):
+    """Columns of batch.parquet."""
+
+    reward: float | None
+    train_step: int
+    policy_versions: list[PolicySpan]
 
 
 @dataclass(frozen=True)
@@ -17,19 +55,19 @@ class StoredIteration:
     """The tables of a committed iteration, as rows; `rollouts` and `rewards` are empty for a supervised one."""
 
     index: int
-    prompts: Sequence[Row]
-    rollouts: Sequence[Row]
-    rewards: Sequence[Row]
-    verdicts: Sequence[Row]
-    batch: Sequence[Row]
-    steps: Sequence[Row]
+    prompts: Sequence[Drawn]
+    rollouts: Sequence[Generated]
+    rewards: Sequence[Scored]
+    verdicts: Sequence[Judged]
+    batch: Sequence[Trained]
+    steps: Sequence[StepMetrics]
 
 
-def findings(stored: StoredIteration, versions: range) -> list[str]:
+def inconsistencies(stored: StoredIteration, versions: range) -> list[str]:
     """What is inconsistent. `versions`: the weight versions that the iteration's steps make."""
     return [
-        f"iteration {iteration_number(stored.index)}: {finding}"
-        for finding in (
+        f"iteration {iteration_number(stored.index)}: {problem}"
+        for problem in (
             *_once(stored),
             *_batch(stored),
             *_generated(stored, versions.start - 1),
@@ -40,13 +78,14 @@ def findings(stored: StoredIteration, versions: range) -> list[str]:
 
 def _once(stored: StoredIteration) -> Iterable[str]:
     """Nothing is stored twice."""
-    for name, rows, key in (
+    tables: list[tuple[str, Sequence[Mapping[str, Any]], str]] = [
         ("prompts", stored.prompts, "group_id"),
         ("rollouts", stored.rollouts, "sample_id"),
         ("rewards", stored.rewards, "sample_id"),
         ("verdicts", stored.verdicts, "sample_id"),
         ("batch", stored.batch, "sample_id"),
-    ):
+    ]
+    for name, rows, key in tables:
         for value, count in Counter(row[key] for row in rows).items():
             if count > 1:
                 yield f"{key} {value} is {count} times in {name}"

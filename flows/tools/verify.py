@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.progress import track
 
@@ -15,12 +15,21 @@ from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import derived_seed, iteration_number
+from millrace.core.contracts.sample import columns
 from millrace.core.errors import DataError, StorageError
 from millrace.core.ledger import Ledger
-from millrace.core.lineage import StoredIteration, findings
+from millrace.core.lineage import (
+    Drawn,
+    Generated,
+    Judged,
+    Scored,
+    StoredIteration,
+    Trained,
+    inconsistencies,
+)
 from millrace.flows.tools.browse import run_record, settings_of
 
-SAMPLE = ["sample_id", "group_id"]
+Row = TypeVar("Row")
 
 
 @dataclass
@@ -67,26 +76,24 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
     supervised = config.algorithm.loss == "sft"
     stored = StoredIteration(
         index=index,
-        prompts=_rows(store, "prompts", ["group_id"]),
-        rollouts=[] if supervised else _parts(store, "rollouts", [*SAMPLE, "tokens", "rollout_logprobs"]),
-        rewards=[] if supervised else _parts(store, "rewards", [*SAMPLE, "reward"]),
-        verdicts=_rows(store, "verdicts", [*SAMPLE, "verdict", "train_step"]),
-        batch=_rows(
-            store, "batch", [*SAMPLE, "tokens", "rollout_logprobs", "reward", "train_step", "policy_versions"]
-        ),
+        prompts=_rows(store, "prompts", Drawn),
+        rollouts=[] if supervised else _parts(store, "rollouts", Generated),
+        rewards=[] if supervised else _parts(store, "rewards", Scored),
+        verdicts=_rows(store, "verdicts", Judged),
+        batch=_rows(store, "batch", Trained),
         steps=store.read_json("step.json")["steps"],
     )
     verdict.trained_samples += len(stored.batch)
-    return findings(stored, range(index * steps + 1, (index + 1) * steps + 1))
+    return inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))
 
 
-def _rows(store: Store, kind: str, columns: list[str]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = store.read_table(f"{kind}.parquet", kind, columns=columns).to_pylist()
+def _rows(store: Store, kind: str, row: type[Row]) -> list[Row]:
+    rows: list[Row] = store.read_table(f"{kind}.parquet", kind, columns=columns(row)).to_pylist()
     return rows
 
 
-def _parts(store: Store, kind: str, columns: list[str]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = read_parts(store, kind, kind).select(columns).to_pylist()
+def _parts(store: Store, kind: str, row: type[Row]) -> list[Row]:
+    rows: list[Row] = read_parts(store, kind, kind, columns=columns(row)).to_pylist()
     return rows
 
 
