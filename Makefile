@@ -43,5 +43,5 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 docs: $(READY)
-	$(VENV)/bin/python -m millrace.core.config.docs_page
+	$(VENV)/bin/python -m millrace.core.config.reading.docs_page
 	$(VENV)/bin/python -m benchmarks.page

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.core.config.load import load_config
-from millrace.core.config.presets import PRESETS
+from millrace.core.config.algorithm.presets import PRESETS
+from millrace.core.config.reading.load import load_config
 from millrace.flows.quickstart import held_out_accuracy, recipe
 
 MILLRACE = [sys.executable, "-m", "millrace.flows.cli"]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.model import Filter
+from millrace.core.config.filter import Filter
 from millrace.core.hooks import GroupSample as GroupSample
-from millrace.core.hooks import load
+from millrace.core.hooks import load_function
 
 ZERO_VARIANCE = 1e-6  # rewards that differ by less are equal
 
@@ -43,8 +43,8 @@ def judge_group(samples: Sequence[GroupSample], filter: Filter, algorithm: Algor
             False,
             equal,
         )
-    if filter.function:
-        refusal = load(filter.function, "filter.function")(samples)
+    if filter.group_filter is not None:
+        refusal = load_function(filter.group_filter, "filter.group_filter")(samples)
         if refusal:
             return Judgement(False, str(refusal), False, equal)
     if filter.drop_zero_variance and equal:
@@ -57,7 +57,7 @@ def zero_variance(rewards: Sequence[float]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 
-# filters to name in filter.function
+# filters to name in filter.group_filter
 
 
 def not_all_correct(samples: Sequence[GroupSample], *, correct: float = 1.0) -> str | None:

@@ -38,7 +38,7 @@ def seats(config: RunConfig, gpus: bool, engines: bool = True) -> ResourceLayout
     """The seats of a run on a cluster that has `gpus` or none; without `engines`, of its trainer alone."""
     t, e = config.trainer, config.engines
     on_gpu = t.device == "cuda" or config.placement.colocate or (t.device == "auto" and gpus)
-    served = engines and e.kind != "external" and config.algorithm.loss != "sft"
+    served = engines and e.kind != "external" and not config.algorithm.supervised
     engine_gpus = e.gpus if gpus and e.kind in ("auto", "sglang") else 0
     if config.placement.colocate:
         size = lcm(t.parallel.tensor, e.gpus)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.config.load import load_config
+from millrace.core.config.reading.load import load_config
 
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 sums

@@ -23,10 +23,10 @@ from millrace.tasks.train_step import train_step
 @flow(name="sft", flow_run_name="{config.run.name}")
 async def sft(config: RunConfig) -> DriveResult:
     """Train on reference answers, going on from whatever the run folder holds."""
-    if config.algorithm.loss != "sft":
+    if not config.algorithm.supervised:
         raise ConfigError(
             "supervised training needs algorithm.loss=sft",
-            where=f"algorithm.loss = {config.algorithm.loss}",
+            where=f"algorithm.loss = {config.algorithm.loss.kind}",
             remedy="set it",
         )
     return await drive(config, sft_iteration, flow_name="sft_iteration")

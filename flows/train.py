@@ -34,7 +34,7 @@ from millrace.tasks.train_step import train_step
 @flow(name="train", flow_run_name="{config.run.name}")
 async def train(config: RunConfig) -> DriveResult:
     """Train `config.run.iterations` iterations, going on from whatever the run folder holds."""
-    if config.algorithm.loss == "sft":
+    if config.algorithm.supervised:
         raise ConfigError(
             "that is supervised training",
             where="algorithm.loss = sft",

@@ -12,7 +12,7 @@ import time
 
 from prefect import task
 
-from millrace.core.config.training import EvalSet
+from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.prompts import PromptRow

@@ -30,7 +30,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             version - 1, ahead=1
         )  # it answers from memory what it made before
         # the iteration's first step trains the weights that sampled its batch; the later ones are off-policy by design
-        on_policy = version == ctx.version_before + 1 and ctx.config.algorithm.loss != "sft"
+        on_policy = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
         guard = ctx.config.sync.max_logprob_gap if on_policy else None
         ctx.runtime.ready()
         answers = await trainer.call("train", version, url, guard)

@@ -137,9 +137,15 @@ def colocated(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
 def laid_over(
     values: dict[str, dict[str, Any]], changes: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The values with the changed fields of each section in place of theirs."""
-    changed = {section: {**values.get(section, {}), **fields} for section, fields in changes.items()}
+    """The values with the changed fields of each section in place of theirs; a section of another `kind` is replaced."""
+    changed = {
+        section: {**_kept(values.get(section, {}), fields), **fields} for section, fields in changes.items()
+    }
     return {**values, **changed}
+
+
+def _kept(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return values if changes.get("kind", values.get("kind")) == values.get("kind") else {}
 
 
 def coin(sample: Any, **_: Any) -> float:

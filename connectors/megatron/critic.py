@@ -28,6 +28,7 @@ class Critic:
     """The value model of this rank."""
 
     def __init__(self, config: RunConfig, hf: dict[str, Any], device: Any) -> None:
+        assert config.algorithm.critic is not None
         self.config = config.algorithm.critic
         inner = model_from_hf(config, config.model.path, hf, device, CriticModel)
         self.trainable = TrainableModel(inner, config, self.config.lr)

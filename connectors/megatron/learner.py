@@ -69,8 +69,7 @@ class Learner:
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator reads values."""
-        a = self.algorithm
-        return a.advantage == "gae" and a.advantage_function is None and not self.objective.supervised
+        return self.algorithm.critic is not None
 
     def _needs_old(self, steps: int) -> bool:
         """Whether the trainer's log-probabilities from before the iteration need a forward pass."""
@@ -204,7 +203,7 @@ class Learner:
 
     def trains_policy(self, version: int) -> bool:
         """Whether a step trains the policy: the first critic.only_steps steps train the critic alone."""
-        return self.critic is None or version > self.algorithm.critic.only_steps
+        return self.critic is None or version > self.critic.config.only_steps
 
     def check_on_policy(self, version: int, metrics: dict[str, float]) -> None:
         """Check an iteration's first step, whose ratio is against the very weights that it trains.
@@ -215,7 +214,8 @@ class Learner:
         o = self.objective
         assert self._iteration is not None
         first = version == self._iteration.first_step
-        if not a.on_policy_guard or o.supervised or o.ratio_to_rollout or a.loss_function or not first:
+        own_loss = a.loss.kind == "function"
+        if not a.on_policy_guard or o.supervised or o.ratio_to_rollout or own_loss or not first:
             return
         reference_is_policy = self.reference is not None and self.reference.version == version - 1
         try:

@@ -22,6 +22,7 @@ class ExternalEngine:
     def __init__(self, config: RunConfig, index: int) -> None:
         self.config = config
         self.index = index
+        assert config.engines.kind == "external"
         self.url = config.engines.addresses[index].rstrip("/")
         self._waited = 0  # times it was waited for, as an own engine is started
         self._given_up = False

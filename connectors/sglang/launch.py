@@ -16,7 +16,7 @@ from typing import Any
 
 from millrace.connectors.sglang.server_args import PYTHON_PATH, argument, option_arguments, option_problems
 from millrace.core.config import RunConfig
-from millrace.core.config.engine_rules import LOOPBACK
+from millrace.core.config.engines import LOOPBACK
 from millrace.core.errors import ConfigError
 
 ROUTER_MISSING = (
@@ -37,6 +37,7 @@ def engine_kind(config: RunConfig, gpus: int) -> str:
 def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str]:
     """Start the embedded engine on a free port that it tells in a file. Raises ConfigError if it is to prefill only."""
     e = config.engines
+    assert e.kind in ("auto", "embedded")
     if e.prefill:
         raise ConfigError(
             f"engines.prefill = {e.prefill}: without a GPU engines are embedded ones, which do both; set it to 0"

@@ -17,7 +17,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from millrace.core.config.problems import Problem, nearest
+from millrace.core.config.parts.problems import Problem, nearest
 
 PYTHON_PATH = "MILLRACE_SGLANG_PYTHONPATH"  # where the server's process alone finds SGLang
 UNTOLD = "as installed"  # the version where pip left none

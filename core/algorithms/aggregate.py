@@ -44,36 +44,17 @@ def constant(mask_sums: Tensor, length: int) -> Tensor:
     return torch.full_like(sums, 1.0 / (max(1, sums.numel()) * length))
 
 
-def per_rollout(mask_sums: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Token mean within each rollout, then mean over rollouts; samples cut from one rollout (siblings) count once.
-
-    rollout_ids [B]: any integers, equal for siblings. With one sample a rollout this is `sequence_mean`.
-    """
-    sums = upcast(mask_sums)
-    _, number = torch.unique(rollout_ids, return_inverse=True)
-    totals = sums.new_zeros(int(number.max()) + 1 if number.numel() else 0).index_add(0, number, sums)
-    rollouts = (totals > 0).sum().clamp(min=1)
-    weight = 1.0 / (totals[number].clamp(min=1) * rollouts)
-    return torch.where(sums > 0, weight, torch.zeros_like(weight))
-
-
-def sample_weights(
-    mask_sums: Tensor, config: Algorithm, *, max_length: int | None = None, rollout_ids: Tensor | None = None
-) -> Tensor:
+def sample_weights(mask_sums: Tensor, config: Algorithm, *, max_length: int | None = None) -> Tensor:
     """Weight of each sample [B] of the global batch under the configured aggregation.
 
     max_length: tokens, for `constant` when the config names no `constant_length` (rollout.sampling.max_new_tokens).
-    rollout_ids [B]: for `per_rollout`; each sample its own rollout when not given.
     Errors: ValueError when `constant` has no length from either.
     """
     if config.aggregation == "token_mean":
         return token_mean(mask_sums)
     if config.aggregation == "sequence_mean":
         return sequence_mean(mask_sums)
-    if config.aggregation == "constant":
-        return constant(mask_sums, config.constant_length or max_length or 0)
-    own = torch.arange(mask_sums.numel(), device=mask_sums.device)
-    return per_rollout(mask_sums, own if rollout_ids is None else rollout_ids)
+    return constant(mask_sums, config.constant_length or max_length or 0)
 
 
 def reduce(per_token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:

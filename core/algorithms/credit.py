@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError, TrainerError
-from millrace.core.hooks import load
+from millrace.core.hooks import load_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +67,8 @@ def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> Sam
 
     shaped = _shaped(samples, config, budget)
     group_ids = torch.tensor(samples.group_ids)
-    if config.advantage_function:
-        given = _call_user(config.advantage_function, "algorithm.advantage_function", shaped, group_ids)
+    if config.advantage.kind == "function":
+        given = _call_user(config.advantage, "algorithm.advantage", shaped, group_ids)
         advantages: Tensor | None = clean(given, ~torch.isnan(shaped))
     else:
         advantages = group_advantages(shaped, group_ids, config)
@@ -118,19 +119,19 @@ def token_credit(
     if config.kl_placement == "reward" and coef > 0:
         ref = _needed(ref_logprobs, "reference log-probabilities")
         kl = kl_estimate(logprobs.detach(), ref, config.kl_kind, mask=mask)
-    estimator = "user" if config.advantage_function else config.advantage
-    if estimator == "gae":
+    estimator = config.advantage
+    if estimator.kind == "gae":
         per_token = estimators.token_rewards(rewards, kl, mask, lengths, kl_coef=coef)
         old_values = _needed(values, "values of the critic")
         advantages, returns = estimators.gae(
-            per_token, old_values, mask, lengths, gamma=config.gamma, lam=config.lam
+            per_token, old_values, mask, lengths, gamma=estimator.gamma, lam=estimator.lam
         )
-    elif estimator == "reinforce_plus_plus":
+    elif estimator.kind == "reinforce_plus_plus":
         zero = upcast(logprobs.detach()).new_zeros(logprobs.shape)
         advantages = estimators.reinforce_plus_plus(
-            rewards, zero if kl is None else kl, mask, lengths, gamma=config.gamma, kl_coef=coef
+            rewards, zero if kl is None else kl, mask, lengths, gamma=estimator.gamma, kl_coef=coef
         )
-    elif estimator == "reinforce_plus_plus_baseline":
+    elif estimator.kind == "reinforce_plus_plus_baseline":
         centred = _needed(sample_advantages, "advantages of samples")
         advantages = estimators.reinforce_plus_plus_baseline(centred, kl, mask, lengths, kl_coef=coef)
     else:
@@ -154,23 +155,22 @@ def _shaped(samples: ScoredSamples, config: Algorithm, budget: int) -> Tensor:
     lengths, truncated = torch.tensor(samples.lengths), torch.tensor(samples.truncated)
     if config.overlong is not None:
         shaped = add_overlong_penalty(shaped, lengths, config.overlong, budget=budget)
-    if config.shaping_function:
-        field = "algorithm.shaping_function"
-        shaped = _call_user(config.shaping_function, field, shaped, lengths, truncated)
+    if config.shaping is not None:
+        shaped = _call_user(config.shaping, "algorithm.shaping", shaped, lengths, truncated)
     return shaped
 
 
-def _call_user(path: str, field: str, *inputs: Tensor) -> Tensor:
+def _call_user(function: UserFunction, field: str, *inputs: Tensor) -> Tensor:
     """What the user's function makes of the inputs [B]: one number a sample."""
     import torch
 
     wanted = tuple(inputs[0].shape)
-    result = load(path, field)(*(tensor.clone() for tensor in inputs))
+    result = load_function(function, field)(*(tensor.clone() for tensor in inputs))
     if not isinstance(result, torch.Tensor) or tuple(result.shape) != wanted:
         shape = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise ConfigError(
             f"it returned {shape}",
-            where=f"{field} = {path}",
+            where=f"{field}.function = {function.function}",
             remedy=f"return a tensor of shape {wanted}, one number a sample",
         )
     return result.detach()

@@ -97,12 +97,15 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, config: Algorithm) -> T
     rewards [B] (NaN: not scored), group_ids [B]. For reinforce_plus_plus_baseline this is the centred reward, which
     `credit.token_credit` completes.
     """
-    if config.advantage == "group_relative":
-        return group_relative(rewards, group_ids, divide_by_std=config.divide_by_std, epsilon=config.epsilon)
-    if config.advantage == "leave_one_out":
+    estimator = config.advantage
+    if estimator.kind == "group_relative":
+        return group_relative(
+            rewards, group_ids, divide_by_std=estimator.divide_by_std, epsilon=estimator.epsilon
+        )
+    if estimator.kind == "leave_one_out":
         return leave_one_out(rewards, group_ids)
-    if config.advantage == "max_rl":
+    if estimator.kind == "max_rl":
         return max_rl(rewards, group_ids)
-    if config.advantage == "reinforce_plus_plus_baseline":
+    if estimator.kind == "reinforce_plus_plus_baseline":
         return group_relative(rewards, group_ids, divide_by_std=False)
-    return torch.zeros_like(rewards) if config.advantage == "none" else None
+    return torch.zeros_like(rewards) if estimator.kind == "none" else None

@@ -2,7 +2,7 @@
 
 Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; knows nothing of the loss they multiply.
 Nothing here carries a gradient. Weights mean what they say only if rollout log-probabilities are those of the
-distribution that was sampled: millrace.core.config.algorithm_rules.truncated_sampling refuses configurations where they are not.
+distribution that was sampled: millrace.core.config.rules.algorithm.truncated_sampling refuses configurations where they are not.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.packed import clean, upcast
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.errors import TrainerError
-from millrace.core.hooks import load
+from millrace.core.hooks import load_function
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -44,27 +44,29 @@ class Objective:
     def __init__(self, config: Algorithm) -> None:
         self.config = config
         self.kl_coef = config.kl_coef
-        self._custom = load(config.loss_function, "algorithm.loss_function") if config.loss_function else None
+        self._custom = (
+            load_function(config.loss, "algorithm.loss") if config.loss.kind == "function" else None
+        )
 
     @property
     def supervised(self) -> bool:
         """Whether the loss is the plain likelihood of the responses."""
-        return self.config.loss == "sft"
+        return self.config.supervised
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss has an entropy bonus, so that `entropy` must carry a gradient."""
-        return self.config.entropy_coef > 0 and self.config.loss != "sft"
+        return self.config.entropy_coef > 0 and not self.supervised
 
     @property
     def needs_ref(self) -> bool:
         """Whether reference log-probabilities are needed, in the loss or in the reward."""
-        return self.config.kl_coef > 0 and self.config.loss != "sft"
+        return self.config.kl_coef > 0 and not self.supervised
 
     @property
     def needs_old(self) -> bool:
         """Whether a ratio against the trainer's own earlier log-probabilities is taken."""
-        return self.config.loss not in ("sft", "reinforce") and self.config.old_logprobs != "rollout"
+        return self.config.loss.kind not in ("sft", "reinforce") and self.config.old_logprobs != "rollout"
 
     @property
     def needs_recompute(self) -> bool:
@@ -74,7 +76,7 @@ class Objective:
     @property
     def ratio_to_rollout(self) -> bool:
         """Whether the ratio is taken against the engine's log-probabilities."""
-        return self.config.loss not in ("sft", "reinforce") and self.config.old_logprobs == "rollout"
+        return self.config.loss.kind not in ("sft", "reinforce") and self.config.old_logprobs == "rollout"
 
     def sample_weights(self, counts: Tensor, longest: int) -> Tensor:
         """Weight [B] of each sample's tokens from `counts` [B], the unmasked tokens of every sample of the global batch.
@@ -114,24 +116,29 @@ class Objective:
         return reduce(per_token, batch.mask, batch.weights)
 
     def _policy(self, batch: TokenBatch) -> losses.PolicyLoss:
-        c = self.config
+        loss = self.config.loss
         three = batch.logprobs, batch.old_logprobs, batch.advantages
-        if c.loss == "gspo":
+        if loss.kind == "gspo":
             return losses.gspo_loss(
-                *three, lengths=batch.lengths, mask=batch.mask, clip_low=c.clip_low, clip_high=c.clip_high
+                *three,
+                lengths=batch.lengths,
+                mask=batch.mask,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
             )
-        if c.loss == "cispo":
-            return losses.cispo_loss(*three, clip_low=c.clip_low, clip_high=c.clip_high)
-        if c.loss == "sapo":
-            positive, negative = c.sapo_temperatures
+        if loss.kind == "cispo":
+            return losses.cispo_loss(*three, clip_low=loss.clip_low, clip_high=loss.clip_high)
+        if loss.kind == "sapo":
+            positive, negative = loss.temperatures
             return losses.sapo_loss(*three, temperature_positive=positive, temperature_negative=negative)
-        if c.loss == "reinforce":
+        if loss.kind == "reinforce":
             ratio = torch.exp(losses.log_ratio(batch.logprobs.detach(), batch.old_logprobs))
             never = torch.zeros_like(batch.mask)
-            loss = losses.reinforce_loss(batch.logprobs, batch.advantages)
-            return losses.PolicyLoss(loss, ratio, never, never)
+            per_token = losses.reinforce_loss(batch.logprobs, batch.advantages)
+            return losses.PolicyLoss(per_token, ratio, never, never)
+        assert loss.kind == "clipped"
         return losses.clipped_policy_loss(
-            *three, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip
+            *three, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip
         )
 
     def _correction(self, batch: TokenBatch, metrics: Metrics) -> Tensor:

@@ -1,3 +1,4 @@
-"""Configuration models; see millrace.core.config.run for the whole."""
+"""The configuration of a run. `RunConfig` is the whole; each of its sections has the module of its name."""
 
-from millrace.core.config.run import RunConfig as RunConfig
+from millrace.core.config.parts.user_function import UserFunction as UserFunction
+from millrace.core.config.run_config import RunConfig as RunConfig

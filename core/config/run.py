@@ -1,89 +1,28 @@
-"""The whole configuration of a run: one pydantic model, the flow's single parameter. No torch, no I/O."""
+"""The `run` section."""
 
 from __future__ import annotations
 
-import os
-from typing import Any, Literal
+from pydantic import Field
 
-from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.base import Section
-from millrace.core.config.model import Data, Filter, Model, Reward, Rollout, Run, Sampling, Storage
-from millrace.core.config.training import Checkpoint, Engines, Evaluation, Placement, Sync, Tracking, Trainer
+from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.user_function import UserFunction
 
 
-class RunConfig(Section):
-    """Everything that decides what a run does."""
+class Run(Section):
+    """What the run is called and how long it is."""
 
-    run: Run
-    model: Model
-    data: Data
-    storage: Storage = Storage()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    filter: Filter = Filter()
-    algorithm: Algorithm = Algorithm()
-    trainer: Trainer = Trainer()
-    engines: Engines = Engines()
-    placement: Placement = Placement()
-    sync: Sync = Sync()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluation: Evaluation = Evaluation()
-    tracking: Tracking = Tracking()
-
-    def for_actors(self) -> dict[str, Any]:
-        """The configuration as actors get it, with folders named in full: they work in their node's folder, not in ours."""
-        settings = self.model_dump(mode="json")
-        for section, name in (("model", "path"), ("algorithm", "teacher"), ("sync", "directory")):
-            if settings[section][name] is not None and "://" not in settings[section][name]:
-                settings[section][name] = os.path.abspath(settings[section][name])
-        return settings
-
-    @property
-    def samples_per_iteration(self) -> int:
-        """Samples that one iteration trains on: prompts × n."""
-        return self.rollout.prompts * self.rollout.samples_per_prompt
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step."""
-        return self.trainer.global_batch or self.samples_per_iteration
-
-    @property
-    def steps_per_iteration(self) -> int:
-        """Optimizer steps that one iteration makes."""
-        return self.samples_per_iteration // self.global_batch
-
-    @property
-    def samplings(self) -> list[tuple[str, Sampling]]:
-        """Every sampling that engines are asked for, by its field."""
-        sets = self.evaluation.sets
-        return [
-            ("rollout.sampling", self.rollout.sampling),
-            *((f"evaluation.sets.{e.name}.sampling", e.sampling) for e in sets),
-        ]
-
-    @property
-    def data_parallel(self) -> int:
-        """Data parallel size: what tensor, pipeline and context parallelism leave of the world."""
-        p = self.trainer.parallel
-        return self.trainer.world_size // (p.tensor * p.pipeline * p.context)
-
-    @property
-    def engines_sleep(self) -> bool:
-        """Whether engines release their GPU memory while the trainer works."""
-        return self.placement.colocate and self.placement.offload_engines
-
-    @property
-    def trainer_offloads(self) -> bool:
-        """Whether the trainer leaves GPU memory to engines while they take new weights and generate."""
-        return self.placement.colocate and self.placement.offload_trainer
-
-    @property
-    def sync_kind(self) -> Literal["disk", "ipc", "broadcast"]:
-        """How weights reach the engines: sync.kind, or what auto takes."""
-        if self.sync.kind != "auto":
-            return self.sync.kind
-        if self.placement.colocate:
-            return "ipc"
-        own_gpus = self.engines.kind == "sglang" and self.trainer.device != "cpu"
-        return "broadcast" if own_gpus else "disk"
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Name of the run, of its folder, its MLflow run and its Prefect flow runs. The same name resumes.",
+    )
+    seed: int = Field(
+        0, ge=0, lt=2**31, description="Every random choice of the run is derived from this seed."
+    )
+    iterations: int = Field(1, ge=1, description="RL iterations in total.")
+    prepare: UserFunction | None = Field(
+        None,
+        description="Function called with the configuration before anything else, to make files that are missing.",
+    )
+    experiment: str = Field(
+        "millrace", min_length=1, description="MLflow experiment that the run belongs to."
+    )

@@ -54,7 +54,7 @@ def _run_flow(config: RunConfig) -> DriveResult:
     from millrace.connectors.prefect.server import ensure_server, ui_url
 
     console.print(f"Prefect: {ui_url(ensure_server())}")
-    if config.algorithm.loss == "sft":
+    if config.algorithm.supervised:
         from millrace.flows.sft import sft as flow
     else:
         from millrace.flows.train import train as flow
@@ -69,13 +69,13 @@ def _run_flow(config: RunConfig) -> DriveResult:
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
-    from millrace.core.config.load import load_config
+    from millrace.core.config.reading.load import load_config
 
     return guarded(lambda: load_config(str(path), overrides or []))
 
 
 def _check(config: RunConfig) -> None:
-    from millrace.core.config.problems import render_problems
+    from millrace.core.config.parts.problems import render_problems
     from millrace.flows.preflight.check import check as check_config
 
     problems = check_config(config)

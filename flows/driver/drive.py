@@ -16,9 +16,9 @@ from typing import Any, TypedDict
 from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.storage.lease import DURATION_S, Lease
 from millrace.core.config import RunConfig
-from millrace.core.config.problems import render_problems
+from millrace.core.config.parts.problems import render_problems
 from millrace.core.errors import ConfigError, StorageError
-from millrace.core.hooks import load
+from millrace.core.hooks import load_function
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.run_record import finish_run_record, open_run_record
 from millrace.flows.preflight.check import check
@@ -69,7 +69,7 @@ async def drive(
 async def _prepare(config: RunConfig) -> None:
     """Make the files that `run.prepare` makes, then check everything. Raises ConfigError with every problem."""
     if config.run.prepare:
-        await asyncio.to_thread(load(config.run.prepare, "run.prepare"), config)
+        await asyncio.to_thread(load_function(config.run.prepare, "run.prepare"), config)
     problems = await asyncio.to_thread(check, config, prepared=True)
     if problems:
         raise ConfigError(render_problems(problems))

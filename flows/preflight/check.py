@@ -14,7 +14,7 @@ import fsspec
 
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig, rules
-from millrace.core.config.problems import Problem
+from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import StorageError
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough

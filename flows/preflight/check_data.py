@@ -14,9 +14,9 @@ from typing import Any
 from millrace.connectors.huggingface.template import last_text
 from millrace.connectors.storage.prompts import first_rows
 from millrace.core.config import RunConfig
-from millrace.core.config.model import Source
-from millrace.core.config.problems import Problem
-from millrace.core.config.training import EvalSet
+from millrace.core.config.data import Source
+from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.prompts import PromptRow, Quarantined
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput, load
@@ -106,7 +106,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
             f"none of the first {len(labels)} rows of {rows.source.path} has it",
             "set it to the key that holds the reference answer, or to null for rewards that need none",
         )
-    elif config.algorithm.loss == "sft":
+    elif config.algorithm.supervised:
         if key is not None and not any(isinstance(label, str) and label for label in labels):
             yield Problem(
                 field,

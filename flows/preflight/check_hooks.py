@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.sglang.server_args import option_problems
-from millrace.core.config import RunConfig
-from millrace.core.config.passthrough import (
+from millrace.core.config import RunConfig, UserFunction
+from millrace.core.config.parts.problems import Problem, nearest
+from millrace.core.config.rules.passthrough import (
     MEGATRON_ELSEWHERE,
     MEGATRON_REFUSED,
     ROUTER_OWNED,
@@ -24,7 +25,6 @@ from millrace.core.config.passthrough import (
     SGLANG_OWNED,
     SGLANG_REFUSED,
 )
-from millrace.core.config.problems import Problem, nearest
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import load
 
@@ -35,21 +35,20 @@ ROUTER = ("router_args.py",)
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
     """Functions that cannot be imported, or do not take the arguments they will get."""
     a = config.algorithm
-    samples, options = ("samples",), config.reward.options
-    yield from _hook("reward.function", config.reward.function, ("sample",), options)
-    yield from _hook("filter.function", config.filter.function, samples)
-    yield from _hook("algorithm.advantage_function", a.advantage_function, ("rewards", "group_ids"))
-    yield from _hook("algorithm.loss_function", a.loss_function, ("batch",))
-    shaped = ("rewards", "response_lengths", "truncated")
-    yield from _hook("algorithm.shaping_function", a.shaping_function, shaped)
+    advantage = a.advantage if a.advantage.kind == "function" else None
+    loss = a.loss if a.loss.kind == "function" else None
+    yield from _hook("reward", config.reward, ("sample",))
+    yield from _hook("filter.group_filter", config.filter.group_filter, ("samples",))
+    yield from _hook("algorithm.advantage", advantage, ("rewards", "group_ids"))
+    yield from _hook("algorithm.loss", loss, ("batch",))
+    yield from _hook("algorithm.shaping", a.shaping, ("rewards", "response_lengths", "truncated"))
     yield from _hook("run.prepare", config.run.prepare, ("config",))
 
 
-def _hook(
-    field: str, path: str | None, arguments: Sequence[str], options: dict[str, Any] | None = None
-) -> Iterator[Problem]:
-    if path is None:
+def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[str]) -> Iterator[Problem]:
+    if user_function is None:
         return
+    field, path, options = f"{place}.function", user_function.function, user_function.options
     try:
         function = load(path, field)
     except ConfigError as error:
@@ -74,10 +73,10 @@ def _hook(
             )
             return
     try:
-        signature.bind(*arguments, **(options or {}))
+        signature.bind(*arguments, **options)
     except TypeError as error:
         yield Problem(
-            "reward.options" if options else field,
+            f"{place}.options" if options else field,
             options,
             f"{path} does not take them: {error}",
             f"its parameters are {signature}",

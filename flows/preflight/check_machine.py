@@ -12,8 +12,8 @@ from pathlib import Path
 from millrace.connectors.sglang.launch import ROUTER_MISSING
 from millrace.connectors.sglang.server_args import sglang_finds
 from millrace.core.config import RunConfig
+from millrace.core.config.parts.problems import Problem
 from millrace.core.config.plan import visible_gpus
-from millrace.core.config.problems import Problem
 from millrace.core.resource_layout import seats
 
 CONNECT_S = 1.0
@@ -85,7 +85,7 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             "SGLang imports deep_gemm when it starts with a draft model, and does not find it",
             "install sgl-deep-gemm where SGLang is, or set it to NGRAM",
         )
-    for address in config.engines.addresses:
+    for address in config.engines.addresses if config.engines.kind == "external" else []:
         yield from _engine_answers(address)
     if here:
         yield from _listens(config.engines.host)

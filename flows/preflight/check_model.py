@@ -13,7 +13,7 @@ from typing import Any
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder, weight_files
 from millrace.core.architecture import Architecture, architecture, read_hf_config
 from millrace.core.config import RunConfig
-from millrace.core.config.problems import Problem
+from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError
 
 GET = "give a checkpoint folder: one you have, or one made by `hf download NAME --local-dir FOLDER`"

@@ -73,7 +73,7 @@ def verify_run(root: str, run: str) -> Verdict:
 
 def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict) -> list[str]:
     store, steps = folder.iteration(index), config.steps_per_iteration
-    supervised = config.algorithm.loss == "sft"
+    supervised = config.algorithm.supervised
     stored = StoredIteration(
         index=index,
         prompts=_rows(store, "prompts", Drawn),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from millrace.connectors.ray import cluster
 from millrace.core.config import RunConfig
-from millrace.core.config.engine_rules import LOOPBACK
+from millrace.core.config.engines import LOOPBACK
 from millrace.core.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.prompts import fingerprint, read_source
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.config.model import Source
-from millrace.core.config.training import EvalSet
+from millrace.core.config.data import Source
+from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.prompts import PromptRow, Quarantined, SourceFingerprint
 from millrace.core.errors import DataError

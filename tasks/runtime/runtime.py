@@ -27,7 +27,7 @@ from millrace.connectors.sglang.weight_update import load_by_broadcast, load_by_
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
-from millrace.core.config.training import EvalSet
+from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.sample import Scorable
 from millrace.core.errors import LASTING, ActorLostError, TrainerError, TrainerStalledError
@@ -318,6 +318,7 @@ class Runtime:
         self, trainer: actors.ActorGroup, version: int, share: bool
     ) -> AsyncIterator[list[Any]]:
         """All ranks' copies of one bucket of the weights after the other; `share`: for other processes on their GPUs."""
+        assert self.config.sync.kind != "disk"
         size, number, last = self.config.sync.bucket_mib * 2**20, 0, False
         while not last:
             copies = await trainer.call("bucket", version, number, size, share)

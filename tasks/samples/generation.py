@@ -15,7 +15,7 @@ from typing import Any
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.core.config import RunConfig
-from millrace.core.config.model import Sampling
+from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status
 from millrace.core.errors import BudgetError, EngineError
 

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.core import group_filters as filters
 from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.model import Filter
+from millrace.core.config.filter import Filter
 from millrace.core.group_filters import GroupSample, Judgement, judge_group
 
 
@@ -48,7 +48,7 @@ def test_judgements(samples, filter, algorithm, expected) -> None:  # type: igno
 
 
 def test_a_users_filter_drops_for_good() -> None:
-    strict = Filter(function="millrace.core.group_filters:fully_scored")
+    strict = Filter(group_filter="millrace.core.group_filters:fully_scored")
     assert judge_group(group(1, 0, None), strict, GRPO) == Judgement(
         False, "1 of 3 samples were not scored", False
     )

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from benchmarks.gpu.shapes import model_config
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.core.architecture import architecture, read_hf_config
-from millrace.core.config.load import load_config
 from millrace.core.config.plan import trainer_memory
+from millrace.core.config.reading.load import load_config
 from millrace.flows.cli import app
 from millrace.flows.preflight.check import check
 from tests.support.wrong_configs import TEXTS, WRONG, write_good
@@ -185,7 +185,7 @@ def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
     (problem,) = check(load_config("run.yaml", parts))
     assert problem.field == "engines.prefill"
     elsewhere = ["engines.kind=external", "engines.addresses=['http://127.0.0.1:1','http://127.0.0.1:2']"]
-    fields = {problem.field for problem in check(load_config("run.yaml", [*parts, *elsewhere]))}
+    fields = {problem.field for problem in check(load_config("run.yaml", [*elsewhere, parts[1]]))}
     assert fields == {
         "engines.addresses"
     }  # nobody answers there: whether this host has a GPU says nothing of them

@@ -11,11 +11,11 @@ from tests.support.flow_runs import Workplace, final_weights
 def test_a_run_on_an_external_engine_makes_the_same_weights(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
-    external = ["engines.kind=external", "engines.threads=null"]
-    refused = workplace.train(tmp_path, *external, "engines.addresses=['http://127.0.0.1:9']", expect=2)
+    external = "engines={{kind: external, addresses: ['{}']}}"
+    refused = workplace.train(tmp_path, external.format("http://127.0.0.1:9"), expect=2)
     assert "no engine answers there" in refused
     with embedded_engine(workplace.folder / "model", log=tmp_path / "engine.log") as (url, process):
-        out = workplace.train(tmp_path, *external, f"engines.addresses=['{url}']")
+        out = workplace.train(tmp_path, external.format(url))
         assert "3 iterations complete" in out
         assert process.poll() is None
     assert final_weights(tmp_path / "a") == final_weights(whole)

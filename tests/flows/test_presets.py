@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.presets import measure
-from millrace.core.config.load import load_config
-from millrace.core.config.presets import PRESETS, Preset
+from millrace.core.config.algorithm.presets import PRESETS, Preset
+from millrace.core.config.reading.load import load_config
 from millrace.flows.preflight.check import check
 from millrace.flows.quickstart import recipe
 from tests.support.flow_runs import Workplace
@@ -31,7 +31,7 @@ NOISE = 0.08  # of a held-out reward, over machines: 800 samples, and a short ru
 
 CRITIC = ("value_loss", "value_explained", "critic_grad_norm", "critic_lr")
 SMALL = {
-    "ppo": ["algorithm.critic.lr=1e-3"],
+    "ppo": ["algorithm.advantage.critic.lr=1e-3"],
     "opd": ["algorithm.teacher=teacher"],
     "dapo": ["filter.drop_zero_variance=true"],
 }

@@ -15,7 +15,7 @@ from millrace.core.algorithms.group_advantages import group_advantages
 from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.presets import PRESETS
+from millrace.core.config.algorithm.presets import PRESETS
 
 LENGTHS = torch.tensor([300, 1, 129, 700, 64, 5])
 N = int(LENGTHS.sum())
@@ -90,7 +90,8 @@ def test_objective(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if n != "opd"])
 def test_advantages(name: str) -> None:
-    config = Algorithm(preset=name, gamma=0.99, lam=0.95)
+    changes = {"ppo": {"gamma": 0.99, "lam": 0.95}, "reinforce_plus_plus": {"gamma": 0.99}}
+    config = Algorithm(preset=name, **({"advantage": changes[name]} if name in changes else {}))
 
     def run(to: Callable[[Tensor], Tensor]) -> list[Tensor]:
         rewards, groups = (
@@ -112,9 +113,9 @@ def test_advantages(name: str) -> None:
     on_both(run)
 
 
-def test_rollout_weights() -> None:
+def test_sequence_weights() -> None:
     def run(to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        weights = aggregate.per_rollout(to(torch.tensor([3, 1, 0, 2])), to(torch.tensor([7, 7, 1, 2])))
+        weights = aggregate.sequence_mean(to(torch.tensor([3, 1, 0, 2])))
         return [weights]
 
     on_both(run)

@@ -26,7 +26,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo, whitened": {"preset": "gspo", "whiten": True},
     "reinforce_plus_plus": {"preset": "reinforce_plus_plus"},
     "opd": {"preset": "opd", "teacher": "self"},
-    "ppo": {"preset": "ppo", "kl_coef": 0.05, "kl_target": 1e-3, "kl_horizon": 20, "critic": CRITIC},
+    "ppo": {
+        "preset": "ppo",
+        "kl_coef": 0.05,
+        "kl_target": 1e-3,
+        "kl_horizon": 20,
+        "advantage": {"critic": CRITIC},
+    },
 }
 
 

@@ -34,7 +34,7 @@ def test_a_run_across_two_nodes_with_a_gpu_each(tmp_path: Path, monkeypatch: pyt
             run={"name": "nodes", "iterations": 3},
             engines={"host": "0.0.0.0"},
             placement={"colocate": False, "ray_address": cluster.address},
-            sync={"kind": "disk", "verify": False, "directory": str(tmp_path / "weights")},
+            sync={"kind": "disk", "directory": str(tmp_path / "weights")},
         )
         process = place.start("train", "run.yaml", **cluster.environment)
         wait_until(lambda: process.poll() is not None or bool(server_of(tmp_path / "model")), PATIENCE_S)

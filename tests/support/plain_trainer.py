@@ -92,7 +92,7 @@ class PlainLearner(Plain):
         self.config = config
         self.objective = Objective(config)
         self.controller = KLController(config)
-        self.critic = PlainCritic(folder, config.critic.lr) if config.advantage == "gae" else None
+        self.critic = PlainCritic(folder, config.critic.lr) if config.critic else None
         self.teacher = (
             transformers.AutoModelForCausalLM.from_pretrained(config.teacher, dtype=torch.float32)
             if config.teacher
@@ -152,13 +152,14 @@ class PlainLearner(Plain):
         if self.objective.needs_ref:
             found["kl_coef"] = self.controller.value
         if self.critic is not None:
+            assert c.critic is not None
             assert values is not None
             assert returns is not None
             each = value_loss(self.critic.values(rows), values, returns, clip=c.critic.clip)
             error = (each * mask).sum() / mask.sum()
             found["value_loss"] = float(error.detach())
             found["critic_grad_norm"] = stepped(error, self.critic.optimizer)
-        if self.critic is None or version > c.critic.only_steps:
+        if c.critic is None or version > c.critic.only_steps:
             found["grad_norm"] = self.step(loss)
             if "kl" in metrics:
                 value, weight = metrics["kl"]

@@ -26,7 +26,7 @@ from millrace.connectors.megatron.optim import weight_gradients
 from millrace.connectors.megatron.weights.hf_mapping import Shape
 from millrace.core.architecture import expert_count
 from millrace.core.config import RunConfig
-from millrace.core.config.passthrough import MEGATRON_REFUSED
+from millrace.core.config.rules.passthrough import MEGATRON_REFUSED
 from millrace.core.errors import ConfigError
 
 

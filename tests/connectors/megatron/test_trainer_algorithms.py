@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.presets import PRESETS
+from millrace.core.config.algorithm.presets import PRESETS
 from tests.support.plain_trainer import PlainLearner, scored
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 CRITIC = {"lr": 1e-3, "clip": 0.05}
 CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {
-    "ppo": {"preset": "ppo", "kl_coef": 0.05, "gamma": 0.99, "lam": 0.9, "critic": CRITIC},
+    "ppo": {"preset": "ppo", "kl_coef": 0.05, "advantage": {"gamma": 0.99, "lam": 0.9, "critic": CRITIC}},
     "ppo, critic first": {
         "preset": "ppo",
         "kl_coef": 0.05,
         "kl_target": 1e-4,
         "kl_horizon": 20,
-        "critic": {**CRITIC, "only_steps": 2},
+        "advantage": {"critic": {**CRITIC, "only_steps": 2}},
     },
     "ppo, adaptive KL": {
         "preset": "ppo",
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} 
         "kl_target": 1e-4,
         "kl_horizon": 20,
         "reference_update_steps": 2,
-        "critic": CRITIC,
+        "advantage": {"critic": CRITIC},
     },
     "grpo, moving reference": {
         "kl_coef": 0.1,
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} 
         "kl_coef": 0.1,
     },
     "grpo with a teacher": {"distillation_coef": 0.5},
-    "overlong gae": {"preset": "ppo", "overlong": {"buffer_tokens": 12}, "critic": CRITIC},
+    "overlong gae": {"preset": "ppo", "overlong": {"buffer_tokens": 12}, "advantage": {"critic": CRITIC}},
     "gspo, whitened": {"preset": "gspo", "whiten": True},
 }
 FIGURES = ("loss", "grad_norm", "kl", "value_loss", "critic_grad_norm", "advantage_mean", "return_mean")

@@ -14,7 +14,7 @@ import pytest
 from millrace.connectors.storage import prompts, store
 from millrace.connectors.storage.prompts import fingerprint, read_source
 from millrace.connectors.storage.store import Store
-from millrace.core.config.model import Source
+from millrace.core.config.data import Source
 from millrace.core.contracts.prompts import PromptRow, source_changes
 from millrace.core.errors import DataError
 

@@ -13,7 +13,7 @@ from millrace.core.algorithms import aggregate
 from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant", "per_rollout")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
 @st.composite
@@ -22,12 +22,11 @@ def batches(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     n = sum(lengths)
     mask = draw(st.lists(st.sampled_from([0, 1, 1]), min_size=n, max_size=n))
     values = draw(st.lists(st.floats(-5, 5), min_size=n, max_size=n))
-    rollouts = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     packs = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
-    return lengths, mask, values, rollouts, packs
+    return lengths, mask, values, packs
 
 
-def by_hand(how, lengths, mask, values, rollouts, budget: int) -> float:  # type: ignore[no-untyped-def]
+def by_hand(how, lengths, mask, values, budget: int) -> float:  # type: ignore[no-untyped-def]
     rows, at = [], 0
     for length in lengths:
         rows.append([v for v, m in zip(values[at : at + length], mask[at : at + length], strict=True) if m])
@@ -38,19 +37,13 @@ def by_hand(how, lengths, mask, values, rollouts, budget: int) -> float:  # type
     if how == "sequence_mean":
         means = [sum(row) / len(row) for row in rows if row]
         return sum(means) / max(1, len(means))
-    if how == "constant":
-        return sum(sum(row) for row in rows) / (len(rows) * budget)
-    joined: dict[int, list[float]] = {}
-    for number, row in zip(rollouts, rows, strict=True):
-        joined.setdefault(number, []).extend(row)
-    means = [sum(row) / len(row) for row in joined.values() if row]
-    return sum(means) / max(1, len(means))
+    return sum(sum(row) for row in rows) / (len(rows) * budget)
 
 
 @pytest.mark.parametrize("how", AGGREGATIONS)
 @given(batch=batches())
 def test_loss_is_split_invariant_and_equals_brute_force(how: str, batch) -> None:  # type: ignore[no-untyped-def]
-    lengths, mask, values, rollouts, packs = batch
+    lengths, mask, values, packs = batch
     counts, at = [], 0
     for length in lengths:
         counts.append(sum(mask[at : at + length]))
@@ -64,7 +57,6 @@ def test_loss_is_split_invariant_and_equals_brute_force(how: str, batch) -> None
         torch.tensor(counts, dtype=torch.float64),
         Algorithm(aggregation=how),
         max_length=11,
-        rollout_ids=torch.tensor(rollouts),
     )
     weights = spread(per_sample, torch.tensor(lengths))
     where = torch.repeat_interleave(torch.tensor(packs), torch.tensor(lengths))
@@ -72,18 +64,9 @@ def test_loss_is_split_invariant_and_equals_brute_force(how: str, batch) -> None
     whole = aggregate.reduce(loss, on, weights)
     parts = [aggregate.reduce(loss[where == p], on[where == p], weights[where == p]) for p in range(4)]
     assert float(sum(parts).detach()) == pytest.approx(float(whole.detach()), rel=1e-12, abs=1e-12)
-    assert float(whole.detach()) == pytest.approx(
-        by_hand(how, lengths, mask, values, rollouts, 11), rel=1e-9, abs=1e-9
-    )
+    assert float(whole.detach()) == pytest.approx(by_hand(how, lengths, mask, values, 11), rel=1e-9, abs=1e-9)
     (gradient,) = torch.autograd.grad(sum(parts), loss)
     torch.testing.assert_close(gradient, weights * on)
-
-
-def test_siblings_of_a_rollout_count_once() -> None:
-    alone = aggregate.per_rollout(torch.tensor([4.0, 6.0]), torch.tensor([0, 1]))
-    cut = aggregate.per_rollout(torch.tensor([1.0, 3.0, 6.0]), torch.tensor([0, 0, 1]))
-    assert alone.tolist() == pytest.approx([1 / 8, 1 / 12])
-    assert cut.tolist() == pytest.approx([1 / 8, 1 / 8, 1 / 12])
 
 
 def test_a_fully_masked_sample_is_no_sample_of_the_sequence_mean() -> None:

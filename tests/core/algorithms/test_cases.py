@@ -101,13 +101,6 @@ def token_mean(i: dict[str, Any]) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def fan_out(i: dict[str, Any]) -> dict[str, Tensor]:
-    flat = t([x for row in i["loss"] for x in row])
-    rollouts = torch.tensor([number for number, row in enumerate(i["loss"]) for _ in row])
-    weights = aggregate.per_rollout(torch.ones(len(flat)), rollouts)  # each token a sample of its rollout
-    return {"sum_of_sample_means": aggregate.reduce(flat, torch.ones(len(flat)), weights) * len(i["loss"])}
-
-
 RUN = {
     "clip-1": policy,
     "ratio-one": policy,
@@ -126,7 +119,6 @@ RUN = {
     "maxrl-1": lambda i: group_advantages.max_rl(t(i["rewards"]), torch.tensor(i["group_ids"])),
     "rpp-1": rpp,
     "agg-token": token_mean,
-    "agg-fan-out": fan_out,
     "adaptive-kl": lambda i: kl_controller.adaptive_kl(**i),
 }
 

@@ -81,13 +81,17 @@ def test_functions_of_the_user_get_tensors_after_the_built_in_shaping(
     monkeypatch.setitem(sys.modules, "my_credit", sys.modules[__name__])
     samples = ScoredSamples([1.0, 1.0, 0.0], [0, 0, 0], [80, 90, 100], [True, False, False])
     config = Algorithm(
-        overlong={}, shaping_function="my_credit:half_if_truncated", advantage_function="my_credit:centred"
+        overlong={},
+        shaping="my_credit:half_if_truncated",
+        advantage={"kind": "function", "function": "my_credit:centred"},
     )
     assert sample_credit(samples, config, 100) == SampleCredit([0.5, 0.5, -1.0], [0.5, 0.5, -1.0])
     with pytest.raises(
-        ConfigError, match=r"algorithm\.advantage_function = my_credit:one_number.*one number a sample"
+        ConfigError, match=r"algorithm\.advantage\.function = my_credit:one_number.*one number a sample"
     ):
-        sample_credit(samples, Algorithm(advantage_function="my_credit:one_number"), 100)
+        sample_credit(
+            samples, Algorithm(advantage={"kind": "function", "function": "my_credit:one_number"}), 100
+        )
 
 
 def test_a_batch_stored_without_shaped_rewards_is_shaped_again() -> None:
@@ -120,7 +124,7 @@ def estimate(config: Algorithm, **more: torch.Tensor) -> TokenCredit:
 
 
 def test_group_estimators_are_broadcast() -> None:
-    found = estimate(Algorithm(divide_by_std=False))
+    found = estimate(Algorithm(advantage={"divide_by_std": False}))
     assert found.advantages.tolist() == [-1, -1, 1, 0, 1]
     assert found.returns is None
 
@@ -136,7 +140,7 @@ def test_kl_is_taken_off_the_reward_of_each_token() -> None:
 
 
 def test_reinforce_plus_plus_starts_from_rewards() -> None:
-    config = Algorithm(preset="reinforce_plus_plus", kl_coef=0.0, whiten=False, gamma=0.5)
+    config = Algorithm(preset="reinforce_plus_plus", kl_coef=0.0, whiten=False, advantage={"gamma": 0.5})
     assert estimate(config).advantages.tolist() == [0.5, 1, 0.75, 0, 3]
 
 
@@ -156,9 +160,9 @@ def test_distillation_adds_the_teacher_after_whitening() -> None:
     teacher = LOGP + torch.tensor([0.1, -0.2, 0.0, 5.0, 1.0])
     found = estimate(Algorithm(preset="opd", teacher="x"), teacher_logprobs=teacher).advantages
     torch.testing.assert_close(found, torch.tensor([0.1, -0.2, 0.0, 0.0, 1.0]))
-    mixed = Algorithm(divide_by_std=False, whiten=True, distillation_coef=2.0, teacher="x")
+    mixed = Algorithm(advantage={"divide_by_std": False}, whiten=True, distillation_coef=2.0, teacher="x")
     both = estimate(mixed, teacher_logprobs=teacher).advantages
-    plain = estimate(Algorithm(divide_by_std=False, whiten=True)).advantages
+    plain = estimate(Algorithm(advantage={"divide_by_std": False}, whiten=True)).advantages
     torch.testing.assert_close(both - plain, 2 * found)
     with pytest.raises(TrainerError, match="teacher"):
         estimate(mixed)

@@ -15,7 +15,7 @@ from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.objective import Objective, TokenBatch, check_on_policy, derived
 from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.presets import PRESETS
+from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.errors import TrainerError
 
 CONFIGS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | {
@@ -25,7 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS
         "kl_coef": 0.1,
         "kl_unbiased": True,
         "entropy_coef": 0.01,
-        "dual_clip": 3.0,
+        "loss": {"dual_clip": 3.0},
         "aggregation": "token_mean",
         "correction": {
             "kind": "mask",
@@ -208,7 +208,7 @@ def test_a_users_loss_takes_the_place_of_the_policy_loss(monkeypatch: pytest.Mon
     import sys
 
     monkeypatch.setitem(sys.modules, "my_loss", sys.modules[__name__])
-    config = Algorithm(loss_function="my_loss:custom_loss", aggregation="token_mean")
+    config = Algorithm(loss={"kind": "function", "function": "my_loss:custom_loss"}, aggregation="token_mean")
     b = batch(config)
     loss, metrics = Objective(config)(b)
     torch.testing.assert_close(loss, (-2 * b.advantages * b.logprobs)[b.mask.bool()].mean())

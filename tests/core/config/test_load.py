@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from millrace.core.config.load import load_config, validate
-from millrace.core.config.overrides import apply
-from millrace.core.config.problems import Problem, render_problems
-from millrace.core.config.yaml_text import parse
+from millrace.core.config.parts.problems import Problem, render_problems
+from millrace.core.config.reading.load import load_config, validate
+from millrace.core.config.reading.overrides import apply
+from millrace.core.config.reading.yaml_text import parse
 from millrace.core.errors import ConfigError
 
 TEXT = """
@@ -79,7 +79,7 @@ def test_unknown_keys_are_answered_with_the_nearest() -> None:
         return validate({**parse(TEXT), **section})[1][0].remedy
 
     assert remedy(trainer={"max_pack_token": 1}) == "did you mean max_pack_tokens?"
-    assert remedy(trainer={"lr": 1}) == "did you mean trainer.optimizer.lr or algorithm.critic.lr?"
+    assert remedy(trainer={"lr": 1}) == "did you mean trainer.optimizer.lr or algorithm.advantage.critic.lr?"
     assert remedy(storage={"zzz": 1}) == "remove it; known here: root"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from millrace.core.architecture import architecture
-from millrace.core.config.overrides import apply
 from millrace.core.config.plan import make_plan, parameters_of_rank
-from millrace.core.config.run import RunConfig
+from millrace.core.config.reading.overrides import apply
+from millrace.core.config.run_config import RunConfig
 from tests.support.qwen3 import QWEN3_06B
 
 MOE = {

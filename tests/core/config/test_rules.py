@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from millrace.core.config.overrides import apply
+from millrace.core.config.reading.load import validate
+from millrace.core.config.reading.overrides import apply
 from millrace.core.config.rules import problems
-from millrace.core.config.run import RunConfig
+from millrace.core.config.run_config import RunConfig
 
 BASE: dict[str, Any] = {
     "run": {"name": "a", "iterations": 10},
@@ -24,15 +25,21 @@ BASE: dict[str, Any] = {
 SPECULATIVE = ["engines.kind=sglang", "engines.sglang.speculative_algorithm=STANDALONE"]
 
 
-def config(*overrides: str) -> RunConfig:
-    values = copy.deepcopy(BASE)
+def values(*overrides: str) -> dict[str, Any]:
+    made = copy.deepcopy(BASE)
     for override in overrides:
-        apply(values, override)
-    return RunConfig.model_validate(values)
+        apply(made, override)
+    return made
+
+
+def config(*overrides: str) -> RunConfig:
+    return RunConfig.model_validate(values(*overrides))
 
 
 def fields(*overrides: str) -> list[str]:
-    found = problems(config(*overrides))
+    """Fields of all problems, whether types or rules find them."""
+    sound, wrong = validate(values(*overrides))
+    found = wrong if sound is None else problems(sound)
     assert all(problem.reason and problem.remedy for problem in found)
     return [problem.field for problem in found]
 
@@ -48,7 +55,7 @@ def fields(*overrides: str) -> list[str]:
         ["trainer.max_pack_tokens=200"],
         ["trainer.max_pack_tokens=100", "trainer.parallel.context=2", "trainer.world_size=2"],
         ["engines.max_total_tokens=356"],
-        ["engines.kind=sglang", "engines.max_total_tokens=10", "engines.gpus=2"],
+        ["engines.kind=sglang", "engines.gpus=2"],
         ["algorithm.loss=sft", "rollout.samples_per_prompt=1"],
         ["checkpoint.every=4", "checkpoint.keep_every=8"],
         ["run.iterations=12", "checkpoint.every=4", "checkpoint.keep_every=6"],
@@ -67,7 +74,7 @@ def fields(*overrides: str) -> list[str]:
         [
             "engines.kind=external",
             "engines.addresses=['http://a:1', 'http://b:1']",
-            "engines.count=2",
+            "engines.prefill=1",
             "sync.directory=/shared",
         ],
         ["rollout.sampling.temperature=0.123456789"],
@@ -102,7 +109,7 @@ def test_these_agree(overrides: list[str]) -> None:
         (["trainer.optimizer.betas=[0.9, 1]"], "trainer.optimizer.betas.1"),
         (["trainer.schedule.min_lr=1"], "trainer.schedule.min_lr"),
         (
-            ["algorithm.preset=ppo", "algorithm.critic.lr=1e-7", "trainer.schedule.min_lr=5e-7"],
+            ["algorithm.preset=ppo", "algorithm.advantage.critic.lr=1e-7", "trainer.schedule.min_lr=5e-7"],
             "trainer.schedule.min_lr",
         ),
         (
@@ -158,6 +165,9 @@ def test_these_agree(overrides: list[str]) -> None:
         ),
         (["engines.router.policy=power_of_two"], "engines.router.policy"),
         (["engines.prefill=1"], "engines.prefill"),
+        (["engines.kind=sglang", "engines.max_total_tokens=10"], "engines.max_total_tokens"),
+        (["sync.kind=disk", "sync.bucket_mib=1"], "sync.bucket_mib"),
+        (["sync.verify=true"], "sync.verify"),
         (["engines.prefill=1", "engines.count=2", "engines.kind=embedded"], "engines.prefill"),
         (["engines.prefill=1", "engines.count=2", "engines.router={}"], "engines.router"),
         (
@@ -243,14 +253,15 @@ def test_engines_that_keep_their_memory_may_move_caches_by_nixl() -> None:
 
 
 def test_a_password_is_not_repeated() -> None:
-    values = {**BASE, "tracking": {"uri": "http://me:hush@host"}}
-    assert "hush" not in str(problems(RunConfig.model_validate(values))[0])
+    found = problems(RunConfig.model_validate({**BASE, "tracking": {"uri": "http://me:hush@host"}}))
+    assert "hush" not in str(found[0])
 
 
 @pytest.mark.parametrize("kind", ["sglang", "embedded", "external"])
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key", "ssl_keyfile_password"])
 def test_an_engines_secret_is_not_repeated(name: str, kind: str) -> None:
-    found = problems(RunConfig.model_validate({**BASE, "engines": {"kind": kind, "sglang": {name: "hush"}}}))
+    sound, wrong = validate({**BASE, "engines": {"kind": kind, "sglang": {name: "hush"}}})
+    found = wrong if sound is None else problems(sound)
     assert name in str(found)
     assert "hush" not in str(found)
 
@@ -266,9 +277,9 @@ def test_all_come_at_once() -> None:
         "sync.kind=ipc",
         "engines.gpus=2",
         "engines.kind=embedded",
-        "algorithm.dual_clip=1.1",
+        "algorithm.loss.dual_clip=1.1",
     )
-    assert sorted(found) == ["algorithm.dual_clip", "engines.gpus", "sync.kind", "trainer.global_batch"]
+    assert sorted(found) == ["algorithm.loss.dual_clip", "engines.gpus", "sync.kind", "trainer.global_batch"]
 
 
 @pytest.mark.parametrize(

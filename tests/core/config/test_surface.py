@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from millrace.core.config.docs_page import PAGE, page
-from millrace.core.config.findings import all_fields, models
-from millrace.core.config.run import RunConfig
+from millrace.core.config.parts.menu import Menu, menu_of, variants
+from millrace.core.config.parts.section import models
+from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.reading.docs_page import PAGE, page
+from millrace.core.config.reading.findings import all_fields
+from millrace.core.config.run_config import RunConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,7 +57,15 @@ IN_CORE_CONFIG = {
 }
 
 
-@pytest.mark.parametrize("path", [path for path in all_fields() if path not in IN_CORE_CONFIG])
+def choices() -> dict[str, FieldInfo]:
+    """The fields that are choices between variants, by path."""
+    return {path: field for path, field in all_fields().items() if menu_of(field)}
+
+
+IN_MENUS = {f"{path}.kind" for path in choices()}
+
+
+@pytest.mark.parametrize("path", [path for path in all_fields() if path not in IN_CORE_CONFIG | IN_MENUS])
 def test_every_field_is_described_and_read(path: str, read: set[str]) -> None:
     field = all_fields()[path]
     assert field.description or models(field.annotation), f"{path} has no description"
@@ -70,8 +84,48 @@ def test_every_section_says_what_it_is(model: type[BaseModel]) -> None:
     assert model.model_config.get("frozen")
 
 
+@pytest.mark.parametrize("path", choices())
+def test_the_menu_of_a_choice_names_every_kind(path: str) -> None:
+    menu = menu_of(choices()[path])
+    assert isinstance(menu, Menu)
+    kinds = variants(choices()[path])
+    assert re.findall(r"^ *- `(\w+)` — ", menu.text, re.MULTILINE) == list(kinds)
+    assert menu.default in kinds
+    assert choices()[path].default == kinds[menu.default]()
+
+
+def test_choices_and_functions_are_these() -> None:
+    assert list(choices()) == ["algorithm.advantage", "algorithm.loss", "engines", "sync"]
+    functions = [path for path, field in all_fields().items() if UserFunction in models(field.annotation)]
+    assert functions == ["run.prepare", "filter.group_filter", "algorithm.shaping"]
+
+
+def test_the_json_schema_takes_the_short_forms_and_has_literal_defaults() -> None:
+    schema = RunConfig.model_json_schema()
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    least = {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"sources": [{"path": "p"}]}}
+    for more in (
+        {},
+        {"engines": {"count": 2}, "sync": "disk", "algorithm": {"loss": "gspo", "shaping": "a.b:c"}},
+        {
+            "engines": {"kind": "external", "addresses": ["http://a:1"]},
+            "run": {"name": "a", "prepare": "a:b"},
+        },
+        RunConfig.model_validate(least).model_dump(mode="json"),
+    ):
+        assert list(validator.iter_errors({**least, **more})) == []
+    for wrong in (
+        {"engines": {"kind": "sglang", "threads": 1}},
+        {"algorithm": {"loss": "function"}},
+        {"sync": "x"},
+    ):
+        assert list(validator.iter_errors({**least, **wrong})) != []
+    assert json.loads(json.dumps(schema["properties"]["engines"]["default"]))["kind"] == "auto"
+
+
 def test_the_reference_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m millrace.core.config.docs_page"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m millrace.core.config.reading.docs_page"
 
 
 def test_links_of_the_page_lead_somewhere() -> None:

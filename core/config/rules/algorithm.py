@@ -1,18 +1,16 @@
-"""Combinations of `algorithm` fields, and of them with other sections, that make no sense, each with its reason.
-
-Owns the rules; knows nothing of how problems are shown. No torch, no I/O.
-"""
+"""Rules of `algorithm`: combinations that make no sense, each with its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from millrace.core.config.algorithm import Algorithm
-from millrace.core.config.model import Filter, Rollout, Sampling
-from millrace.core.config.problems import Problem
+from millrace.core.config.filter import Filter
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rollout import Rollout, Sampling
 
 TOKEN_LEVEL = ("gae", "reinforce_plus_plus")
-RATIO_LOSSES = ("clipped", "gspo", "cispo", "sapo")
+RATIO_LOSSES = ("clipped", "gspo", "cispo", "sapo", "function")
 
 
 def problems(
@@ -21,28 +19,29 @@ def problems(
     *,
     filter: Filter | None = None,
     steps_per_iteration: int = 1,
-    kept_set_replayed: bool = False,
 ) -> list[Problem]:
     """Everything wrong with the section, all at once; empty when it makes sense.
 
-    steps_per_iteration: optimizer steps on one iteration's samples. kept_set_replayed: the trainer masks logits to the
-    tokens that the engine kept, so that its log-probabilities are those of truncated sampling.
+    steps_per_iteration: optimizer steps on one iteration's samples.
     """
-    found = [*_estimator(algorithm, rollout, filter), *_loss(algorithm, steps_per_iteration), *_kl(algorithm)]
-    found += _correction(algorithm)
-    found += truncated_sampling(algorithm, rollout.sampling, kept_set_replayed)
-    return found
+    return [
+        *_estimator(algorithm, rollout, filter),
+        *_loss(algorithm, steps_per_iteration),
+        *_kl(algorithm),
+        *_correction(algorithm),
+        *truncated_sampling(algorithm, rollout.sampling),
+    ]
 
 
 def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterator[Problem]:
-    if a.loss == "sft":
+    if a.supervised:
         return
     n = rollout.samples_per_prompt
-    if a.group_baseline and a.advantage_function is None and n < 2:
+    if a.group_baseline and a.advantage.kind != "function" and n < 2:
         yield Problem(
             "rollout.samples_per_prompt",
             n,
-            f"algorithm.advantage={a.advantage} compares the samples of one prompt, and a group of one has nothing to compare",
+            f"algorithm.advantage={a.advantage.kind} compares the samples of one prompt, and a group of one has nothing to compare",
             "set it to 2 or more, or take an estimator without groups (gae, reinforce_plus_plus)",
         )
     if filter is not None and filter.drop_zero_variance and n < 2:
@@ -59,7 +58,7 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
             "greedy samples of one prompt are all the same, and their log-probabilities say nothing of a policy",
             "set it above 0; evaluation.sets[].sampling has its own temperature",
         )
-    if a.advantage == "none" and a.advantage_function is None and a.distillation_coef == 0:
+    if a.advantage.kind == "none" and a.distillation_coef == 0:
         yield Problem(
             "algorithm.advantage",
             "none",
@@ -89,7 +88,7 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
                 f"the penalty would begin before the response does: rollout.sampling.max_new_tokens is {budget}",
                 f"set it to {budget} or less",
             )
-        if a.advantage == "max_rl":
+        if a.advantage.kind == "max_rl":
             yield Problem(
                 "algorithm.overlong",
                 a.overlong.model_dump(),
@@ -99,34 +98,33 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
 
 
 def _loss(a: Algorithm, steps: int) -> Iterator[Problem]:
-    per_token = a.advantage in TOKEN_LEVEL or a.distillation_coef > 0 or a.kl_placement == "reward"
-    if a.loss == "gspo" and a.advantage_function is None and per_token:
+    loss, kind = a.loss, a.advantage.kind
+    per_token = kind in TOKEN_LEVEL or a.distillation_coef > 0 or a.kl_placement == "reward"
+    if loss.kind == "gspo" and kind != "function" and per_token:
         yield Problem(
             "algorithm.loss",
             "gspo",
             "its one ratio a sequence needs one advantage a sequence; the estimator, the teacher or the KL in the reward gives one a token",
             "take loss=clipped, or a group estimator with kl_placement=loss",
         )
-    if a.loss == "reinforce" and steps > 1:
+    if loss.kind == "reinforce" and steps > 1:
         yield Problem(
             "algorithm.loss",
             "reinforce",
-            f"it has no ratio, and from the second of {steps} steps an iteration the samples are not the policy's own",
+            f"it has no ratio, and from the second of {steps} steps an iteration the samples are not of the policy being trained",
             "leave trainer.global_batch out (one step an iteration), or take loss=clipped",
         )
-    if a.dual_clip is not None and a.loss != "clipped":
-        yield Problem("algorithm.dual_clip", a.dual_clip, f"loss={a.loss} does not use it", "set it to null")
-    elif a.dual_clip is not None and a.dual_clip <= 1 + a.clip_high:
+    if loss.kind == "clipped" and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         yield Problem(
-            "algorithm.dual_clip",
-            a.dual_clip,
-            f"it lies within the clip range, whose upper bound is {1 + a.clip_high:g}",
+            "algorithm.loss.dual_clip",
+            loss.dual_clip,
+            f"it lies within the clip range, whose upper bound is {1 + loss.clip_high:g}",
             "set it above that (3 is usual)",
         )
-    if min(a.sapo_temperatures) <= 0:
+    if loss.kind == "sapo" and min(loss.temperatures) <= 0:
         yield Problem(
-            "algorithm.sapo_temperatures",
-            a.sapo_temperatures,
+            "algorithm.loss.temperatures",
+            loss.temperatures,
             "a gate needs a positive temperature",
             "use 1.0 and 1.05",
         )
@@ -134,15 +132,18 @@ def _loss(a: Algorithm, steps: int) -> Iterator[Problem]:
 
 def _kl(a: Algorithm) -> Iterator[Problem]:
     if a.kl_coef > 0:
-        if a.loss == "sft":
+        if a.supervised:
             yield Problem(
                 "algorithm.kl_coef", a.kl_coef, "the supervised loss takes no KL term", "set it to 0"
             )
-        elif a.kl_placement == "reward" and a.advantage not in (*TOKEN_LEVEL, "reinforce_plus_plus_baseline"):
+        elif a.kl_placement == "reward" and a.advantage.kind not in (
+            *TOKEN_LEVEL,
+            "reinforce_plus_plus_baseline",
+        ):
             yield Problem(
                 "algorithm.kl_placement",
                 "reward",
-                f"advantage={a.advantage} is fixed for the whole sample when its group is scored, before any log-probability of the reference",
+                f"advantage={a.advantage.kind} is fixed for the whole sample when its group is scored, before any log-probability of the reference",
                 "set it to loss, or take gae, reinforce_plus_plus or reinforce_plus_plus_baseline",
             )
         elif a.kl_placement == "loss" and a.kl_kind == "k1" and not a.kl_unbiased:
@@ -203,11 +204,11 @@ def _correction(a: Algorithm) -> Iterator[Problem]:
             "weights of 1, which mean no gap, would be masked",
             "set it below 1",
         )
-    if (active or c.opsm_delta is not None) and a.loss == "sft":
+    if (active or c.opsm_delta is not None) and a.supervised:
         yield Problem("algorithm.correction", c.kind, "supervised rows were not sampled", "set kind=none")
 
 
-def truncated_sampling(algorithm: Algorithm, sampling: Sampling, kept_set_replayed: bool) -> list[Problem]:
+def truncated_sampling(algorithm: Algorithm, sampling: Sampling) -> list[Problem]:
     """Truncated sampling together with ratios against the engine's log-probabilities.
 
     The engine's log-probabilities are of the full softmax at the sampling temperature. Under top-p, top-k or min-p tokens
@@ -218,9 +219,9 @@ def truncated_sampling(algorithm: Algorithm, sampling: Sampling, kept_set_replay
         c.kind != "none"
         or c.veto is not None
         or c.opsm_delta is not None
-        or (algorithm.old_logprobs == "rollout" and algorithm.loss in RATIO_LOSSES)
+        or (algorithm.old_logprobs == "rollout" and algorithm.loss.kind in RATIO_LOSSES)
     )
-    if kept_set_replayed or not against_engine or algorithm.loss == "sft":
+    if not against_engine or algorithm.supervised:
         return []
     cut = {
         "top_p": (sampling.top_p, sampling.top_p < 1, 1),

@@ -1,4 +1,4 @@
-"""Upstream's options that a configuration may not pass through, and why. Pure."""
+"""Upstream options that a configuration may not pass through, and why."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ SGLANG_ELSEWHERE = {
 _BIASED = "tokens would not be drawn from the distribution that their log-probabilities are of"
 
 _LOCKED = "a configuration is stored with the run, and a secret must not be"
-_ALONE = "let engines listen where nobody else does (engines.host)"
+_ALONE = "let engines listen on a private address (engines.host)"
 _KEY = f"{_LOCKED}, and requests bring none: {_ALONE}"
 _PLAIN = f"engines are reached over plain HTTP: {_ALONE}"
-_HTTP = "engines are spoken to over HTTP"
+_HTTP = "engines are reached over HTTP"
 _NO_ADAPTER = "the trainer trains all weights, and requests name no adapter"
 _ONE_HOST = "an engine is one process on one host, which places itself: set engines.gpus and engines.count"
 
@@ -74,7 +74,7 @@ SGLANG_REFUSED = {
     "nnodes": _ONE_HOST,
     "node_rank": _ONE_HOST,
     "dist_init_addr": _ONE_HOST,
-    "preferred_sampling_params": "no sample would tell what it changed: rollout.sampling goes with every request",
+    "preferred_sampling_params": "samples would not record what it changed: rollout.sampling goes with every request",
     "enable_lora": _NO_ADAPTER,
     "lora_paths": _NO_ADAPTER,
     "pp_size": "all GPUs of an engine (engines.gpus) share each layer, and none is left for another stage",
@@ -101,7 +101,7 @@ _LIMIT = "it refuses requests, and rollout.max_concurrency bounds them already"
 
 ROUTER_REFUSED = {
     "mini_lb": "it is another program, for debugging",
-    "pd_disaggregation": "the own dispatcher pairs them: set engines.prefill and leave engines.router out",
+    "pd_disaggregation": "millrace's dispatcher pairs them: set engines.prefill and leave engines.router out",
     "dp_aware": "it sends to parts of an engine, and an engine is used as a whole",
     "backend": _OTHER_ENGINES,
     "enable_igw": _OTHER_ENGINES,

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from millrace.core.config.yaml_text import parse
+from millrace.core.config.reading.yaml_text import parse
 
 
 def apply(values: dict[str, Any], override: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.core.architecture import Architecture, architecture, read_hf_config
-from millrace.core.config.run import RunConfig
+from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.retention import checkpoints_to_drop, due
 
@@ -101,7 +101,9 @@ def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
         layout=layout,
         parameters=shape.parameters if shape else None,
         trainer_memory=trainer_memory(config, shape) if shape else [],
-        engine_memory=engine_memory(config, shape, layout) if shape and not _supervised(config) else [],
+        engine_memory=engine_memory(config, shape, layout)
+        if shape and not config.algorithm.supervised
+        else [],
         disk=_disk(config, shape, numbers) if shape else [],
         files=_files(config, root),
     )
@@ -113,10 +115,6 @@ def visible_gpus() -> int:
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-def _supervised(config: RunConfig) -> bool:
-    return config.algorithm.loss == "sft"
 
 
 def _numbers(config: RunConfig) -> Numbers:
@@ -135,7 +133,7 @@ def _numbers(config: RunConfig) -> Numbers:
         iterations=iterations,
         prompts=config.rollout.prompts,
         spare_prompts=0
-        if _supervised(config)
+        if config.algorithm.supervised
         else round(config.filter.refill_factor * config.rollout.prompts),
         samples_per_prompt=config.rollout.samples_per_prompt,
         samples=config.samples_per_iteration,
@@ -158,7 +156,7 @@ def _layout(config: RunConfig, gpus: int) -> Layout:
     p, e = config.trainer.parallel, config.engines
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
     kind = e.kind if e.kind != "auto" else ("sglang" if gpus else "embedded")
-    count = 0 if _supervised(config) else e.count
+    count = 0 if config.algorithm.supervised else e.count
     on_gpus = e.gpus if kind == "sglang" else 0
     return Layout(
         device="cuda" if cuda else "cpu",
@@ -198,7 +196,7 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
     t = config.trainer
     held = parameters_of_rank(config, shape)
     width = 2 if config.model.dtype == "bfloat16" else 4
-    trained = held * (2 if _has_critic(config) else 1)
+    trained = held * (2 if config.algorithm.critic is not None else 1)
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
     parts = [
@@ -216,11 +214,6 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
     if config.algorithm.teacher:
         parts.append(Part("teacher", _teacher(config, width)))
     return parts
-
-
-def _has_critic(config: RunConfig) -> bool:
-    a = config.algorithm
-    return a.advantage == "gae" and a.advantage_function is None and not _supervised(config)
 
 
 def _teacher(config: RunConfig, width: int) -> int:
@@ -257,8 +250,9 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
     width = 2 if config.model.dtype == "bfloat16" else 4
     devices = max(1, layout.gpus_an_engine)
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    if layout.engine_kind == "embedded":
-        tokens = min(config.engines.max_total_tokens, config.engines.max_running * longest)
+    e = config.engines
+    if e.kind in ("auto", "embedded") and layout.engine_kind == "embedded":
+        tokens = min(e.max_total_tokens, e.max_running * longest)
     else:
         tokens = config.rollout.max_concurrency * longest
     waits = (
@@ -278,7 +272,7 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
 
 def _disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
     width = 2 if config.model.dtype == "bfloat16" else 4
-    trained = shape.parameters * (2 if _has_critic(config) else 1)
+    trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
     checkpoint = trained * (width + 2 * FP32 + (FP32 if width == 2 else 0))
     tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
     kept = len(numbers.checkpoints_kept) + (
@@ -295,7 +289,7 @@ def _disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part
 
 
 def _files(config: RunConfig, root: str) -> list[str]:
-    parts = "prompts, batch, verdicts" + ("" if _supervised(config) else ", rollouts/, rewards/")
+    parts = "prompts, batch, verdicts" + ("" if config.algorithm.supervised else ", rollouts/, rewards/")
     last = config.run.iterations
     files = [
         f"{root}/run.json",

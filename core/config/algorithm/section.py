@@ -1,0 +1,131 @@
+"""The fields of `algorithm`, and how a preset fills those that are not given. Knows nothing of the mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from millrace.core.config.algorithm.advantage import Advantage, Critic, GroupRelative
+from millrace.core.config.algorithm.correction import Correction
+from millrace.core.config.algorithm.loss import Clipped, Loss
+from millrace.core.config.algorithm.presets import PRESETS, Preset
+from millrace.core.config.parts.menu import menu_of, spelled_out
+from millrace.core.config.parts.merge import merged
+from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.user_function import UserFunction
+
+GROUP_BASELINES = (
+    "group_relative",
+    "leave_one_out",
+    "max_rl",
+    "reinforce_plus_plus_baseline",
+    "function",
+)
+
+
+class Overlong(Section):
+    """DAPO's soft penalty on responses near the generation budget."""
+
+    buffer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="The penalty grows over this many tokens at the end of the budget; a fifth of it when not given.",
+    )
+    factor: float = Field(1.0, gt=0, description="Penalty at the budget's end, in units of reward.")
+
+
+class Algorithm(Section):
+    """What is learned from rewards. A preset fills the fields that are not given; without one they are GRPO's."""
+
+    preset: Preset = Field("grpo", description="Published algorithm whose fields are the defaults.")
+    advantage: Advantage = GroupRelative()
+    whiten: bool = Field(
+        False, description="Shift and scale advantages to mean 0, variance 1 over the batch."
+    )
+    overlong: Overlong | None = Field(None, description="Overlong penalty; none when not given.")
+    shaping: UserFunction | None = Field(
+        None, description="Function (millrace.RewardShaping) that changes rewards before advantages."
+    )
+
+    loss: Loss = Clipped()
+    old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
+        "auto",
+        description="Denominator of the ratio: the trainer's own log-probabilities before the iteration's first step "
+        "(recompute), the engine's (rollout), or auto: the trainer's, without a forward pass where one step an iteration "
+        "makes it equal.",
+    )
+    correction: Correction = Correction()
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "sequence_mean", description="How token losses become one number."
+    )
+    constant_length: int | None = Field(
+        None,
+        ge=1,
+        description="Divisor of aggregation=constant; rollout.sampling.max_new_tokens when not given. Tokens.",
+    )
+
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL term against the reference model.")
+    kl_kind: Literal["k1", "k2", "k3", "low_var", "abs"] = Field("k3", description="KL estimator.")
+    kl_placement: Literal["loss", "reward"] = Field(
+        "loss", description="Where the KL goes: added to the token loss, or subtracted from the token reward."
+    )
+    kl_unbiased: bool = Field(
+        False, description="Weight the KL term in the loss by pi / pi_old, unbiased off-policy."
+    )
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Adaptive coefficient: the KL it steers to; fixed when not given. Nats a token.",
+    )
+    kl_horizon: int = Field(10000, ge=1, description="Samples over which the adaptive coefficient moves.")
+    reference_update_steps: int | None = Field(
+        None, ge=1, description="Steps after which the reference becomes the policy; never when not given."
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+
+    on_policy_guard: bool = Field(
+        True,
+        description="Refuse an iteration's first step unless its ratio is exactly 1 and its KL from equal weights below 1e-9.",
+    )
+
+    distillation_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the teacher's log-probabilities in the advantage (on-policy distillation).",
+    )
+    teacher: str | None = Field(
+        None, description="Hugging Face checkpoint folder of the teacher; same tokenizer as the model."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        preset = values.get("preset", "grpo")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            return values
+        defaults, given = dict(PRESETS[preset]), dict(values)
+        for name, field in cls.model_fields.items():
+            menu = menu_of(field)
+            if menu and name in defaults and name in given:
+                defaults[name], given[name] = menu.complete(defaults[name]), spelled_out(given[name])
+        return merged(defaults, given, cls)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the loss is the likelihood of reference answers, without engines, rewards and advantages."""
+        return self.loss.kind == "sft"
+
+    @property
+    def group_baseline(self) -> bool:
+        """Whether the estimator compares the samples of one group, so that a group of one teaches nothing."""
+        return not self.supervised and self.advantage.kind in GROUP_BASELINES
+
+    @property
+    def critic(self) -> Critic | None:
+        """The critic's settings; None for estimators without one, and in supervised training."""
+        return self.advantage.critic if self.advantage.kind == "gae" and not self.supervised else None

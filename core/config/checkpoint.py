@@ -1,0 +1,27 @@
+"""The `checkpoint` section."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from millrace.core.config.parts.section import Section
+
+
+class Checkpoint(Section):
+    """When trainer state is saved and what is kept."""
+
+    every: int = Field(
+        10, ge=1, description="Iterations between checkpoints; the last iteration is always saved."
+    )
+    keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Also keep each checkpoint whose iteration divides by this."
+    )
+    keep_best: str | None = Field(
+        None,
+        description="Also keep the checkpoint with the highest value of this metric, as in eval/held_out/reward_mean.",
+    )
+    export_every: int | None = Field(
+        None, ge=1, description="Iterations between Hugging Face exports; only the last when not given."
+    )
+    export_last: bool = Field(True, description="Export a Hugging Face checkpoint after the last iteration.")

@@ -1,0 +1,48 @@
+"""The `data` section."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from millrace.core.config.parts.section import Section
+
+
+class Source(Section):
+    """One set of prompts."""
+
+    name: str = Field(
+        "default", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the source in metrics and lineage."
+    )
+    path: str = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    weight: float = Field(
+        1.0, gt=0, description="Share of the prompts drawn from this source, relative to the others."
+    )
+    prompt_key: str = Field(
+        "prompt", description="Column with the prompt: a string or a list of chat messages."
+    )
+    label_key: str | None = Field(
+        "label", description="Column with the reference answer, handed to the reward."
+    )
+    metadata_key: str | None = Field(
+        "metadata", description="Column with a mapping handed to the reward and to hooks."
+    )
+    chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
+    system: str | None = Field(None, description="System message put before prompts that have none.")
+
+
+class Data(Section):
+    """Which prompts are trained on, and in which order."""
+
+    sources: list[Source] = Field(min_length=1, description="Sources of prompts.")
+    shuffle: bool = Field(True, description="Shuffle each epoch by the run's seed and the epoch.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are quarantined. Tokens.")
+    max_quarantined_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Stop before training if more than this share of a source's rows is unusable.",
+    )
+    allow_changes: bool = Field(
+        False,
+        description="Go on with a run although its data changed: from the first open iteration on, epochs begin anew with the data as it is.",
+    )

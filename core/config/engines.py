@@ -1,0 +1,157 @@
+"""The `engines` section: one variant a kind of engine, each with only the fields that act there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from millrace.core.config.parts.menu import Menu
+from millrace.core.config.parts.section import Section
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Router(Section):
+    """An sglang-router process through which requests reach the engines, in place of millrace's dispatcher."""
+
+    policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = Field(
+        "cache_aware",
+        description="Which engine gets a request. cache_aware: the one that has seen its beginning, until loads differ "
+        "much; manual: the one that has the other samples of the group.",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Fields of sglang-router's RouterArgs by their own names."
+    )
+
+
+class _Served(Section):
+    host: str = Field(
+        "127.0.0.1",
+        description="Address on which engines and router listen. Loopback unless you change it; 0.0.0.0 for engines on "
+        "other nodes.",
+    )
+    start_timeout_s: float = Field(
+        600, gt=0, description="Longest wait for a server to become healthy. Seconds."
+    )
+    restarts: int = Field(3, ge=0, description="Times engines may be restarted within the run.")
+    router: Router | None = Field(
+        None,
+        description="Send requests through an sglang-router; when not given, each goes to the least loaded engine.",
+    )
+
+
+class _Started(_Served):
+    count: int = Field(1, ge=1, description="Number of engines.")
+
+
+class _OnGpus(Section):
+    gpus: int = Field(1, ge=1, description="GPUs per engine (sglang).")
+
+
+class _Disaggregated(Section):
+    prefill: int = Field(
+        0,
+        ge=0,
+        description="How many of the engines only prefill, the first ones; the others then only decode (sglang). SGLang "
+        "moves the KV cache between them.",
+    )
+
+
+class _SglangOptions(Section):
+    sglang: dict[str, Any] = Field({}, description="Fields of SGLang's ServerArgs by their own names.")
+
+
+class _EmbeddedOptions(Section):
+    threads: int | None = Field(None, ge=1, description="CPU threads of an embedded engine.")
+    max_running: int = Field(64, ge=1, description="Requests that an embedded engine runs at once.")
+    max_total_tokens: int = Field(65536, ge=1, description="Room of an embedded engine's KV cache. Tokens.")
+
+
+class AutoEngines(_EmbeddedOptions, _SglangOptions, _Disaggregated, _OnGpus, _Started):
+    """SGLang where there is a GPU, else embedded engines."""
+
+    kind: Literal["auto"] = "auto"
+
+    @property
+    def generating(self) -> int:
+        """Engines that generate tokens."""
+        return self.count - self.prefill
+
+
+class EmbeddedEngines(_EmbeddedOptions, _Started):
+    """millrace's own engine, which runs the model with transformers on the CPU."""
+
+    kind: Literal["embedded"] = "embedded"
+
+    @property
+    def generating(self) -> int:
+        """Engines that generate tokens."""
+        return self.count
+
+    @property
+    def gpus(self) -> int:
+        """Devices per engine: one."""
+        return 1
+
+    @property
+    def prefill(self) -> int:
+        """Engines that only prefill: none."""
+        return 0
+
+    @property
+    def sglang(self) -> dict[str, Any]:
+        """Options of SGLang: none."""
+        return {}
+
+
+class SglangEngines(_SglangOptions, _Disaggregated, _OnGpus, _Started):
+    """SGLang servers, each on `gpus` GPUs."""
+
+    kind: Literal["sglang"] = "sglang"
+
+    @property
+    def generating(self) -> int:
+        """Engines that generate tokens."""
+        return self.count - self.prefill
+
+
+class ExternalEngines(_Disaggregated, _OnGpus, _Served):
+    """Servers that run already and are not started, stopped or configured by millrace."""
+
+    kind: Literal["external"] = "external"
+    addresses: list[str] = Field(
+        min_length=1,
+        description="URL of each engine, as in http://host:30000. They must serve model.path, to this run alone.",
+    )
+
+    @property
+    def count(self) -> int:
+        """Number of engines."""
+        return len(self.addresses)
+
+    @property
+    def generating(self) -> int:
+        """Engines that generate tokens."""
+        return self.count - self.prefill
+
+    @property
+    def sglang(self) -> dict[str, Any]:
+        """Options of SGLang that millrace sets: none."""
+        return {}
+
+
+Engines = Annotated[
+    AutoEngines | EmbeddedEngines | SglangEngines | ExternalEngines,
+    Field(discriminator="kind"),
+    Menu(
+        """The servers that generate.
+
+        - `auto` — sglang where there is a GPU, else embedded.
+        - `embedded` — millrace's own engine, for the CPU.
+        - `sglang` — SGLang servers. Needs GPUs.
+        - `external` — servers that run already. Needs `addresses`.
+        """,
+        default="auto",
+    ),
+]

@@ -1,0 +1,31 @@
+"""The `evaluation` section."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from millrace.core.config.parts.section import Section
+from millrace.core.config.rollout import Sampling
+
+
+class EvalSet(Section):
+    """One held-out set."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the set in metrics and files.")
+    path: str = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    prompt_key: str = Field("prompt", description="Column with the prompt.")
+    label_key: str | None = Field("label", description="Column with the reference answer.")
+    metadata_key: str | None = Field("metadata", description="Column with a mapping for the reward.")
+    chat: bool = Field(True, description="Apply the chat template.")
+    system: str | None = Field(None, description="System message put before prompts that have none.")
+    samples_per_prompt: int = Field(1, ge=1, description="Samples of one prompt.")
+    sampling: Sampling = Sampling(temperature=0)
+
+
+class Evaluation(Section):
+    """Held-out accuracy during the run."""
+
+    sets: list[EvalSet] = Field([], description="Sets that are evaluated.")
+    every: int = Field(
+        10, ge=1, description="Iterations between evaluations; also before the first and after the last."
+    )

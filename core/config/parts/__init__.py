@@ -1,0 +1,1 @@
+"""What configuration sections are made of. No module here knows a section."""

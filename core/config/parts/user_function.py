@@ -1,0 +1,33 @@
+"""The one shape in which a configuration names a function of the user. Knows nothing of who calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from millrace.core.config.parts.section import Section
+
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+class UserFunction(Section):
+    """A function of yours. A bare string is its import path."""
+
+    function: str = Field(pattern=IMPORT_PATH, description="Import path: package.module:function.")
+    options: dict[str, Any] = Field({}, description="Keyword arguments handed to the function at every call.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_import_path(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        if "kind" in cls.model_fields:  # a variant of a choice, where a bare string is a kind
+            return handler(schema)
+        return {"anyOf": [handler(schema), {"type": "string", "pattern": IMPORT_PATH}]}

@@ -1,0 +1,74 @@
+"""YAML files of a configuration: one, and those that it names as its `base`.
+
+A file with `base: other.yaml` holds what differs from that file, whose path is relative to its own folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from millrace.core.config.parts.merge import merged
+from millrace.core.config.reading.short_forms import without_short_forms
+from millrace.core.config.reading.yaml_text import parse
+from millrace.core.config.run_config import RunConfig
+from millrace.core.errors import ConfigError
+
+Values = dict[str, Any]
+
+
+def read_files(path: str, chain: Sequence[Path] = ()) -> Values:
+    """The values of a file over those of its base, without short forms.
+
+    chain: the files that led here. Raises ConfigError naming the chain when a base is missing or comes a second time.
+    """
+    file = Path(path)
+    here = [*chain, file]
+    if file.resolve() in [other.resolve() for other in chain]:
+        raise ConfigError(
+            f"{_shown(here)}: the files are bases of each other; remove `base` from one of them"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "correct `base` in the file before it" if chain else "name a YAML file"
+        raise ConfigError(f"{_shown(here)}: cannot be read: {error}; {remedy}") from error
+    return parse_values(text, _shown(here), here)
+
+
+def parse_values(text: str, name: str = "the configuration", chain: Sequence[Path] = ()) -> Values:
+    """The values of a text over those of its base. `name` stands in errors, which are ConfigErrors with line and column."""
+    try:
+        values = parse(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
+        line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+        shown = f" ({line[:60]})" if line else ""
+        raise ConfigError(
+            f"{name}: not YAML at {where}{shown}: {error.problem or error.context}; correct that line or the one above it"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not YAML: {error}; remove that character") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{name}: must be a mapping of sections, not {type(values).__name__}; begin with run:, model: and data:"
+        )
+    named = {str(key): value for key, value in values.items()}
+    base = named.pop("base", None)
+    complete: Values = without_short_forms(named)
+    if base is None:
+        return complete
+    if not isinstance(base, str):
+        raise ConfigError(f"{name}: base is {base!r}; give the path of one YAML file")
+    folder = chain[-1].parent if chain else Path()
+    return merged(read_files(str(folder / base), chain), complete, RunConfig)
+
+
+def _shown(chain: Sequence[Path]) -> str:
+    return " -> ".join(str(file) for file in chain)

@@ -1,0 +1,91 @@
+"""A configuration from YAML files and `key=value` overrides, with every problem found at once.
+
+What does not parse is reported with its place; what parses is validated whole, and the rules between fields are applied
+to whatever part of it makes sense.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from millrace.core.config import rules
+from millrace.core.config.parts.problems import Problem, render_problems
+from millrace.core.config.reading.files import Values, parse_values, read_files
+from millrace.core.config.reading.findings import as_problem, place_of
+from millrace.core.config.reading.overrides import apply
+from millrace.core.config.reading.short_forms import without_short_forms
+from millrace.core.config.run_config import RunConfig
+from millrace.core.errors import ConfigError
+
+STAND_INS: dict[str, Any] = {
+    "run.name": "unnamed",
+    "model.path": "model",
+    "engines.addresses": ["http://localhost:30000"],
+    "function": "module:function",
+}
+
+
+def load_config(path: str | None, overrides: Sequence[str] = (), text: str | None = None) -> RunConfig:
+    """The configuration of a YAML file (or text) with overrides on top. Raises ConfigError naming every problem."""
+    if text is not None:
+        values = parse_values(text, path or "the configuration")
+    else:
+        values = read_files(path) if path is not None else {}
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            apply(values, override)
+        except ValueError as error:
+            problems.append(Problem("override", override, *_reason_and_remedy(error)))
+        values = without_short_forms(values)
+    config, wrong = validate(values)
+    problems += wrong
+    if problems or config is None:
+        raise ConfigError(render_problems(problems))
+    return config
+
+
+def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration if the values make one; else what is wrong with them, rules between fields included."""
+    values = without_short_forms(values)
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        items = error.errors()
+    problems = [as_problem(item) for item in items]
+    rest = copy.deepcopy(values)
+    for item in items:
+        _leave_out(rest, place_of(item["loc"]).parts, stand_in=item["type"] != "extra_forbidden")
+    try:
+        sound = RunConfig.model_validate(rest)
+    except ValidationError:
+        return None, problems
+    wrong = [problem.field for problem in problems]
+    return None, problems + [
+        p for p in rules.problems(sound) if not any(p.field.startswith(w) for w in wrong)
+    ]
+
+
+def _leave_out(values: Any, place: Sequence[int | str], stand_in: bool) -> None:
+    """Remove a value that is wrong, so that its default is used instead; required ones get a stand-in."""
+    if not place:
+        return
+    *above, last = place
+    for part in above:
+        if not isinstance(values, dict | list) or (isinstance(values, dict) and part not in values):
+            return
+        values = values[part]  # type: ignore[index]
+    if isinstance(values, dict):
+        values.pop(last, None)
+        for key in (".".join(map(str, place)), str(last)):
+            if stand_in and key in STAND_INS:
+                values[last] = STAND_INS[key]
+
+
+def _reason_and_remedy(error: ValueError) -> tuple[str, str]:
+    reason, _, remedy = str(error).rpartition("; ")
+    return reason, remedy

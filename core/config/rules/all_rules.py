@@ -1,0 +1,41 @@
+"""All rules together."""
+
+from __future__ import annotations
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rules import (
+    algorithm,
+    checkpoint,
+    data,
+    engines,
+    evaluation,
+    placement,
+    rollout,
+    storage,
+    sync,
+    tracking,
+    trainer,
+)
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> list[Problem]:
+    """Everything that fields say against each other, all at once; empty when they agree."""
+    return [
+        *trainer.problems(config),
+        *rollout.problems(config),
+        *algorithm.problems(
+            config.algorithm,
+            config.rollout,
+            filter=config.filter,
+            steps_per_iteration=max(1, config.steps_per_iteration),
+        ),
+        *data.problems(config),
+        *evaluation.problems(config),
+        *checkpoint.problems(config),
+        *storage.problems(config),
+        *tracking.problems(config),
+        *engines.problems(config),
+        *placement.problems(config),
+        *sync.problems(config),
+    ]

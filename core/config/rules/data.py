@@ -1,0 +1,45 @@
+"""Rules of `data`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from millrace.core.config.data import Source
+from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Sources that cannot be read, told apart, or learned from."""
+    yield from same_names("data.sources", config.data.sources)
+    for source in config.data.sources:
+        yield from file_problems(f"data.sources.{source.name}.path", source.path)
+        if config.algorithm.supervised and source.label_key is None:
+            yield Problem(
+                f"data.sources.{source.name}.label_key",
+                None,
+                "algorithm.loss=sft learns the reference answer, and no column is named for it",
+                "name the column",
+            )
+
+
+def same_names(field: str, items: Sequence[Source | EvalSet]) -> Iterator[Problem]:
+    """Two items of a list with one name."""
+    names = [item.name for item in items]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        places = [number for number, other in enumerate(names) if other == name]
+        yield Problem(
+            f"{field}.{places[-1]}.name",
+            name,
+            f"item {places[0]} has the same name, and metrics and lineage tell them apart by it",
+            "give each its own name",
+        )
+
+
+def file_problems(field: str, path: str) -> Iterator[Problem]:
+    """A file whose format its ending does not say."""
+    if not path.endswith((".jsonl", ".json", ".parquet")):
+        yield Problem(
+            field, path, "the format is not known by its ending", "give a .jsonl, .json or .parquet file"
+        )

@@ -1,0 +1,23 @@
+"""Rules of `evaluation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rules.data import file_problems, same_names
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Held-out sets that cannot be read, told apart, or learned from."""
+    yield from same_names("evaluation.sets", config.evaluation.sets)
+    for held_out in config.evaluation.sets:
+        yield from file_problems(f"evaluation.sets.{held_out.name}.path", held_out.path)
+        if held_out.sampling.temperature == 0 and held_out.samples_per_prompt > 1:
+            yield Problem(
+                f"evaluation.sets.{held_out.name}.samples_per_prompt",
+                held_out.samples_per_prompt,
+                "greedy samples of one prompt are all the same",
+                "set it to 1, or the set's sampling.temperature above 0",
+            )

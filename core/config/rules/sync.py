@@ -1,0 +1,40 @@
+"""Rules of `sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rules.storage import memory_only
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Transports that trainer and engines do not have in common."""
+    colocate, e = config.placement.colocate, config.engines
+    yield from memory_only("sync.directory", config.sync.directory)
+    if config.sync.kind == "ipc" and not colocate:
+        yield Problem(
+            "sync.kind",
+            "ipc",
+            "GPU memory is shared within one GPU only",
+            "set it to broadcast or disk, or set placement.colocate=true",
+        )
+    if config.sync.verify and config.sync_kind == "disk":
+        yield Problem(
+            "sync.verify",
+            True,
+            "it compares the engines' weights with those on disk, and here sync.kind=auto takes disk itself",
+            f"set sync.kind={'ipc' if colocate else 'broadcast'}, or set it to false",
+        )
+    if config.sync.kind != "broadcast":
+        return
+    if colocate:
+        yield Problem("sync.kind", "broadcast", "NCCL joins no GPU to a group twice", "set it to ipc or disk")
+    if e.kind != "external" and (e.kind == "embedded") != (config.trainer.device == "cpu"):
+        yield Problem(
+            "sync.kind",
+            "broadcast",
+            f"trainer.device={config.trainer.device} and engines.kind={e.kind} may have no transport in common",
+            "set trainer.device=cuda and engines.kind=sglang, or trainer.device=cpu and engines.kind=embedded, or disk",
+        )

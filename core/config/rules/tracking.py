@@ -1,0 +1,53 @@
+"""Rules of `tracking`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """A URI that MLflow would not take, or that holds a password."""
+    if config.tracking.uri is not None:
+        yield from _tracking(config.tracking.uri)
+
+
+def _tracking(uri: str) -> Iterator[Problem]:
+    known = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
+    head, found, rest = uri.partition("://")
+    if not uri.strip():
+        yield Problem(
+            "tracking.uri", uri, "it is empty", "leave it out for a SQLite file, or give http://host:port"
+        )
+    elif not found and uri != "databricks":
+        yield Problem(
+            "tracking.uri",
+            uri,
+            "it is no URI",
+            "write sqlite:///path/of/file.db or http://host:port, or leave it out",
+        )
+    elif found and head.partition("+")[0] not in known:
+        yield Problem("tracking.uri", uri, f"MLflow knows no {head}://", f"use one of {', '.join(known)}")
+    elif head == "sqlite" and (not rest.startswith("/") or not rest.strip("/")):
+        yield Problem("tracking.uri", uri, "it names no file", "write sqlite:///path/of/file.db")
+    elif head in ("http", "https") and not _host(uri):
+        yield Problem("tracking.uri", uri, "it names no host", "write http://host:port")
+    elif urlsplit(uri).password:
+        yield Problem(
+            "tracking.uri",
+            uri.replace(urlsplit(uri).password or "", "***"),
+            "a configuration is stored with the run, and a password must not be",
+            "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
+        )
+
+
+def _host(uri: str) -> str | None:
+    try:
+        parts = urlsplit(uri)
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts.hostname

@@ -1,0 +1,107 @@
+"""Rules of `trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rules.passthrough import MEGATRON_ELSEWHERE, MEGATRON_REFUSED
+from millrace.core.config.rules.upstream_options import option_problems
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Steps, layout, packs and learning rates that do not add up, and options of megatron-core that are not passed on."""
+    yield from _batch(config)
+    yield from _parallel(config)
+    yield from _pack(config)
+    yield from _optimizer(config)
+    yield from option_problems(
+        "trainer.megatron", config.trainer.megatron, (), MEGATRON_REFUSED, MEGATRON_ELSEWHERE
+    )
+
+
+def _batch(config: RunConfig) -> Iterator[Problem]:
+    samples, batch = config.samples_per_iteration, config.global_batch
+    if samples % batch:
+        near = max((n for n in range(1, min(batch, samples) + 1) if samples % n == 0), default=1)
+        yield Problem(
+            "trainer.global_batch",
+            batch,
+            f"rollout.prompts × rollout.samples_per_prompt = {samples} samples an iteration are not a whole number of steps",
+            f"set it to a divisor of {samples} such as {near}, or leave it out for one step an iteration",
+        )
+
+
+def _parallel(config: RunConfig) -> Iterator[Problem]:
+    world, p = config.trainer.world_size, config.trainer.parallel
+    model = p.tensor * p.pipeline * p.context
+    if world % model:
+        yield Problem(
+            "trainer.world_size",
+            world,
+            f"does not divide by parallel.tensor × pipeline × context = {p.tensor} × {p.pipeline} × {p.context} = {model}",
+            f"set it to a multiple of {model}, or lower trainer.parallel",
+        )
+    elif world % (p.expert * p.pipeline):
+        yield Problem(
+            "trainer.parallel.expert",
+            p.expert,
+            f"expert × pipeline = {p.expert * p.pipeline} does not divide trainer.world_size = {world}",
+            "lower it, or raise trainer.world_size",
+        )
+    if p.sequence and p.tensor == 1:
+        yield Problem(
+            "trainer.parallel.sequence",
+            True,
+            "it splits sequences over tensor parallel ranks, and parallel.tensor is 1",
+            "set it to false, or parallel.tensor to 2 or more",
+        )
+
+
+def _pack(config: RunConfig) -> Iterator[Problem]:
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    p = config.trainer.parallel
+    room = config.trainer.max_pack_tokens * p.context
+    align = (2 * p.context if p.context > 1 else 1) * (p.tensor if p.sequence else 1)
+    padded = -(-longest // align) * align
+    if padded > room:
+        yield Problem(
+            "trainer.max_pack_tokens",
+            config.trainer.max_pack_tokens,
+            f"a sample may have data.max_prompt_tokens + rollout.sampling.max_new_tokens = {longest} tokens, which no pack "
+            f"of {room} holds",
+            f"set it to {-(-padded // p.context)} or more, or lower one of the two",
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    o, s = config.trainer.optimizer, config.trainer.schedule
+    critic = config.algorithm.critic
+    for number, beta in enumerate(o.betas):
+        if not 0 <= beta < 1:
+            yield Problem(
+                f"trainer.optimizer.betas.{number}", beta, "a decay rate lies in [0, 1)", "use 0.9 and 0.98"
+            )
+    if s.min_lr > o.lr:
+        yield Problem(
+            "trainer.schedule.min_lr",
+            s.min_lr,
+            f"it is above the peak, trainer.optimizer.lr = {o.lr:g}",
+            "lower it, or raise the peak",
+        )
+    elif critic is not None and s.min_lr > critic.lr:
+        yield Problem(
+            "trainer.schedule.min_lr",
+            s.min_lr,
+            f"it is above the critic's peak, algorithm.advantage.critic.lr = {critic.lr:g}",
+            "lower it, or raise the peak",
+        )
+    steps = s.decay_steps or config.run.iterations * max(1, config.steps_per_iteration)
+    if s.kind != "constant" and s.warmup_steps >= steps:
+        yield Problem(
+            "trainer.schedule.warmup_steps",
+            s.warmup_steps,
+            f"the warm-up is not over when the decay ends, after {steps} steps",
+            f"set it below {steps}",
+        )

@@ -1,0 +1,101 @@
+"""The whole configuration of a run: one pydantic model, the flow's single parameter. No torch, no I/O."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.checkpoint import Checkpoint
+from millrace.core.config.data import Data
+from millrace.core.config.engines import AutoEngines, Engines
+from millrace.core.config.evaluation import Evaluation
+from millrace.core.config.filter import Filter
+from millrace.core.config.model import Model
+from millrace.core.config.parts.section import Section
+from millrace.core.config.placement import Placement
+from millrace.core.config.reward import Reward
+from millrace.core.config.rollout import Rollout, Sampling
+from millrace.core.config.run import Run
+from millrace.core.config.storage import Storage
+from millrace.core.config.sync import AutoSync, Sync
+from millrace.core.config.tracking import Tracking
+from millrace.core.config.trainer import Trainer
+
+
+class RunConfig(Section):
+    """Everything that decides what a run does."""
+
+    run: Run
+    model: Model
+    data: Data
+    storage: Storage = Storage()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    filter: Filter = Filter()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    engines: Engines = AutoEngines()
+    placement: Placement = Placement()
+    sync: Sync = AutoSync()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    tracking: Tracking = Tracking()
+
+    def for_actors(self) -> dict[str, Any]:
+        """The configuration as actors get it, with absolute paths: their working folder is another."""
+        settings = self.model_dump(mode="json")
+        for section, name in (("model", "path"), ("algorithm", "teacher"), ("sync", "directory")):
+            if settings[section][name] is not None and "://" not in settings[section][name]:
+                settings[section][name] = os.path.abspath(settings[section][name])
+        return settings
+
+    @property
+    def samples_per_iteration(self) -> int:
+        """Samples that one iteration trains on: prompts × n."""
+        return self.rollout.prompts * self.rollout.samples_per_prompt
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.trainer.global_batch or self.samples_per_iteration
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps that one iteration makes."""
+        return self.samples_per_iteration // self.global_batch
+
+    @property
+    def samplings(self) -> list[tuple[str, Sampling]]:
+        """Every sampling that engines get requests for, by its field."""
+        sets = self.evaluation.sets
+        return [
+            ("rollout.sampling", self.rollout.sampling),
+            *((f"evaluation.sets.{e.name}.sampling", e.sampling) for e in sets),
+        ]
+
+    @property
+    def data_parallel(self) -> int:
+        """Data parallel size: what tensor, pipeline and context parallelism leave of the world."""
+        p = self.trainer.parallel
+        return self.trainer.world_size // (p.tensor * p.pipeline * p.context)
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether engines release their GPU memory while the trainer works."""
+        return self.placement.colocate and self.placement.offload_engines
+
+    @property
+    def trainer_offloads(self) -> bool:
+        """Whether the trainer leaves GPU memory to engines while they take new weights and generate."""
+        return self.placement.colocate and self.placement.offload_trainer
+
+    @property
+    def sync_kind(self) -> Literal["disk", "ipc", "broadcast"]:
+        """How weights reach the engines: sync.kind, or what auto takes."""
+        if self.sync.kind != "auto":
+            return self.sync.kind
+        if self.placement.colocate:
+            return "ipc"
+        own_gpus = self.engines.kind == "sglang" and self.trainer.device != "cpu"
+        return "broadcast" if own_gpus else "disk"

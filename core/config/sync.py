@@ -1,0 +1,88 @@
+"""The `sync` section: one variant a transport, each with only the fields that act there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from millrace.core.config.parts.menu import Menu
+from millrace.core.config.parts.section import Section
+
+
+class _Transport(Section):
+    directory: str | None = Field(
+        None,
+        description="Folder for weight files, under the same path for trainer and engines; or a URL such as "
+        "s3://bucket/weights, to and from which each node copies them (not for engines.kind=external). When not given: "
+        "shared memory of this host, which other nodes do not see.",
+    )
+    max_logprob_gap: float = Field(
+        0.02,
+        gt=0,
+        description="Largest mean difference between engine and trainer log-probabilities at each iteration's first "
+        "step; above it the run stops. Nats a token.",
+    )
+
+    @property
+    def by_url(self) -> bool:
+        """Whether files are copied to and from `directory`, not read and written in place."""
+        return "://" in (self.directory or "")
+
+
+class _Buckets(_Transport):
+    bucket_mib: int = Field(
+        512,
+        ge=1,
+        description="Size of a bucket: the extra memory that ipc and broadcast take on every trainer rank, where no "
+        "tensor is larger. MiB.",
+    )
+    verify: bool = Field(
+        False,
+        description="After each sync also load the weights from disk, and compare the engine's checksums of both.",
+    )
+
+
+class AutoSync(_Buckets):
+    """The fastest transport that fits: ipc on shared GPUs, broadcast to SGLang engines elsewhere, else disk."""
+
+    kind: Literal["auto"] = "auto"
+
+
+class DiskSync(_Transport):
+    """The trainer writes a Hugging Face folder and the engines load it."""
+
+    kind: Literal["disk"] = "disk"
+
+    @property
+    def verify(self) -> bool:
+        """Whether weights are compared with those on disk: never, they come from there."""
+        return False
+
+
+class IpcSync(_Buckets):
+    """SGLang engines on the trainer's GPUs map one bucket of weights at a time. Needs placement.colocate."""
+
+    kind: Literal["ipc"] = "ipc"
+
+
+class BroadcastSync(_Buckets):
+    """Trainer rank 0 sends buckets to engines elsewhere: by NCCL, or by gloo to embedded engines."""
+
+    kind: Literal["broadcast"] = "broadcast"
+
+
+Sync = Annotated[
+    AutoSync | DiskSync | IpcSync | BroadcastSync,
+    Field(discriminator="kind"),
+    Menu(
+        """How new weights reach the engines.
+
+        - `auto` — ipc where trainer and engines share GPUs, broadcast for engines.kind=sglang on GPUs of their own, else disk.
+        - `disk` — a Hugging Face folder, or a URL. Works everywhere; the slowest.
+        - `ipc` — GPU memory, one bucket at a time. Needs `placement.colocate`.
+        - `broadcast` — buckets from trainer rank 0, by NCCL, or by gloo to embedded engines. Needs engines on other GPUs.
+        """,
+        default="auto",
+    ),
+]

@@ -1,0 +1,81 @@
+"""The `trainer` section."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from millrace.core.config.parts.section import Section
+
+
+class Parallel(Section):
+    """How the model is split over the trainer's ranks; data parallel size is what remains."""
+
+    tensor: int = Field(1, ge=1, description="Tensor parallel size (tp).")
+    pipeline: int = Field(1, ge=1, description="Pipeline parallel size (pp).")
+    context: int = Field(1, ge=1, description="Context parallel size (cp).")
+    expert: int = Field(1, ge=1, description="Expert parallel size (ep).")
+    sequence: bool = Field(False, description="Sequence parallelism (sp) within tensor parallel groups.")
+
+
+class Optimizer(Section):
+    """AdamW and gradient clipping."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="Adam's decay rates.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
+    distributed: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
+
+
+class Schedule(Section):
+    """Learning rate over optimizer steps."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
+    decay_steps: int | None = Field(
+        None, ge=1, description="Steps until min_lr; the run's steps when not given."
+    )
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+
+
+class Trainer(Section):
+    """The Megatron trainer."""
+
+    world_size: int = Field(
+        1, ge=1, description="Ranks: one process each, one GPU each where there are GPUs."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto takes the GPU when there is one."
+    )
+    parallel: Parallel = Parallel()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    global_batch: int | None = Field(
+        None, ge=1, description="Samples of one optimizer step; all samples of the iteration when not given."
+    )
+    max_pack_tokens: int = Field(8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What the backward pass makes again instead of keeping it: selective the outputs of norms and "
+        "activations (about a quarter of what a dense layer keeps, without a matrix product), full every layer from its input "
+        "(a third more time).",
+    )
+    logprob_chunk_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Tokens whose logits are held at once, in fp32 on the CPU; on a GPU four times as many in the model's type, and more while there is room.",
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads a rank. When not given: 1 beside a GPU, else cores divided by ranks.",
+    )
+    deterministic: bool = Field(
+        True, description="Deterministic kernels; repeated runs are equal bit for bit on CPU."
+    )
+    megatron: dict[str, Any] = Field(
+        {}, description="Fields of megatron-core's TransformerConfig by their own names."
+    )
