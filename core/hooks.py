@@ -1,7 +1,12 @@
 """The functions that users bring, as Protocols, and how they are found by import path.
 
-Owns the signatures (frozen by a test) and the loading; knows nothing of who calls a hook when. A hook is named in the
-configuration as `package.module:function`. What a hook raises fails its sample with the reason, not the run.
+Owns the signatures (frozen by a test) and the loading; knows nothing of who calls a function when. The configuration names
+each as {function: package.module:name, options: {...}}; options are handed over as keyword arguments.
+
+What happens when a function raises or returns something unusable:
+
+- a reward: the sample fails with the reason. It counts as not scored, never as zero; reward.max_failed_share bounds how many.
+- any other: the run stops with an error that names the function. What is stored stays, and the run continues from it.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from millrace.core.algorithms.objective import TokenBatch
-    from millrace.core.config import RunConfig, UserFunction
+    from millrace.core.config import UserFunction
 
 Prompt = str | Sequence[Mapping[str, Any]]  # text, or chat messages
 
@@ -45,6 +50,9 @@ class RewardResult:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+Score = float | RewardResult | Mapping[str, float]  # what a reward function may return
+
+
 @dataclass(frozen=True)
 class GroupSample:
     """A sample as group filters see it. `reward` is None unless `scoring` is "scored"."""
@@ -54,127 +62,54 @@ class GroupSample:
     scoring: str = "scored"  # scored, failed, timed_out, skipped
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One response that a generate hook made, token by token."""
-
-    tokens: Sequence[int]  # response ids, observations of tools included
-    logprobs: Sequence[float]  # of each token under the policy; 0 where loss_mask is 0
-    loss_mask: Sequence[int]  # 1: the policy's own token, trained on
-    text: str
-    status: str  # completed, truncated
-    turns: int = 1
-
-
-@runtime_checkable
-class Generate(Protocol):
-    """Makes one response, in as many turns as it likes; `engine(input_ids, sampling)` continues a token sequence."""
-
-    def __call__(
-        self,
-        sample: RewardInput,
-        prompt_tokens: Sequence[int],
-        engine: Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Generated]],
-        sampling: Mapping[str, Any],
-    ) -> Awaitable[Generated]: ...
-
-
 @runtime_checkable
 class Reward(Protocol):
-    """Scores one sample; runs in a process of its own that may be killed. Sync or async."""
+    """Scores one sample; runs in a process of its own that may be killed. Sync or async.
 
-    def __call__(
-        self, sample: RewardInput, **options: Any
-    ) -> float | RewardResult | Awaitable[float | RewardResult]: ...
+    A mapping names its parts: its key `reward` is the reward, every other key is a part.
+    """
 
-
-@runtime_checkable
-class GroupReward(Protocol):
-    """Scores all samples of one prompt together; one answer a sample, in order."""
-
-    def __call__(self, samples: Sequence[RewardInput], **options: Any) -> Sequence[float | RewardResult]: ...
+    def __call__(self, sample: RewardInput, **options: Any) -> Score | Awaitable[Score]: ...
 
 
 @runtime_checkable
 class GroupFilter(Protocol):
     """Decides on a scored group: None keeps it, text drops it for that reason."""
 
-    def __call__(self, samples: Sequence[GroupSample]) -> str | None: ...
-
-
-@runtime_checkable
-class BufferFilter(Protocol):
-    """Which of the waiting groups an iteration takes: indices into `groups`, in order of preference."""
-
-    def __call__(
-        self, groups: Sequence[Sequence[GroupSample]], need: int, iteration: int
-    ) -> Sequence[int]: ...
-
-
-@runtime_checkable
-class Advantage(Protocol):
-    """Advantage of each sample [B] from rewards [B] (NaN: not scored) and group numbers [B]."""
-
-    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor: ...
-
-
-@runtime_checkable
-class Loss(Protocol):
-    """Loss of each token [N], to be weighted by `batch.weights`, and metrics as (weighted sum, weight)."""
-
-    def __call__(self, batch: TokenBatch) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]: ...
+    def __call__(self, samples: Sequence[GroupSample], **options: Any) -> str | None: ...
 
 
 @runtime_checkable
 class RewardShaping(Protocol):
     """Rewards [B] that advantages are computed from; the stored reward stays. Lengths [B] in tokens, truncated [B] bool."""
 
-    def __call__(self, rewards: Tensor, response_lengths: Tensor, truncated: Tensor) -> Tensor: ...
+    def __call__(
+        self, rewards: Tensor, response_lengths: Tensor, truncated: Tensor, **options: Any
+    ) -> Tensor: ...
 
 
 @runtime_checkable
-class DataSource(Protocol):
-    """The rows of a source: mappings with the keys that the source's configuration names, in a stable order."""
+class Advantage(Protocol):
+    """Advantage of each sample [B] from shaped rewards [B] and group numbers [B], equal for samples of one prompt."""
 
-    def __call__(self, path: str) -> Iterable[Mapping[str, Any]]: ...
+    def __call__(self, rewards: Tensor, group_ids: Tensor, **options: Any) -> Tensor: ...
 
 
 @runtime_checkable
-class Evaluate(Protocol):
-    """Further figures of an evaluation, by name, from its scored samples."""
+class Loss(Protocol):
+    """Loss of each token [N], which `batch.weights` weigh, and metrics as (weighted sum, weight) by name."""
 
     def __call__(
-        self, inputs: Sequence[RewardInput], samples: Sequence[GroupSample], version: int
-    ) -> Mapping[str, float]: ...
-
-
-@runtime_checkable
-class OnBatch(Protocol):
-    """Sees each batch (url of batch.parquet) before it is trained."""
-
-    def __call__(self, config: RunConfig, iteration: int, batch_url: str) -> None: ...
-
-
-@runtime_checkable
-class OnStep(Protocol):
-    """Sees the metrics of each optimizer step after it."""
-
-    def __call__(self, config: RunConfig, version: int, metrics: Mapping[str, float]) -> None: ...
+        self, batch: TokenBatch, **options: Any
+    ) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]: ...
 
 
 HOOKS: dict[str, type] = {
-    "generate": Generate,
     "reward": Reward,
-    "group_reward": GroupReward,
     "group_filter": GroupFilter,
-    "buffer_filter": BufferFilter,
+    "reward_shaping": RewardShaping,
     "advantage": Advantage,
     "loss": Loss,
-    "reward_shaping": RewardShaping,
-    "data_source": DataSource,
-    "evaluate": Evaluate,
-    "on_batch": OnBatch,
-    "on_step": OnStep,
 }
 
 

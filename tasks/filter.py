@@ -9,9 +9,8 @@ Shaping and advantages run in a worker process: neither torch nor the user's fun
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 from prefect import task
@@ -19,14 +18,15 @@ from prefect import task
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
 from millrace.core.contracts import schema
-from millrace.core.contracts.ids import sample_id
+from millrace.core.contracts.ids import iteration_number, sample_id
+from millrace.core.contracts.sample import JudgedSample, ScoredSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError, ConfigError
 from millrace.core.group_filters import GroupSample, Judgement, judge_group
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 
-CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only functions of the user's take longer than a blink
+CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes longer than a moment
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Group:
     group_id: str
     prompt_id: str
     ordinal: int
-    rewards: dict[str, dict[str, Any]] = field(default_factory=dict)  # by sample id
+    scores: dict[str, ScoredSample] = field(default_factory=dict)  # by sample id
     judgement: Judgement | None = None
 
 
@@ -46,7 +46,7 @@ class _Kept:
 
     groups: list[_Group]
     rollouts: pa.Table
-    scores: list[dict[str, Any]]
+    scores: list[ScoredSample]
 
 
 @task(name="filter", retries=2, retry_delay_seconds=1)
@@ -64,7 +64,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
         revision = ctx.stream.revision
         for path in [p for p in ctx.stream.parts("rewards") if p not in read]:
             table = await asyncio.to_thread(ctx.folder.read_table, path, "rewards")
-            _add_scores(by_id, table.to_pylist())
+            _add_scores(by_id, (ScoredSample(**row) for row in table.to_pylist()))
             read.add(path)
         _judge(ctx, groups)
         released = min(len(groups), need + sum(_dropped(g) for g in groups[: ctx.stream.released]))
@@ -89,19 +89,16 @@ def _read_groups(ctx: IterationContext) -> list[_Group]:
     return [_Group(**row) for row in rows]
 
 
-def _add_scores(by_id: dict[str, _Group], rows: Iterable[dict[str, Any]]) -> None:
-    for row in rows:
-        by_id[row["group_id"]].rewards[row["sample_id"]] = row
+def _add_scores(by_id: dict[str, _Group], scores: Iterable[ScoredSample]) -> None:
+    for score in scores:
+        by_id[score.group_id].scores[score.sample_id] = score
 
 
 def _judge(ctx: IterationContext, groups: list[_Group]) -> None:
-    n = ctx.config.rollout.samples_per_prompt
     for group in groups:
-        if group.judgement is None and len(group.rewards) == n:
-            samples = [
-                GroupSample(sid, group.rewards[sid]["reward"], group.rewards[sid]["scoring"])
-                for sid in (sample_id(group.group_id, index) for index in range(n))
-            ]
+        if group.judgement is None and len(group.scores) == ctx.config.rollout.samples_per_prompt:
+            scores = [group.scores[sid] for sid in _sample_ids(ctx, group)]
+            samples = [GroupSample(score.sample_id, score.reward, score.scoring) for score in scores]
             group.judgement = judge_group(samples, ctx.config.filter, ctx.config.algorithm)
 
 
@@ -129,7 +126,7 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
                 reasons[group.judgement.reason] = reasons.get(group.judgement.reason, 0) + 1
         raise BudgetError(
             f"only {len(kept)} of {need} groups passed the filter out of {len(groups)} generated; dropped: {reasons}",
-            where=f"iteration {ctx.index}",
+            where=f"iteration {iteration_number(ctx.index)}",
             remedy=f"raise filter.refill_factor (now {ctx.config.filter.refill_factor:g}), set "
             "filter.when_insufficient=keep, or correct what fails. What finished is kept",
         )
@@ -141,12 +138,12 @@ def _read_kept(ctx: IterationContext, kept: list[_Group]) -> _Kept:
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}
     scores = [
-        group.rewards[sid]
+        group.scores[sid]
         for group in kept
         for sid in _sample_ids(ctx, group)
-        if group.rewards[sid]["scoring"] == "scored"
+        if group.scores[sid].scoring == "scored"
     ]
-    return _Kept(kept, rollouts.take([order[row["sample_id"]] for row in scores]), scores)
+    return _Kept(kept, rollouts.take([order[score.sample_id] for score in scores]), scores)
 
 
 def _sample_ids(ctx: IterationContext, group: _Group) -> list[str]:
@@ -157,8 +154,8 @@ async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
     """Shaped rewards and advantages of the scored samples, from the worker process."""
     numbers = {group.group_id: at for at, group in enumerate(kept.groups)}
     samples = ScoredSamples(
-        rewards=[row["reward"] for row in kept.scores],
-        group_ids=[numbers[row["group_id"]] for row in kept.scores],
+        rewards=[_reward(score) for score in kept.scores],
+        group_ids=[numbers[score.group_id] for score in kept.scores],
         lengths=kept.rollouts.column("response_length").to_pylist(),
         truncated=[status == "truncated" for status in kept.rollouts.column("status").to_pylist()],
     )
@@ -168,7 +165,7 @@ async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
     )
     if outcome.kind != "done":
         raise ConfigError(
-            f"shaping and advantages of iteration {ctx.index} failed: {outcome.reason}",
+            f"shaping and advantages of iteration {iteration_number(ctx.index)} failed: {outcome.reason}",
             where="algorithm",
             remedy="correct the setting or the function, and start the run again. What finished is kept",
         )
@@ -176,28 +173,33 @@ async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
     return credit
 
 
+def _reward(score: ScoredSample) -> float:
+    assert score.reward is not None, "a scored sample has a reward"
+    return score.reward
+
+
 def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: SampleCredit) -> FilterRecord:
     """Write verdicts of all drawn groups and the batch; returns counts."""
     steps = _steps(ctx, kept.groups)
     counts: dict[str, int] = {}
-    verdicts: list[dict[str, Any]] = []
+    judged: list[JudgedSample] = []
     chosen = {group.group_id for group in kept.groups}
     for group in groups:
         for sid in _sample_ids(ctx, group):
             verdict, reason = _verdict(group, group.group_id in chosen, sid)
             label = verdict if reason is None else f"{verdict}: {reason}"
             counts[label] = counts.get(label, 0) + 1
-            verdicts.append(
-                {
-                    "sample_id": sid,
-                    "group_id": group.group_id,
-                    "prompt_id": group.prompt_id,
-                    "verdict": verdict,
-                    "reason": reason,
-                    "train_step": steps.get(sid) if verdict == "kept" else None,
-                }
+            judged.append(
+                JudgedSample(
+                    sample_id=sid,
+                    group_id=group.group_id,
+                    prompt_id=group.prompt_id,
+                    verdict=verdict,
+                    reason=reason,
+                    train_step=steps.get(sid) if verdict == "kept" else None,
+                )
             )
-    table = pa.Table.from_pylist(verdicts, schema=schema.schema("verdicts"))
+    table = schema.to_table(judged, "verdicts")
     entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
     entries.append(ctx.folder.write_table("batch.parquet", _batch(kept, credit, steps), "batch"))
     return {
@@ -210,13 +212,13 @@ def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: Sam
     }
 
 
-def _verdict(group: _Group, chosen: bool, sid: str) -> tuple[str, str | None]:
+def _verdict(group: _Group, chosen: bool, sid: str) -> tuple[Verdict, str | None]:
     if group.judgement is None:
         return "returned", None
     if not chosen:
         return "dropped", group.judgement.reason
-    if group.rewards[sid]["scoring"] != "scored":
-        return "dropped", f"not scored: {group.rewards[sid]['scoring']}"
+    if group.scores[sid].scoring != "scored":
+        return "dropped", f"not scored: {group.scores[sid].scoring}"
     return "kept", group.judgement.reason or None
 
 
@@ -229,16 +231,17 @@ def _steps(ctx: IterationContext, kept: list[_Group]) -> dict[str, int]:
 def _batch(kept: _Kept, credit: SampleCredit, steps: dict[str, int]) -> pa.Table:
     """The scored samples' rollouts with reward, credit and step, in drawing order."""
     scores = kept.scores
-    added = {
-        "reward": [row["reward"] for row in scores],
-        "reward_parts": [row["reward_parts"] for row in scores],
-        "scoring": [row["scoring"] for row in scores],
+    added: dict[str, Sequence[object]] = {
+        "reward": [score.reward for score in scores],
+        "reward_parts": [score.reward_parts for score in scores],
+        "scoring": [score.scoring for score in scores],
         "verdict": ["kept"] * len(scores),
         "shaped_reward": credit.shaped_rewards,
         "advantage": credit.advantages or [None] * len(scores),
-        "train_step": [steps[row["sample_id"]] for row in scores],
+        "train_step": [steps[score.sample_id] for score in scores],
     }
     table = kept.rollouts
+    wanted = schema.schema("batch")
     for name, values in added.items():
-        table = table.append_column(schema.BATCH.field(name), pa.array(values, schema.BATCH.field(name).type))
-    return table.select(schema.BATCH.names).cast(schema.schema("batch"))
+        table = table.append_column(wanted.field(name), pa.array(values, wanted.field(name).type))
+    return table.select(wanted.names).cast(wanted)

@@ -1,6 +1,6 @@
-"""One row of a data source made a prompt, or the reason why it cannot be one; what a source held. Pure.
+"""Turns a row of a data source into a prompt, or says why it is unusable; fingerprints of sources. Pure.
 
-Owns what a usable row is; knows nothing of files, tokenizers or of which rows are drawn.
+Owns what a usable row is; knows nothing of files, tokenizers or which rows are drawn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A usable prompt: text or chat messages, with what the reward needs. All of it can be written as JSON."""
+    """A usable prompt: text or chat messages, with what the reward needs. All of it can be stored as JSON."""
 
     source: str
     row: int
@@ -50,7 +50,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Quarantined:
-    """A row that cannot be used, and why: `kind of reason: particulars`."""
+    """An unusable row, and why: `kind of reason: details`."""
 
     source: str
     row: int
@@ -59,7 +59,7 @@ class Quarantined:
 
 
 class SourceFingerprint(BaseModel):
-    """What a source held, to notice that it changed under a run."""
+    """What a source holds, to notice a change under a run."""
 
     path: str
     size: int
@@ -72,7 +72,7 @@ class SourceFingerprint(BaseModel):
     def of(
         cls, path: str, size: int, sha256: str, rows: int, usable: Iterable[PromptRow]
     ) -> SourceFingerprint:
-        """The fingerprint of a file of `rows` rows, of which `usable` can be used."""
+        """The fingerprint of a file of `rows` rows, of which `usable` are the usable ones."""
         hashed, count = hashlib.sha256(), 0
         for row in usable:
             hashed.update(row.prompt_id.encode())
@@ -85,7 +85,7 @@ class SourceFingerprint(BaseModel):
 def source_changes(
     before: Mapping[str, SourceFingerprint], now: Mapping[str, SourceFingerprint]
 ) -> list[str]:
-    """What changed in the sources of a run, a line each; nothing where only a path did."""
+    """What changed in the sources of a run, one line each; a changed path alone is no change."""
     lines = [f"source {name}: was not there before" for name in sorted(now.keys() - before.keys())]
     lines += [f"source {name}: is no longer there" for name in sorted(before.keys() - now.keys())]
     for name in sorted(before.keys() & now.keys()):
@@ -102,7 +102,7 @@ def source_changes(
 
 
 def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
-    """A line of JSONL as a prompt."""
+    """Parse a line of JSONL as a prompt."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -120,7 +120,7 @@ def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
 
 
 def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Quarantined:
-    """A mapping of columns as a prompt."""
+    """Read a mapping of columns as a prompt."""
     if keys.prompt_key not in values:
         return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
     prompt, problem = _prompt(values[keys.prompt_key])
@@ -134,7 +134,7 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
 
 
 def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRow], list[Quarantined]]:
-    """Rows with a label, and those without: a source has labels in every row or, for rewards that need none, in none."""
+    """Rows with a label, and refused ones: a source has labels in every row or, for rewards that need none, in none."""
     if keys.label_key is None or all(row.label is None for row in rows):
         return list(rows), []
     reason = f"missing key: {keys.label_key} (other rows of the source have it)"
@@ -143,7 +143,7 @@ def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRo
 
 
 def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
-    """An unusable row, with the beginning of what it holds."""
+    """An unusable row, with the start of its content."""
     excerpt = shown[:EXCERPT].encode("utf-8", "backslashreplace").decode()
     return Quarantined(keys.name, row, reason.encode("utf-8", "backslashreplace").decode(), excerpt)
 
@@ -158,15 +158,15 @@ def _prompt(value: Any) -> tuple[Prompt, str | None]:
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
             return "", f"bad message: number {number}: {_type(message)}, not an object"
-        given = {name: item for name, item in message.items() if item is not None}
-        if given.get("role") not in ROLES:
+        present = {name: item for name, item in message.items() if item is not None}
+        if present.get("role") not in ROLES:
             return (
                 "",
-                f"bad message: number {number}: role is {str(given.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
+                f"bad message: number {number}: role is {str(present.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
             )
-        if not isinstance(given.get("content"), str | list) and not given.get("tool_calls"):
+        if not isinstance(present.get("content"), str | list) and not present.get("tool_calls"):
             return "", f"bad message: number {number}: content is {_type(message.get('content'))}"
-        messages.append(given)
+        messages.append(present)
     if not any(_has_text(message.get("content")) for message in messages):
         return "", "empty prompt: no message has content"
     return messages, None
@@ -181,15 +181,15 @@ def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
     if value is None:
         return {}, None
     if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-        value = {str(name): item for name, item in value}  # how Arrow gives a map
+        value = {str(name): item for name, item in value}  # Arrow returns a map so
     if not isinstance(value, Mapping):
         return {}, f"wrong type: metadata is {_type(value)}, not an object"
     return dict(value), None
 
 
 def _not_storable(values: dict[str, Any]) -> str | None:
-    """What of these values JSON in UTF-8 cannot hold."""
-    if _json_problem(values) is None:  # one pass for the many rows that have none
+    """Which of these values cannot be stored as JSON in UTF-8, and why."""
+    if _json_problem(values) is None:  # one pass for most rows
         return None
     problems = ((name, _json_problem(value)) for name, value in values.items())
     return next(

@@ -65,7 +65,6 @@ def _type(hint: Any) -> pa.DataType:
 
 
 SCHEMAS: dict[str, pa.Schema] = {kind: row_schema(row) for kind, row in ROWS.items()}
-BATCH = SCHEMAS["batch"]
 
 
 def schema(kind: str) -> pa.Schema:

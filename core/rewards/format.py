@@ -8,6 +8,7 @@ from typing import Any
 
 from millrace.core.hooks import RewardInput, RewardResult, load
 from millrace.core.rewards.math import last_boxed
+from millrace.core.rewards.scoring import read_score
 
 THINK_ANSWER = re.compile(
     r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL
@@ -41,14 +42,13 @@ def weighted(sample: RewardInput, *, parts: Mapping[str, Mapping[str, Any]]) -> 
     """A weighted sum of other rewards, each kept as a part.
 
     parts: name -> {function: import path, weight: number (1 when not given), options: mapping}.
-    Errors: ConfigError when a function cannot be loaded; whatever one raises.
+    Errors: ConfigError when a function cannot be loaded; those of `read_score`; whatever a function raises.
     """
     values: dict[str, float] = {}
     total = 0.0
     for name, part in parts.items():
-        answer = load(part["function"], f"reward.options.parts.{name}.function")(
-            sample, **part.get("options", {})
-        )
-        values[name] = float(answer.reward if isinstance(answer, RewardResult) else answer)
+        path = part["function"]
+        score = load(path, f"reward.options.parts.{name}.function")(sample, **part.get("options", {}))
+        values[name] = read_score(score, path).reward
         total += part.get("weight", 1.0) * values[name]
     return RewardResult(total, values)

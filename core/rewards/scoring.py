@@ -1,6 +1,7 @@
-"""Scoring one stored row by a reward function; runs in a worker process that may be killed.
+"""Scoring one stored row with a reward function; runs in a worker process that may be killed.
 
-Owns the step from a row to a hook's input and from its answer to reward and parts; knows nothing of processes or budgets.
+Owns the step from a row to the function's input, and from what it returns to reward and parts; knows nothing of processes
+or budgets.
 """
 
 from __future__ import annotations
@@ -40,11 +41,19 @@ def score_sample(path: str, options: Mapping[str, Any], row: Mapping[str, Any]) 
 
 
 def read_score(answer: Any, path: str) -> RewardResult:
-    """What a reward function answered, as floats.
+    """What a reward function returned, as floats: a number, a RewardResult, or a mapping.
 
-    Errors: TypeError when it is neither a number nor a RewardResult of numbers, ValueError when one is not finite.
+    Of a mapping the key `reward` is the reward, and every other key is a part.
+    Errors: TypeError for anything else, ValueError for a number that is not finite.
     """
-    if not isinstance(answer, RewardResult):
+    if isinstance(answer, Mapping):
+        if "reward" not in answer:
+            raise TypeError(
+                f"{path} returned a mapping without the key reward, only {sorted(map(str, answer))}; "
+                "name the reward `reward`, the other keys are its parts"
+            )
+        answer = RewardResult(answer["reward"], {str(k): v for k, v in answer.items() if k != "reward"})
+    elif not isinstance(answer, RewardResult):
         answer = RewardResult(answer)
     parts = {name: _finite(value, f"part {name}", path) for name, value in answer.parts.items()}
     return RewardResult(_finite(answer.reward, "reward", path), parts)
@@ -56,8 +65,11 @@ async def _awaited(answer: Any) -> Any:
 
 def _finite(value: Any, name: str, path: str) -> float:
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"{path} gave {name} of type {type(value).__name__}; give a number or a RewardResult")
+        raise TypeError(
+            f"{path} returned {name} of type {type(value).__name__}; "
+            "return a number, a RewardResult, or a mapping with the key reward"
+        )
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{path} gave {name} = {number}; a reward is a finite number")
+        raise ValueError(f"{path} returned {name} = {number}; a reward is a finite number")
     return number

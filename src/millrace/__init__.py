@@ -1,1 +1,67 @@
-"""millrace: LLM reinforcement-learning post-training as resumable Prefect flows."""
+"""millrace: LLM reinforcement-learning post-training as resumable Prefect flows.
+
+What user code names is here: `from millrace import RewardInput`. Each name is imported when it is first used, so that
+`import millrace` itself loads neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.core.algorithms.objective import TokenBatch as TokenBatch
+    from millrace.core.config import RunConfig as RunConfig
+    from millrace.core.errors import BudgetError as BudgetError
+    from millrace.core.errors import ConfigError as ConfigError
+    from millrace.core.errors import DataError as DataError
+    from millrace.core.errors import EngineError as EngineError
+    from millrace.core.errors import MillraceError as MillraceError
+    from millrace.core.errors import StorageError as StorageError
+    from millrace.core.errors import TrainerError as TrainerError
+    from millrace.core.hooks import Advantage as Advantage
+    from millrace.core.hooks import GroupFilter as GroupFilter
+    from millrace.core.hooks import GroupSample as GroupSample
+    from millrace.core.hooks import Loss as Loss
+    from millrace.core.hooks import Reward as Reward
+    from millrace.core.hooks import RewardInput as RewardInput
+    from millrace.core.hooks import RewardResult as RewardResult
+    from millrace.core.hooks import RewardShaping as RewardShaping
+
+_MODULES = {
+    "millrace.core.config": ["RunConfig"],
+    "millrace.core.hooks": [
+        "Advantage",
+        "GroupFilter",
+        "GroupSample",
+        "Loss",
+        "Reward",
+        "RewardInput",
+        "RewardResult",
+        "RewardShaping",
+    ],
+    "millrace.core.algorithms.objective": ["TokenBatch"],
+    "millrace.core.errors": [
+        "BudgetError",
+        "ConfigError",
+        "DataError",
+        "EngineError",
+        "MillraceError",
+        "StorageError",
+        "TrainerError",
+    ],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

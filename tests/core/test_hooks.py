@@ -11,25 +11,16 @@ from millrace.core import hooks
 from millrace.core.errors import ConfigError
 
 SIGNATURES = {
-    "generate": "(sample: RewardInput, prompt_tokens: Sequence[int], engine: Callable[[Sequence[int], Mapping[str, Any]], "
-    "Awaitable[Generated]], sampling: Mapping[str, Any]) -> Awaitable[Generated]",
-    "reward": "(sample: RewardInput, **options: Any) -> float | RewardResult | Awaitable[float | RewardResult]",
-    "group_reward": "(samples: Sequence[RewardInput], **options: Any) -> Sequence[float | RewardResult]",
-    "group_filter": "(samples: Sequence[GroupSample]) -> str | None",
-    "buffer_filter": "(groups: Sequence[Sequence[GroupSample]], need: int, iteration: int) -> Sequence[int]",
-    "advantage": "(rewards: Tensor, group_ids: Tensor) -> Tensor",
-    "loss": "(batch: TokenBatch) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]",
-    "reward_shaping": "(rewards: Tensor, response_lengths: Tensor, truncated: Tensor) -> Tensor",
-    "data_source": "(path: str) -> Iterable[Mapping[str, Any]]",
-    "evaluate": "(inputs: Sequence[RewardInput], samples: Sequence[GroupSample], version: int) -> Mapping[str, float]",
-    "on_batch": "(config: RunConfig, iteration: int, batch_url: str) -> None",
-    "on_step": "(config: RunConfig, version: int, metrics: Mapping[str, float]) -> None",
+    "reward": "(sample: RewardInput, **options: Any) -> Score | Awaitable[Score]",
+    "group_filter": "(samples: Sequence[GroupSample], **options: Any) -> str | None",
+    "reward_shaping": "(rewards: Tensor, response_lengths: Tensor, truncated: Tensor, **options: Any) -> Tensor",
+    "advantage": "(rewards: Tensor, group_ids: Tensor, **options: Any) -> Tensor",
+    "loss": "(batch: TokenBatch, **options: Any) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]",
 }
 FIELDS = {
     hooks.RewardInput: "prompt response label metadata response_length status",
     hooks.RewardResult: "reward parts",
     hooks.GroupSample: "sample_id reward scoring",
-    hooks.Generated: "tokens logprobs loss_mask text status turns",
 }
 
 

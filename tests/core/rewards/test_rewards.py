@@ -148,6 +148,16 @@ def nan(sample: RewardInput) -> float:
     return float("nan")
 
 
+def named(sample: RewardInput) -> dict[str, float]:
+    """A reward and its parts by name."""
+    return {"right": 1.0, "length": -0.5, "reward": 0.5}
+
+
+def parts_alone(sample: RewardInput) -> dict[str, float]:
+    """Parts of no reward."""
+    return {"right": 1.0}
+
+
 def words(sample: RewardInput) -> Any:
     """No number."""
     return "1"
@@ -167,8 +177,14 @@ def test_scoring_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     with pytest.raises(ValueError, match="finite"):
         scoring.score_sample("my_rewards:nan", {}, ROW)
-    with pytest.raises(TypeError, match="give a number"):
+    with pytest.raises(TypeError, match="return a number"):
         scoring.score_sample("my_rewards:words", {}, ROW)
+    assert scoring.score_sample("my_rewards:named", {}, ROW) == {
+        "reward": 0.5,
+        "parts": {"right": 1.0, "length": -0.5},
+    }
+    with pytest.raises(TypeError, match=r"without the key reward, only \['right'\]"):
+        scoring.score_sample("my_rewards:parts_alone", {}, ROW)
     with pytest.raises(ConfigError, match=r"reward\.function"):
         scoring.score_sample("my_rewards:none", {}, ROW)
 
