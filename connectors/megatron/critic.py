@@ -9,14 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel as tp
 from torch import Tensor
-from torch.nn import functional as F
 
-from millrace.connectors.megatron.forward_backward import ForwardBackward, Metrics, MetricSums
-from millrace.connectors.megatron.model.fused import take_rows
+from millrace.connectors.megatron.forward_backward import Metrics, MetricSums, ValueForwardBackward
 from millrace.connectors.megatron.model.policy_model import CriticModel
-from millrace.connectors.megatron.packing import Pack
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
 from millrace.core.algorithms.losses import value_loss
@@ -32,22 +28,21 @@ class Critic:
         self.config = config.algorithm.critic
         inner = model_from_hf(config, config.model.path, hf, device, CriticModel)
         self.trainable = TrainableModel(inner, config, self.config.lr)
-        self.passes = ForwardBackward(config, self.trainable.model, inner, device)
-        self._sequence_parallel = config.trainer.parallel.sequence
+        self.passes = ValueForwardBackward(config, self.trainable.model, inner, device)
 
     def values(self, batch: RankBatch) -> Tensor | None:
         """Value of the state before each response token [N], without gradients; None before the last stage."""
-        return self.passes.forward(batch.packs, self._values)
+        return self.passes.values(batch.packs)
 
     def forward_backward(self, batch: RankBatch, sums: MetricSums) -> None:
         """Gradients of the value loss: towards the batch's `returns`, clipped around its `values`."""
         spans = batch.spans()
 
-        def loss(number: int, pack: Pack, hidden: Tensor) -> tuple[Tensor, Metrics]:
+        def loss(number: int, values: Tensor) -> tuple[Tensor, Metrics]:
             span = spans[number]
             mask = batch.mask[span].bool()
             old, returns = clean(batch.per_token["values"][span], mask), batch.per_token["returns"][span]
-            values = clean(self._values(pack, hidden), mask)
+            values = clean(values, mask)
             per_token = clean(value_loss(values, old, returns, clip=self.config.clip), mask)
             count, detached = mask.sum().float(), values.detach()
             clipped = (
@@ -64,15 +59,7 @@ class Critic:
                 "value_error_second": ((returns - old).square().sum(), count),
             }
 
-        self.passes.forward_backward(batch.packs, loss, sums, forward_only=False)
-
-    def _values(self, pack: Pack, hidden: Tensor) -> Tensor:
-        if self._sequence_parallel:
-            hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        head = self.trainable.inner.value_head
-        states = take_rows(hidden.squeeze(1), pack.places).to(head.weight.dtype)
-        values = F.linear(states, head.weight, head.bias)[:, 0].float()
-        return self.passes.gather_context_parallel(pack, values)
+        self.passes.forward_backward(batch.packs, self.passes.token_values, loss, sums, forward_only=False)
 
 
 def explained_variance(means: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel as tp
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn import functional as F
 
 from millrace.connectors.megatron.model.fused import take_rows
 from millrace.connectors.megatron.model.logprobs import token_logprobs
@@ -27,8 +28,7 @@ from millrace.core.config import RunConfig
 
 Metrics = dict[str, tuple[Tensor, Tensor]]  # weighted sum and weight, by name
 MetricSums = dict[str, tuple[float, float]]  # the same as numbers, summed over packs
-Head = Callable[[Pack, Tensor], Tensor]  # hidden states of a pack -> values of its response tokens
-Loss = Callable[[int, Pack, Tensor], tuple[Tensor, Metrics]]  # pack's number, pack, hidden states
+Output = TypeVar("Output")  # what a head makes of the hidden states of a pack
 
 
 class ForwardBackward:
@@ -40,7 +40,7 @@ class ForwardBackward:
         self.inner = inner
         self.device = device
 
-    def forward(self, packs: Sequence[Pack], head: Head) -> Tensor | None:
+    def forward(self, packs: Sequence[Pack], head: Callable[[Pack, Tensor], Tensor]) -> Tensor | None:
         """The head's values of all response tokens, end to end, without gradients; None before the last stage."""
         values: list[Tensor] = []
 
@@ -57,7 +57,8 @@ class ForwardBackward:
     def forward_backward(
         self,
         packs: Sequence[Pack],
-        loss: Loss,
+        head: Callable[[Pack, Tensor], Output],
+        loss: Callable[[int, Output], tuple[Tensor, Metrics]],
         sums: MetricSums,
         *,
         forward_only: bool,
@@ -65,15 +66,15 @@ class ForwardBackward:
     ) -> None:
         """Leave the gradients of the sum of all packs' losses in the model's buffers, and add the metrics to `sums`.
 
-        Of the ranks that hold the same samples, one adds the metrics. `forward_only` computes no gradients.
-        `on_launched` is called when the device has all its work, before the host waits for it.
+        `head` maps hidden states to the output of a pack, `loss` the pack's number and that output to its loss. Of the ranks
+        that hold the same samples, one adds the metrics. `forward_only` computes no gradients. `on_launched` is called when the device has all its work, before the host waits for it.
         """
         counts_metrics = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
         numbers = iter(range(len(packs)))
         metrics_of_packs: list[Metrics] = []
 
         def pack_loss(pack: Pack, hidden: Tensor) -> Tensor:
-            total, metrics = loss(next(numbers), pack, hidden)
+            total, metrics = loss(next(numbers), head(pack, hidden))
             if counts_metrics:
                 metrics_of_packs.append({name: (x.detach(), y.detach()) for name, (x, y) in metrics.items()})
             return total
@@ -181,6 +182,22 @@ class LogprobForwardBackward(ForwardBackward):
             self.gather_context_parallel(pack, logprobs),
             None if entropies is None else self.gather_context_parallel(pack, entropies),
         )
+
+
+class ValueForwardBackward(ForwardBackward):
+    """A model with a scalar head, and the values that it gives."""
+
+    def values(self, packs: Sequence[Pack]) -> Tensor | None:
+        """Values of the packs' response tokens, end to end; None before the last pipeline stage."""
+        return self.forward(packs, self.token_values)
+
+    def token_values(self, pack: Pack, hidden: Tensor) -> Tensor:
+        """Values [N] of the whole pack's response tokens, on every context parallel rank."""
+        if self.config.trainer.parallel.sequence:
+            hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        head = self.inner.value_head
+        states = take_rows(hidden.squeeze(1), pack.places).to(head.weight.dtype)
+        return self.gather_context_parallel(pack, F.linear(states, head.weight, head.bias)[:, 0].float())
 
 
 def maximum(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
-from millrace.connectors.megatron.model.policy_model import PolicyModel
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.connectors.megatron.trainable_model import model_from_hf
 from millrace.core.architecture import read_hf_config
@@ -27,7 +27,7 @@ from millrace.core.errors import TrainerError
 class Reference:
     """A copy of the policy's parameters in host memory, swapped into the policy's model for a forward pass."""
 
-    def __init__(self, policy: PolicyModel) -> None:
+    def __init__(self, policy: GPTModel) -> None:
         self._policy = policy
         self.version = 0  # weight version that it is a copy of
         self._weights: dict[str, Tensor] = {}

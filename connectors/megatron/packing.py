@@ -1,6 +1,6 @@
-"""Samples as packs of this rank: token tensors in megatron's layout and the response tokens' places in them.
+"""Samples as packs of this rank: token tensors in megatron's layout, and where the response tokens stand in them.
 
-Owns which rank gets which sample, padding and context parallel order; knows nothing of losses.
+Owns which rank gets which sample, padding, and context parallel order. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from millrace.connectors.megatron.model.attention import zigzag_positions
+from millrace.connectors.megatron.model.attention import PackBounds
+from millrace.connectors.megatron.model.context_parallel import zigzag_positions
 from millrace.core.architecture import Architecture
 from millrace.core.batching import plan_packs
 from millrace.core.config import RunConfig
@@ -28,14 +28,14 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass
 class Row:
-    """One sample of a batch, as the trainer needs it."""
+    """One sample of a batch, as the trainer reads it."""
 
     sample_id: str
     tokens: Ints
     response_length: int
     loss_mask: Ints
     rollout_logprobs: Floats
-    advantage: float | None  # None: computed token by token
+    advantage: float | None  # None: computed per token
     reward: float  # NaN: not scored
     shaped_reward: float | None  # None: not shaped, or stored before the column was
     truncated: bool
@@ -44,16 +44,16 @@ class Row:
 
 @dataclass
 class Pack:
-    """One microbatch of this rank. T tokens of the rank, N response tokens of the whole pack."""
+    """One microbatch of this rank: a pack of T tokens with N response tokens."""
 
     rows: list[Row]
-    members: list[int]  # where the rows stand in the global batch
+    members: list[int]  # indices of the rows in the global batch
     input_ids: Tensor  # [1, T / cp]
     position_ids: Tensor  # [1, T / cp]
-    params: PackedSeqParams
+    params: PackBounds
     places: Tensor  # [n] local positions whose next token is a response token held by this rank
     targets: Tensor  # [n] those next tokens
-    slots: Tensor  # [n] where they stand among the pack's N response tokens
+    slots: Tensor  # [n] their indices among the pack's N response tokens
     count: int  # N
 
     @property
@@ -86,7 +86,7 @@ def read_rows(table: pa.Table) -> list[Row]:
 
 
 def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
-    """Each row's list as an array, without a Python object an element."""
+    """Each row's list as an array, without a Python object per element."""
     lists = table.column(column).combine_chunks()
     lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
     values = lists.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
@@ -95,7 +95,7 @@ def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.ND
 
 
 def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architecture, device: Any) -> list[Pack]:
-    """This rank's packs of a global batch; every rank gets as many, and about as many operations of the model."""
+    """This rank's packs of a global batch. Every rank gets the same number, with about the same FLOPs."""
     parallel = config.trainer.parallel
     align = (2 * parallel.context if parallel.context > 1 else 1) * (
         parallel.tensor if parallel.sequence else 1
@@ -121,7 +121,7 @@ def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architectur
 def make_pack(
     rows: Sequence[Row], members: list[int], *, cp_size: int, cp_rank: int, align: int, device: Any
 ) -> Pack:
-    """Lay samples end to end, each padded to `align` tokens. No rows gives a pack of padding without response tokens."""
+    """Lay samples end to end, each padded to a multiple of `align` tokens. No rows: a pack of padding alone."""
     padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
     bounds = [0, *np.cumsum(padded).tolist()]
     tokens = np.zeros(bounds[-1], dtype=np.int64)
@@ -132,27 +132,27 @@ def make_pack(
         tokens[start:end] = row.tokens
         before_response[end - row.response_length - 1 : end - 1] = True
     positions = np.concatenate([np.arange(length) for length in padded])
-    flat, chosen = torch.from_numpy(tokens), torch.from_numpy(before_response)
-    mine = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
-    places = chosen[mine].nonzero()[:, 0]
-    whole = mine[places]
+    flat, predicts_response = torch.from_numpy(tokens), torch.from_numpy(before_response)
+    local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
+    places = predicts_response[local_positions].nonzero()[:, 0]
+    pack_places = local_positions[places]
     cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-    params = PackedSeqParams(
+    params = PackBounds(
         qkv_format="thd",
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
         max_seqlen_q=max(padded),
         max_seqlen_kv=max(padded),
+        bounds=bounds,
     )
-    params.bounds = bounds
     return Pack(
         rows=list(rows),
         members=members,
-        input_ids=flat[mine][None].to(device),
-        position_ids=torch.from_numpy(positions)[mine][None].to(device),
+        input_ids=flat[local_positions][None].to(device),
+        position_ids=torch.from_numpy(positions)[local_positions][None].to(device),
         params=params,
         places=places.to(device),
-        targets=flat[whole + 1].to(device),
-        slots=(chosen.cumsum(0) - 1)[whole].to(device),
-        count=int(chosen.sum()),
+        targets=flat[pack_places + 1].to(device),
+        slots=(predicts_response.cumsum(0) - 1)[pack_places].to(device),
+        count=int(predicts_response.sum()),
     )

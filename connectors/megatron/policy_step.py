@@ -6,12 +6,12 @@ Owns how a rank's batch meets the objective. Knows nothing of versions, files, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from millrace.connectors.megatron.forward_backward import LogprobForwardBackward, Metrics, MetricSums, maximum
-from millrace.connectors.megatron.packing import Pack
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import clean
@@ -29,8 +29,8 @@ def policy_step(
     """Leave the gradients of the step's loss in the model's buffers, unless `forward_only`; add every metric to `sums`."""
     spans, lengths = batch.spans(), batch.pack_lengths()
 
-    def loss(number: int, pack: Pack, hidden: Tensor) -> tuple[Tensor, Metrics]:
-        logprobs, entropy = passes.token_logprobs(pack, hidden, entropy=objective.needs_entropy)
+    def loss(number: int, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Metrics]:
+        logprobs, entropy = output
         tokens = _token_batch(batch, spans[number], lengths[number], objective, logprobs, entropy)
         total, metrics = objective(tokens)
         metrics["loss"] = (total.detach(), torch.zeros_like(total))
@@ -41,6 +41,7 @@ def policy_step(
 
     passes.forward_backward(
         batch.packs,
+        partial(passes.token_logprobs, entropy=objective.needs_entropy),
         loss,
         sums,
         forward_only=forward_only,

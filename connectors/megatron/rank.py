@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from millrace.core.errors import RefusedStepError, TrainerError, TrainerMemoryError
+from millrace.core.errors import RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
 
 if TYPE_CHECKING:
@@ -193,35 +193,31 @@ class TrainerRank:
 
     def save(self, url: str) -> dict[str, Any]:
         """Save model, optimizer, schedule and RNG under a URL; complete.json last."""
-        from millrace.connectors.megatron.checkpoint.checkpoint import save
+        from millrace.connectors.megatron.checkpoint.trainer_state import save
 
         with self._working("save"):
             assert self.version is not None
-            return save(self, url)
+            return save(self.learner, url, self.version, self.last)
 
     def load(self, url: str) -> int:
         """Load what `save` wrote, under whatever layout this is; returns the version now held."""
-        from millrace.connectors.megatron.checkpoint.checkpoint import load
+        from millrace.connectors.megatron.checkpoint.trainer_state import load
 
         with self._working("load"):
             self.version = self.last = None
             self._rows = None
-            self.version = load(self, url)
+            self.version, self.last = load(self.learner, url)
         return self.version
-
-    def remember(self, metrics: dict[str, Any] | None) -> None:
-        """Take the metrics of the step that made a loaded version, so that the step is answered, not made again."""
-        self.last = metrics
 
     def export(self, directory: str, version: int) -> dict[str, Any]:
         """Write the held weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
-        from millrace.connectors.megatron.weights.hf_files import export_hf
+        from millrace.connectors.megatron.weights.hf_folder import export_hf
 
         return self._export(export_hf, directory, version)
 
     def upload(self, url: str, version: int) -> dict[str, Any]:
         """Write the same to a folder of any storage. Raises TrainerError if another version is held."""
-        from millrace.connectors.megatron.weights.hf_files import upload_hf
+        from millrace.connectors.megatron.weights.hf_folder import upload_hf
 
         return self._export(upload_hf, url, version)
 
@@ -328,7 +324,7 @@ class TrainerRank:
         except RuntimeError as error:
             if not ran_out(error):
                 raise
-            raise TrainerMemoryError(out_of_memory(what, self.rank, self.config, str(error))) from None
+            raise out_of_memory(what, self.rank, self.config, str(error)) from None
         finally:
             self.busy = None
 

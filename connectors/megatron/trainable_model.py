@@ -10,8 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from millrace.connectors.megatron.model.policy_model import CriticModel, PolicyModel, build_model
-from millrace.connectors.megatron.optim import fused_adamw, optimizer
-from millrace.connectors.megatron.weights.hf_files import load_hf
+from millrace.connectors.megatron.optim import fused_adamw
+from millrace.connectors.megatron.optim.ddp import wrap
+from millrace.connectors.megatron.optim.optimizer import make_optimizer, make_schedule
+from millrace.connectors.megatron.optim.optimizer_state import load_optimizer, optimizer_state
+from millrace.connectors.megatron.weights.hf_folder import load_hf
 from millrace.core.config import RunConfig
 
 
@@ -31,9 +34,9 @@ class TrainableModel:
 
     def __init__(self, inner: PolicyModel | CriticModel, config: RunConfig, lr: float) -> None:
         self.inner = inner
-        self.model = optimizer.wrap(inner, config)
-        self.optimizer = optimizer.make_optimizer(self.model, config, lr)
-        self.schedule = optimizer.make_schedule(self.optimizer, config, lr)
+        self.model = wrap(inner, config)
+        self.optimizer = make_optimizer(self.model, config, lr)
+        self.schedule = make_schedule(self.optimizer, config, lr)
         inner.config.grad_scale_func = self.optimizer.scale_loss
         self._fused = fused_adamw.applies(self.optimizer)
         self._norm = 0.0
@@ -88,11 +91,11 @@ class TrainableModel:
         model = self.inner.sharded_state_dict()
         return {
             "model": model,
-            "optimizer": optimizer.optimizer_state(self.optimizer, model, loading=loading),
+            "optimizer": optimizer_state(self.optimizer, model, loading=loading),
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         """Load a `sharded_state`, with the schedule's state beside it."""
         self.inner.load_state_dict(loaded["model"])
-        optimizer.load_optimizer(self.optimizer, loaded["optimizer"])
+        load_optimizer(self.optimizer, loaded["optimizer"])
         self.schedule.load_state_dict(loaded["schedule"])

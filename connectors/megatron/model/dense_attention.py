@@ -1,10 +1,10 @@
-"""Long sequences of a pack through cuDNN's attention, which takes equal lengths only and is twice as fast as what takes any.
+"""Long sequences of a pack through cuDNN's attention, which needs equal lengths and is twice as fast as variable-length ones.
 
-A pack is cut into parts: sequences of nearly one length, each padded to that length at its end (harmless under a causal
-mask), and the short ones, left to variable-length attention. cuDNN plans anew for every shape, which takes it tens of
-milliseconds: lengths are rounded up and counts are powers of two, so that shapes recur.
+A pack is cut into parts: sequences of similar length, each padded at its end to a common length (harmless under a causal
+mask), and the short ones, left to variable-length attention. cuDNN plans each new shape for tens of milliseconds: lengths
+are rounded up and counts are powers of two, so that shapes recur.
 
-Owns the cut and the way of rows there and back; knows nothing of heads' making.
+Owns the cut and the moves of rows into parts and back. Knows nothing of projections.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 
 Attention = Callable[[Tensor, Tensor, Tensor, "Part", float | None], Tensor]  # query, key, value, part, scale
 
-SHORTEST = 1024  # tokens: padding and moving shorter sequences costs what cuDNN gains
-STEPS = 8  # lengths in an octave: sequences grow by an eighth at most
+SHORTEST = 1024  # tokens: for shorter sequences, padding and moving cost what cuDNN gains
+STEPS = 8  # lengths per power of two: padding adds an eighth at most
 
 
 @dataclass(frozen=True)
 class Part:
-    """`rows`: the pack's row at each place, -1 for padding. Dense: count * length places; else `bounds` of sequences."""
+    """`rows`: the pack's row at each position, -1 for padding. A dense part has count * length rows, another `bounds`."""
 
     rows: list[int]
     count: int = 0
@@ -35,14 +35,14 @@ class Part:
 
 
 def rounded(length: int) -> int:
-    """The length up to which a sequence is padded."""
+    """The length that a sequence is padded to."""
     step = max(64, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length > 1 else 64
     return -(-length // step) * step
 
 
 @lru_cache(maxsize=16)
 def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
-    """Parts of a pack whose sequences lie between `bounds`; each row is in one part, once."""
+    """Parts of a pack whose sequences lie between `bounds`; each row is in exactly one part."""
     kinds: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(bounds):
         kinds.setdefault(rounded(end - start) if end - start >= SHORTEST else 0, []).append((start, end))
@@ -66,7 +66,7 @@ def cut(bounds: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 def usable(query: Tensor) -> bool:
-    """Whether cuDNN's attention takes these heads, on a GPU where it is the faster one."""
+    """Whether cuDNN's attention takes these heads, on a GPU where it is faster."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -91,15 +91,19 @@ def attend(
     varlen: Attention,
     dense: Attention,
 ) -> Tensor:
-    """Causal attention within each sequence of a pack [T, heads, d], a part at a time by the way for its kind."""
+    """Causal attention within each sequence of a pack [T, heads, d]: `dense` for dense parts, `varlen` for the others."""
     parts = cut(tuple(bounds))
-    ways = [dense if part.length else varlen for part in parts]
-    if len(parts) == 1 and len(parts[0].rows) == len(query):  # as it lies
-        return ways[0](query, key, value, parts[0], scale)
+    attentions = [dense if part.length else varlen for part in parts]
+    if len(parts) == 1 and len(parts[0].rows) == len(query):  # nothing to move
+        return attentions[0](query, key, value, parts[0], scale)
     rows = _on_device(tuple(bounds), query.device)
     sizes = [len(part.rows) for part in parts]
-    pieces = zip(*(x.split(sizes) for x in _Take.apply(rows, query, key, value)), strict=True)
-    outs = [way(*piece, part, scale) for way, part, piece in zip(ways, parts, pieces, strict=True)]
+    taken: tuple[Tensor, Tensor, Tensor] = _Take.apply(rows, query, key, value)
+    queries, keys, values = (x.split(sizes) for x in taken)
+    outs = [
+        attention(q, k, v, part, scale)
+        for attention, part, q, k, v in zip(attentions, parts, queries, keys, values, strict=True)
+    ]
     out: Tensor = _Put.apply(rows, torch.cat(outs), len(query))
     return out
 
@@ -120,7 +124,7 @@ def cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | 
 
 @lru_cache(maxsize=64)
 def cumulative(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    """Bounds where variable-length attention wants them."""
+    """Bounds as variable-length attention takes them, on the device."""
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 

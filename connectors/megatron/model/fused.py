@@ -1,7 +1,6 @@
-"""Operations of the model that take many passes over memory when written plainly, as one: on a GPU by Triton kernels, and
-plainly, with autograd's own gradients, everywhere else.
+"""Operations of the model in one pass over memory on a GPU, by Triton kernels. Elsewhere in plain PyTorch, with autograd.
 
-Each function's plain form is its definition; tests hold the kernels to it.
+The plain form of each function is its definition; tests compare the kernels with it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + added, and that sum: a layer's residual. Gradients of the two meet in one pass."""
+    """The norm of x + added, and that sum: a layer's residual. The gradients of both are added in one pass."""
     if x.is_cuda:
-        found: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
-        return found
+        out: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
+        return out
     total = x if added is None else x + added
     return rms_norm(total, weight, eps), total
 
@@ -45,12 +44,12 @@ def rotary_table(frequencies: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([angles.cos()[positions], angles.sin()[positions]])
 
 
-def rotated(x: Tensor, table: Tensor) -> Tensor:
-    """Heads [T, heads, d] turned by their tokens' angles, in x's type."""
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Heads [T, heads, d] rotated by their tokens' angles, in x's dtype."""
     half = table.shape[-1]
     cos, sin = (torch.cat((part, part), dim=-1).to(x.dtype)[:, None] for part in table)
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos) + (turned * sin)
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos) + (rotated * sin)
 
 
 def query_key_value(
@@ -65,25 +64,25 @@ def query_key_value(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Heads of a fused projection [T, groups * (per_group + 2) * d]: per group its queries, its key, its value.
 
-    Queries and keys are normed where weights are given, and turned. Gives [T, heads, d] and twice [T, groups, d].
+    Queries and keys are normed if there are weights, and rotated. Returns [T, heads, d] and twice [T, groups, d].
     """
     if mixed.is_cuda and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
-        found: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
-        return found
+        heads: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
+        return heads
     grouped = mixed.unflatten(-1, (-1, (per_group + 2) * head_dim))
     query, key, value = grouped.split([per_group * head_dim, head_dim, head_dim], dim=-1)
     query = query.reshape(len(mixed), -1, head_dim)
     if q_weight is not None and k_weight is not None:
         query, key = rms_norm(query, q_weight, eps), rms_norm(key.contiguous(), k_weight, eps)
-    return rotated(query, table), rotated(key, table), value
+    return rotate(query, table), rotate(key, table), value
 
 
-def take_rows(x: Tensor, places: Tensor) -> Tensor:
-    """x[places] of [T, H] for places that occur once."""
+def take_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """x[indices] of [T, H], where no index repeats."""
     if x.is_cuda:
-        out: Tensor = _TakeRows.apply(x, places)
+        out: Tensor = _TakeRows.apply(x, indices)
         return out
-    return x[places]
+    return x[indices]
 
 
 class _Norm(torch.autograd.Function):
@@ -105,10 +104,10 @@ class _Norm(torch.autograd.Function):
         from millrace.connectors.megatron.model import kernels
 
         x, weight = ctx.saved_tensors
-        grad, passed = (None if g is None else g.contiguous() for g in grads)
+        grad, grad_total = (None if g is None else g.contiguous() for g in grads)
         if grad is None:  # the norm was not used
-            return passed, passed if ctx.added else None, None, None
-        grad_x, grad_weight = kernels.norm_backward(x, weight, grad, ctx.eps, passed)
+            return grad_total, grad_total if ctx.added else None, None, None
+        grad_x, grad_weight = kernels.norm_backward(x, weight, grad, ctx.eps, grad_total)
         return grad_x, grad_x if ctx.added else None, grad_weight.to(weight.dtype), None
 
 
@@ -125,7 +124,8 @@ class _GatedSilu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         from millrace.connectors.megatron.model import kernels
 
-        return kernels.gated_silu_backward(*ctx.saved_tensors, grads[0].contiguous())
+        (x,) = ctx.saved_tensors
+        return kernels.gated_silu_backward(x, grads[0].contiguous())
 
 
 class _Heads(torch.autograd.Function):
@@ -155,20 +155,21 @@ class _Heads(torch.autograd.Function):
         grad, *weights = kernels.heads_backward(
             mixed, q_weight, k_weight, table, ctx.per_group, ctx.eps, dq, dk, dv
         )
-        dqw, dkw = (None if found is None else found.to(q_weight.dtype) for found in weights)
+        dqw, dkw = (None if dw is None else dw.to(q_weight.dtype) for dw in weights)
         return grad, dqw, dkw, None, None, None
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
         ctx.shape = x.shape
-        return x.index_select(0, places)
+        return x.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         from millrace.connectors.megatron.model import kernels
 
         grad = grads[0].contiguous()
-        return kernels.put_rows(grad, *ctx.saved_tensors, grad.new_zeros(ctx.shape)), None
+        (indices,) = ctx.saved_tensors
+        return kernels.put_rows(grad, indices, grad.new_zeros(ctx.shape)), None

@@ -1,8 +1,8 @@
-"""Triton kernels of the trainer on a GPU: normalisation, rotary positions, gated SiLU and log-probabilities of tokens.
+"""Triton kernels of the trainer on a GPU: norms, rotary positions, gated SiLU and log-probabilities of tokens.
 
-Only pointers and launches; millrace.connectors.megatron.model.fused owns their gradients and the plain forms that run elsewhere. All
-arithmetic is in fp32 whatever the tensors' type; sums over rows are in a fixed order, so that repeated runs are equal.
-Imported only where there is a GPU.
+Only pointers and launches: `fused`, `logprobs` and `dense_attention` make autograd functions of them. All arithmetic is in
+fp32 whatever the tensors' dtype; sums over rows have a fixed order, so that repeated runs are equal. Imported only where
+there is a GPU.
 """
 
 # mypy: ignore-errors
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = 256  # programs that each sum the gradient of a norm's weight over their share of rows
+PARTS = 256  # programs, each of which sums the gradient of a norm's weight over its share of rows
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _norm_backward(
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """RMS norm of the last dimension of x, or of x + added, and what was normed; all contiguous."""
+    """RMS norm of the last dimension of x, or of x + added, and the norm's input; all contiguous."""
     width = x.shape[-1]
     rows, out = x.numel() // width, torch.empty_like(x)
     total = x if added is None else torch.empty_like(x)
@@ -74,7 +74,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> 
 def norm_backward(
     x: Tensor, weight: Tensor, grad: Tensor, eps: float, passed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `norm` to x, with `passed` added to it, and, in fp32, to the weight."""
+    """Gradients of `norm` to x, plus `passed`, and in fp32 to the weight."""
     width = x.shape[-1]
     rows, grad_x = x.numel() // width, torch.empty_like(x)
     per_part = max(1, -(-rows // (4 * PARTS)))
@@ -145,11 +145,11 @@ def _heads_backward(
         place = t * stride + group * (PER + 2) * 2 * HALF + d
         for head in tl.static_range(PER + 1):
             if head < PER:
-                given = dq + ((t * kv_heads + group) * PER + head) * 2 * HALF + d
+                upstream = dq + ((t * kv_heads + group) * PER + head) * 2 * HALF + d
             else:
-                given = dk + (t * kv_heads + group) * 2 * HALF + d
-            ga = tl.load(given, mask=live, other=0.0).to(tl.float32)
-            gb = tl.load(given + HALF, mask=live, other=0.0).to(tl.float32)
+                upstream = dk + (t * kv_heads + group) * 2 * HALF + d
+            ga = tl.load(upstream, mask=live, other=0.0).to(tl.float32)
+            gb = tl.load(upstream + HALF, mask=live, other=0.0).to(tl.float32)
             da = ga * c + gb * s
             db = gb * c - ga * s
             to = place + head * 2 * HALF
@@ -174,9 +174,9 @@ def _heads_backward(
             tl.store(grad + to, da, mask=live)
             tl.store(grad + to + HALF, db, mask=live)
         to = place + (PER + 1) * 2 * HALF
-        given = dv + (t * kv_heads + group) * 2 * HALF + d
-        tl.store(grad + to, tl.load(given, mask=live), mask=live)
-        tl.store(grad + to + HALF, tl.load(given + HALF, mask=live), mask=live)
+        upstream = dv + (t * kv_heads + group) * 2 * HALF + d
+        tl.store(grad + to, tl.load(upstream, mask=live), mask=live)
+        tl.store(grad + to + HALF, tl.load(upstream + HALF, mask=live), mask=live)
     if NORM:
         at = sums + (part * kv_heads + group) * 4 * HALF + tl.arange(0, HALF)
         tl.store(at, q_low)
@@ -186,13 +186,13 @@ def _heads_backward(
 
 
 TOKENS, HEAD_WARPS = 32, 4  # of a tile of heads
-HEAD_PARTS = 128  # programs a group that each sum their share of the weights' gradients
+HEAD_PARTS = 128  # programs per group of heads, each of which sums its share of the weights' gradients
 
 
 def heads(
     mixed: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, rope: Tensor, per: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value heads of [T, groups * (per + 2) * d], normed where there are weights, and rotated."""
+    """Query, key and value heads of [T, groups * (per + 2) * d], normed if there are weights, and rotated."""
     tokens, half = mixed.shape[0], rope.shape[-1]
     groups = mixed.shape[1] // ((per + 2) * 2 * half)
     q = mixed.new_empty(tokens, groups * per, 2 * half)
@@ -321,8 +321,8 @@ def _softmax_gradient(
 def softmax_sums(
     logits: Tensor, targets: Tensor, start: int, live: int, temperature: float, entropy: bool
 ) -> Tensor:
-    """fp32 [4, n] of this rank's logits: the largest, the sum of exponentials below it, the target's logit (0 where it
-    is another rank's) and, with `entropy`, the sum of logits weighted by those exponentials."""
+    """fp32 [4, n] of this rank's logits: the maximum, the sum of exponentials relative to it, the target's logit (0 if another
+    rank has it) and, with `entropy`, the sum of logits weighted by those exponentials."""
     rows = logits.shape[0]
     sums = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _softmax_sums[(rows,)](
@@ -336,7 +336,7 @@ def softmax_gradient(
     logits: Tensor, targets: Tensor, logsum: Tensor, grad: Tensor, entropies: Tensor, grad_entropy: Tensor,
     start: int, live: int, temperature: float, entropy: bool,
 ) -> Tensor:  # fmt: skip
-    """Puts the gradient to the logits in their place."""
+    """Overwrite the logits with their gradient."""
     rows, width = logits.shape
     _softmax_gradient[(rows, triton.cdiv(width, 4096))](
         logits, targets, logsum, grad, entropies, grad_entropy, logits.stride(0), width, start, live,
@@ -346,13 +346,13 @@ def softmax_gradient(
 
 
 @triton.jit
-def _put_rows(given, places, out, width, BLOCK: tl.constexpr):
+def _put_rows(source, places, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     to = tl.load(places + row)
     if to >= 0:
         for first in range(0, width, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            values = tl.load(given + row * width + at, mask=at < width)
+            values = tl.load(source + row * width + at, mask=at < width)
             tl.store(out + to * width + at, values, mask=at < width)
 
 
@@ -366,16 +366,16 @@ def _take_rows(x, places, out, width, BLOCK: tl.constexpr):
         tl.store(out + row * width + at, values, mask=at < width)
 
 
-def put_rows(given: Tensor, places: Tensor, out: Tensor) -> Tensor:
-    """Writes row i of `given` to places[i] of `out`, but for places below 0; both contiguous."""
+def put_rows(source: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    """Write row i of `source` to row places[i] of `out`, skipping negative places; both contiguous."""
     if len(places):
-        width = given[0].numel()
-        _put_rows[(len(places),)](given, places, out, width, BLOCK=min(2048, triton.next_power_of_2(width)))
+        width = source[0].numel()
+        _put_rows[(len(places),)](source, places, out, width, BLOCK=min(2048, triton.next_power_of_2(width)))
     return out
 
 
 def take_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Row i is x[places[i]], zeros for places below 0; x contiguous."""
+    """Row i is x[places[i]], or zeros for a negative place; x contiguous."""
     out = x.new_empty(len(places), *x.shape[1:])
     if len(places):
         width = out[0].numel()

@@ -1,6 +1,6 @@
-"""The model's layers where they differ from megatron's own: residuals, norms, activation, self-attention over packs.
+"""The model's layers where they differ from megatron's: residuals, norms, activation and self-attention over packs.
 
-Owns which operations go into one pass (millrace.connectors.megatron.model.fused); parameters and their names are megatron's.
+Owns which operations share a pass over memory (see `fused`). Parameters and their names are megatron's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from millrace.connectors.megatron.model import fused
 from millrace.connectors.megatron.model.activation_drop import drop
+from millrace.connectors.megatron.model.attention import PackBounds
 
 
 class Norm(torch.nn.RMSNorm):
@@ -34,9 +34,9 @@ class Norm(torch.nn.RMSNorm):
 
 
 class PackedLayer(TransformerLayer):
-    """A layer whose residual sums and norms, and their gradients, go through memory together.
+    """A layer whose residual sums and norms share one pass over memory, and so do their gradients.
 
-    With selective recomputation the norms' and the activation's outputs are dropped: they repeat no product.
+    Selective recomputation drops the outputs of norms and activation: to make them again takes no matrix product.
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **more: Any) -> None:
@@ -52,16 +52,16 @@ class PackedLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         *arguments: Any,
         rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackBounds | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] -> [T, 1, H]; megatron's own way where it recomputes parts of a layer."""
+        """[T, 1, H] -> [T, 1, H]. megatron's own forward pass where trainer.megatron has it recompute parts of a layer."""
         if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
-            found: tuple[Tensor, None] = super().forward(
+            out: tuple[Tensor, None] = super().forward(
                 hidden_states, attention_mask, *arguments,
                 rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **more,
             )  # fmt: skip
-            return found
+            return out
         first, second = self.input_layernorm, self.pre_mlp_layernorm
         normed, residual = fused.add_norm(hidden_states, None, first.weight, first.eps)
         attended, bias = self.self_attention(
@@ -71,16 +71,16 @@ class PackedLayer(TransformerLayer):
         if self.drops:
             drop(normed, partial(fused.rms_norm, residual.detach(), first.weight, first.eps), attended)
         normed, residual = fused.add_norm(residual, attended, second.weight, second.eps)
-        out = self.mlp(normed)[0]
+        mlp_out: Tensor = self.mlp(normed)[0]
         if self.drops:
-            drop(normed, partial(fused.rms_norm, residual.detach(), second.weight, second.eps), out)
+            drop(normed, partial(fused.rms_norm, residual.detach(), second.weight, second.eps), mlp_out)
             for activation in self.activations:
-                activation.drop(out)
-        return residual + out, None
+                activation.drop(mlp_out)
+        return residual + mlp_out, None
 
 
 class GatedSilu(MegatronModule):
-    """The activation between a gated layer's two projections, gate and product in one."""
+    """The activation of a gated MLP: silu of the gate and the product, in one pass."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -95,7 +95,7 @@ class GatedSilu(MegatronModule):
         return out
 
     def drop(self, before: Tensor) -> None:
-        """Free the last output until the gradient of `before` is there."""
+        """Free the last output until the gradient of `before` arrives."""
         assert self._last is not None
         (x, out), self._last = self._last, None
         drop(out, partial(fused.gated_silu, x), before)
@@ -104,7 +104,7 @@ class GatedSilu(MegatronModule):
 class PackedSelfAttention(SelfAttention):
     """Self-attention over a pack: split, norms and rotary positions of the heads in one pass.
 
-    `rotary_pos_emb` is the cosines and sines of this rank's tokens [2, T, d / 2], as PolicyModel makes them.
+    `rotary_pos_emb` holds the cosines and sines of this rank's tokens [2, T, d / 2], as PolicyModel makes them.
     """
 
     def forward(
@@ -113,10 +113,10 @@ class PackedSelfAttention(SelfAttention):
         attention_mask: Tensor | None = None,
         *_: Any,
         rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackBounds | None = None,
         **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, H] -> [T, 1, H] and the projection's bias."""
+        """[T, 1, H] -> [T, 1, H], and the projection's bias."""
         assert rotary_pos_emb is not None, "only rotary positions are supported"
         query, key, value = self._heads(hidden_states, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
@@ -131,14 +131,16 @@ class PackedSelfAttention(SelfAttention):
 
     def _heads(self, hidden_states: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups, tensor = self.config.num_query_groups, self.config.tensor_model_parallel_size
-        if groups < tensor:  # a group's heads are spread over ranks: megatron knows how
+        if groups < tensor:  # one group's heads lie on several ranks: megatron gathers them
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             return (
-                fused.rotated(query.squeeze(1), table),
-                fused.rotated(key.squeeze(1), table),
+                fused.rotate(query.squeeze(1), table),
+                fused.rotate(key.squeeze(1), table),
                 value.squeeze(1),
             )
-        mixed, _ = self.linear_qkv(hidden_states)  # [T, 1, ...]: squeezed, an index's gradient is a copy
+        mixed, _ = self.linear_qkv(
+            hidden_states
+        )  # [T, 1, ...]: squeeze, since the gradient of an index is a copy
         return fused.query_key_value(
             mixed.squeeze(1),
             getattr(self.q_layernorm, "weight", None),

@@ -1,8 +1,8 @@
-"""Log-probabilities (and entropies) of chosen tokens from hidden states, over a vocabulary split by tensor parallelism.
+"""Log-probabilities and entropies of given tokens from hidden states, over a vocabulary split by tensor parallelism.
 
-Never holds logits of more than a chunk of tokens: the backward pass computes them again, chunk by chunk. On a GPU a chunk's
-logits stay in the model's type and are read once, their gradient takes their place, and the output layer's gradient is
-summed in fp32 where the optimizer reads it.
+Holds the logits of one chunk of tokens at a time: the backward pass computes them again, chunk by chunk. On a GPU, the
+logits of a chunk keep the model's dtype and are read once, their gradient overwrites them, and the output layer's gradient
+is summed in fp32 where the optimizer reads it. There, chunks' logits are kept too while the device has memory to spare.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.connectors.megatron.optim.weight_gradients import add_product
+from millrace.connectors.megatron.model.weight_gradients import add_product
 
 
 def token_logprobs(
@@ -27,10 +27,10 @@ def token_logprobs(
     chunk: int,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature)[target], and the distribution's entropy if asked for.
+    """log softmax(hidden @ weight.T / temperature)[target], and with `entropy` the distribution's entropy.
 
     hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding).
-    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients flow to hidden (this rank's part of the sum) and weight.
+    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients go to the weight and, as this rank's part of a sum, to hidden.
     """
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
@@ -107,15 +107,15 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
-# the plain form holds 16 bytes a logit, the fused one 2: four chunks at once, in half the memory
+# plain: 16 bytes a logit; fused: 2. Four chunks at once still take half the memory.
 FUSED_CHUNKS = 4
 
 
 class _FusedTokenLogprobs(torch.autograd.Function):
-    """The same by millrace.connectors.megatron.model.kernels.
+    """The same with the Triton kernels.
 
-    Where the weight has a `main_grad`, its gradient is added there in fp32, and autograd gets none. While the device has
-    room to spare, chunks' logits are kept for the backward pass instead of being computed again.
+    Where the weight has a `main_grad`, its gradient is added there in fp32 and autograd gets none. While the device has
+    memory to spare, the logits of chunks are kept for the backward pass instead of computed again.
     """
 
     @staticmethod
@@ -141,7 +141,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         for at in range(0, count, chunk):
             span = slice(at, at + chunk)
             logits = hidden[span] @ weight.t()
-            if graded and _roomy(logits):
+            if graded and _memory_to_spare(logits):
                 kept[at] = logits
             sums[:, span] = kernels.softmax_sums(logits, targets[span], start, live, temperature, entropy)
         top = _reduce(sums[0].clone(), dist.ReduceOp.MAX, group)
@@ -178,16 +178,16 @@ class _FusedTokenLogprobs(torch.autograd.Function):
             torch.mm(d, weight, out=grad_hidden[span])
             add_product(total, d.t(), hidden[span])
         if ctx.main_grad is not None:
-            note_added(weight)
+            mark_gradient_added(weight)
             return grad_hidden, *[None] * 9
         return grad_hidden, total.to(weight.dtype), *[None] * 8
 
 
-def note_added(weight: Tensor) -> None:
-    """Tell DDP, which reduces a weight's gradient once autograd is through with it, that `main_grad` has it already.
+def mark_gradient_added(weight: Tensor) -> None:
+    """Mark that `main_grad` already holds the weight's gradient, for DDP, which reduces it when autograd has finished with it.
 
-    DDP looks for a gradient all the same: it gets one of a single element. Where an embedding is the same weight, that one's
-    comes through autograd, to be added.
+    DDP still requires a gradient: it gets a view of one element. A tied weight is not marked: autograd brings the
+    embedding's part of its gradient, which DDP must add.
     """
     tied = getattr(weight, "zero_out_wgrad", False)  # megatron's mark
     if hasattr(weight, "grad_added_to_main_grad") and not tied:
@@ -195,15 +195,15 @@ def note_added(weight: Tensor) -> None:
         weight.grad_added_to_main_grad = True
 
 
-def _roomy(tensor: Tensor) -> bool:
-    """Whether a third of the device's memory is free beside the given tensor; what this process caches is free."""
+def _memory_to_spare(tensor: Tensor) -> bool:
+    """Whether a third of the memory of the tensor's device is free; what PyTorch caches counts as free."""
     free, total = torch.cuda.mem_get_info(tensor.device)
     cached = torch.cuda.memory_reserved(tensor.device) - torch.cuda.memory_allocated(tensor.device)
     return free + cached > total // 3
 
 
 def _logits(hidden: Tensor, weight: Tensor, live: int, temperature: float) -> Tensor:
-    """fp32 logits [n, V / tp]; padding rows of the vocabulary get minus infinity."""
+    """fp32 logits [n, V / tp]; padding rows of the vocabulary are minus infinity."""
     logits = (hidden @ weight.t()).float()
     if temperature != 1.0:
         logits = logits / temperature

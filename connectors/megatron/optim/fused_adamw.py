@@ -1,7 +1,7 @@
-"""The optimizer step on a GPU in few passes over memory: gradient norm, AdamW with clipping, and the weights' copy.
+"""The optimizer step on a GPU in few passes over memory: gradient norm, AdamW with clipping, and the copy of the weights.
 
-megatron's own way without Transformer Engine or Apex is kept elsewhere: it asks the device for a number a parameter and
-makes a dozen passes. Owns no state; the optimizer stays megatron's, and so do its checkpoints.
+Without Transformer Engine or Apex, megatron's own step reads one number from the device per parameter and makes a dozen
+passes. Owns no state: the optimizer and its checkpoints stay megatron's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from millrace.connectors.megatron import patches
+
 
 def _parts(optimizer: Any) -> list[Any]:
     return [
@@ -24,17 +26,17 @@ def _parts(optimizer: Any) -> list[Any]:
 def _fusable(part: Any) -> bool:
     """Whether this is torch's AdamW over parameters on a GPU."""
     adam = part.optimizer
-    held = [parameter for group in adam.param_groups for parameter in group["params"]]
-    return isinstance(adam, torch.optim.AdamW) and bool(held) and all(p.is_cuda for p in held)
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    return isinstance(adam, torch.optim.AdamW) and bool(parameters) and all(p.is_cuda for p in parameters)
 
 
 def applies(optimizer: Any) -> bool:
-    """Whether `gradient_norm` and `step` may be used in place of the optimizer's own."""
+    """Whether `gradient_norm` and `step` may replace the optimizer's own."""
     return bool(_parts(optimizer)) and all(_fusable(part) for part in _parts(optimizer))
 
 
 def install(optimizer: Any) -> None:
-    """Make AdamW one kernel and the weights' copy another, where they can be; after loading a state too."""
+    """Make AdamW one kernel and the copy of the weights another, where possible. Call it after loading a state too."""
     for part in _parts(optimizer):
         if not _fusable(part):
             continue
@@ -46,38 +48,39 @@ def install(optimizer: Any) -> None:
                 if "step" in state:
                     state["step"] = state["step"].to(parameter.device)
         if isinstance(part, DistributedOptimizer):
-            part._copy_main_params_to_model_params = _copier(part)  # type: ignore[method-assign]
+            patches.replace_weight_copy(part, _weight_copy(part))
 
 
-def _copier(part: Any) -> Callable[[], None]:
-    """What writes the fp32 parameters of this rank to where the model's are gathered from."""
+def _weight_copy(part: Any) -> Callable[[], None]:
+    """A function that writes this rank's fp32 parameters to the buffer that the model's are gathered from."""
     pairs: list[tuple[Tensor, Tensor]] = []
 
-    def find() -> None:
+    def find_pairs() -> None:
         groups = [
             *zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True),
             *zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True),
         ]
-        for mains, models in groups:
-            for main, model in zip(mains, models, strict=True):
+        for main_parameters, model_parameters in groups:
+            for main, model in zip(main_parameters, model_parameters, strict=True):
                 span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
                 number, _, bucket = part.model_param_gbuf_map[model]
-                whole = part.buffers[number].buckets[bucket].param_data.view(-1)
-                pairs.append((whole[span.start : span.end], main.detach()))
+                flat = part.buffers[number].buckets[bucket].param_data.view(-1)
+                pairs.append((flat[span.start : span.end], main.detach()))
 
     def copy() -> None:
         if not pairs:
-            find()
-        torch._foreach_copy_([to for to, _ in pairs], [main for _, main in pairs])
+            find_pairs()
+        torch._foreach_copy_([target for target, _ in pairs], [main for _, main in pairs])
 
     return copy
 
 
 @torch.no_grad()
 def gradient_norm(optimizer: Any) -> Tensor:
-    """Norm over all ranks, as megatron's: shared and replicated parameters count once. After `prepare_grads`.
+    """Norm over all ranks, as megatron computes it: shared and replicated parameters count once. After `prepare_grads`.
 
-    Still on the device: nothing is waited for."""
+    The result stays on the device: the host does not wait.
+    """
     total: Tensor | None = None
     for part in _parts(optimizer):
         grads = part.get_main_grads_for_grad_norm()
@@ -98,6 +101,6 @@ def step(optimizer: Any, norm: float) -> None:
     for part in _parts(optimizer):
         adam, clip = part.optimizer, part.config.clip_grad
         device = adam.param_groups[0]["params"][0].device
-        over = (norm + 1e-6) / clip if clip > 0 else 0.0
-        adam.grad_scale = torch.full((), over, device=device) if over > 1 else None
+        divisor = (norm + 1e-6) / clip if clip > 0 else 0.0
+        patches.set_gradient_divisor(adam, torch.full((), divisor, device=device) if divisor > 1 else None)
     assert optimizer.step_with_ready_grads(), "the optimizer skipped a step with finite gradients"

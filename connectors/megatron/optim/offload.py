@@ -1,67 +1,75 @@
-"""Optimizer state and gradients out of GPU memory and back, so that engines on the same GPU can have it.
+"""Moves optimizer state and gradients out of GPU memory and back, so that engines on the same GPU can use the memory.
 
-Owns storages, not tensors: every view stays what it was. State goes to pinned host memory, which is kept for the next
-time; gradients are forgotten. The weights stay, since engines take them while the rest is away.
+Works on storages, not tensors, so that every view stays valid. Optimizer state goes to pinned host memory, which is kept
+for the next time; gradients are dropped. The weights stay: engines read them while the rest is offloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from millrace.connectors.megatron.process.memory_errors import out_of_host_memory, ran_out
-from millrace.connectors.megatron.trainable_model import TrainableModel
-from millrace.core.errors import TrainerMemoryError
+
+
+class Offloadable(Protocol):
+    """What offloading needs of a model that is trained."""
+
+    inner: Any  # the model with the parameters
+    optimizer: Any
+
+    def zero_grad(self) -> None:
+        """Set gradients to zero."""
 
 
 class OptimizerOffload:
-    """GPU memory of some trained models that the host can hold instead."""
+    """GPU memory of trained models that the host can hold instead."""
 
-    def __init__(self, models: list[TrainableModel]) -> None:
+    def __init__(self, models: Sequence[Offloadable]) -> None:
         self.models = models
         self.offloaded = False
-        self._away: list[tuple[Any, int, Tensor | None]] = []  # storage, bytes, what it held
+        self._freed: list[tuple[Any, int, Tensor | None]] = []  # storage, bytes, host copy of its content
         self._hosts: list[Tensor] = []  # pinned memory, kept for the next time
 
     def offload(self) -> int:
-        """Give the memory back, and what PyTorch keeps of memory that is free; returns bytes of the GPU that are free again.
+        """Free the memory, and what PyTorch caches; returns the bytes of the GPU that are free again.
 
-        Raises TrainerMemoryError if the host has no room; all is then where it was.
+        Raises TrainerMemoryError if the host has no room; everything then stays where it was.
         """
         if not torch.cuda.is_available():
             return 0
         before = torch.cuda.mem_get_info()[0]
         if not self.offloaded:
-            self._leave()
-        torch.cuda.ipc_collect()  # buckets that engines have let go of
+            self._move_to_host()
+        torch.cuda.ipc_collect()  # buckets that engines have closed
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0] - before)
 
-    def _leave(self) -> None:
+    def _move_to_host(self) -> None:
         kept, dropped = self._storages()
-        self._away = [(storage, storage.nbytes(), None) for storage in dropped]
+        self._freed = [(storage, storage.nbytes(), None) for storage in dropped]
         for number, storage in enumerate(kept):
             host = self._host(number, storage.nbytes())
             host.copy_(_bytes(storage), non_blocking=True)
-            self._away.append((storage, storage.nbytes(), host))
+            self._freed.append((storage, storage.nbytes(), host))
         torch.cuda.synchronize()
-        for storage, _, _ in self._away:
+        for storage, _, _ in self._freed:
             storage.resize_(0)
         self.offloaded = True
 
     def reload(self) -> None:
-        """Take the memory again, with what it held; gradients are zero."""
+        """Allocate the memory again and restore the optimizer state; gradients are zero."""
         if not self.offloaded:
             return
-        for storage, size, host in self._away:
+        for storage, size, host in self._freed:
             storage.resize_(size)
             if host is not None:
                 _bytes(storage).copy_(host, non_blocking=True)
         torch.cuda.synchronize()
-        self._away = []
+        self._freed = []
         self.offloaded = False
         for model in self.models:
             model.zero_grad()
@@ -74,7 +82,7 @@ class OptimizerOffload:
         return self._hosts[number]
 
     def _storages(self) -> tuple[list[Any], list[Any]]:
-        """Storages, each once: what is kept on the host, and what is dropped."""
+        """Storages, each once: those that go to the host, and those that are dropped."""
         weights = {p.untyped_storage().data_ptr() for m in self.models for p in m.inner.parameters()}
         dropped = {
             storage.data_ptr(): storage
@@ -85,13 +93,13 @@ class OptimizerOffload:
         }
         kept = {
             storage.data_ptr(): storage
-            for tensor in self._state()
+            for tensor in self._optimizer_tensors()
             for storage in [tensor.untyped_storage()]
             if tensor.is_cuda and storage.nbytes() and storage.data_ptr() not in weights
         }
         return [storage for key, storage in kept.items() if key not in dropped], list(dropped.values())
 
-    def _state(self) -> Iterator[Tensor]:
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
         for model in self.models:
             for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
                 adam = part.optimizer
@@ -107,7 +115,7 @@ def _pinned(size: int) -> Tensor:
     except RuntimeError as error:
         if not ran_out(error):
             raise
-        raise TrainerMemoryError(out_of_host_memory(size, str(error))) from None
+        raise out_of_host_memory(size, str(error)) from None
 
 
 def _bytes(storage: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""Makes megatron-core's literal "cuda" mean the CPU, where there is no GPU. Nothing in megatron is edited.
+"""Lets megatron-core run on a host without a GPU: its literal "cuda" means the CPU.
 
-Besides weight_gradients, the only place in the project that patches anything. `install` once a process, `on_cpu` around each thread's calls.
+Call `install` once a process and enter `on_cpu` around each thread's calls of megatron.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from millrace.connectors.megatron import patches
+
 CPU = torch.device("cpu")
 CUDA_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -21,7 +23,7 @@ CUDA_TYPES = {
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Turns device="cuda" into cpu, drops pinned memory, and answers the optimizers' type checks."""
+    """Turns device="cuda" into cpu, drops pinned memory, and answers the type checks of megatron's optimizers."""
 
     def __torch_function__(
         self,
@@ -51,34 +53,11 @@ def _is_cuda(device: Any) -> bool:
 
 
 def install() -> None:
-    """Patch the handful of calls that no function mode sees. Asserts that there is no GPU."""
+    """Patch the calls that no function mode sees. Asserts that there is no GPU."""
     assert not torch.cuda.is_available(), "the CPU shim is for hosts without a GPU"
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: CPU
-    cuda.synchronize = lambda *_: None
-    cuda.current_stream = lambda *_: None
-    cuda.empty_cache = lambda: None
-
-    from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import token_dispatcher
-
-    module: Any = megatron_random
-    module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher.cuda_dtoh_stream = (
-        CPU  # anything but None: its side stream, which copies split sizes to the CPU
-    )
-    dispatcher._maybe_dtoh_and_synchronize = _split_sizes
-
-
-def _split_sizes(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """The experts' dispatcher hands split sizes to collectives as arrays, not tensors."""
-    for name in ("input_splits", "output_splits", "output_splits_tp"):
-        sizes = getattr(dispatcher, name, None)
-        if isinstance(sizes, torch.Tensor):
-            setattr(dispatcher, name, sizes.numpy())
-    return tokens_per_expert
+    patches.answer_cuda_calls_on_cpu(CPU)
+    patches.use_cpu_rng()
+    patches.keep_token_dispatcher_on_cpu(CPU)
 
 
 @contextlib.contextmanager
@@ -89,5 +68,5 @@ def on_cpu() -> Iterator[None]:
 
 
 def suspended() -> Any:
-    """Within, the substitution rests: for stretches that name no device, since it costs a little a torch call."""
+    """Within, the substitution is off. For code that names no device: the substitution costs time on every torch call."""
     return torch._C.DisableTorchFunction()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import random as megatron_random
 
+from millrace.connectors.megatron import patches
 from millrace.connectors.megatron.process import cpu_shim
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
@@ -23,11 +24,13 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     """Start this rank's process group and parallel state; returns its device. Called once a process."""
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
-        raise ConfigError("trainer.device = cuda: this host has no GPU; set trainer.device=cpu or auto")
+        raise ConfigError(
+            "this host has no GPU", where="trainer.device = cuda", remedy="set trainer.device=cpu or auto"
+        )
     if cuda:
         device = torch.device("cuda", 0)  # the rank sees one GPU, its own
         torch.cuda.set_device(device)
-        # Ranks of one group must agree on it, and SGLang's processes, which get weights through one, turn it off.
+        # All ranks of one group need the same value. SGLang's processes, which join a group for weights, set 0.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     else:
         device = torch.device("cpu")
@@ -51,18 +54,18 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
     torch.manual_seed(config.run.seed)
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
     if config.trainer.deterministic:
-        _be_deterministic(device)
+        _use_deterministic_kernels(device)
     return device
 
 
-def _be_deterministic(device: torch.device) -> None:
+def _use_deterministic_kernels(device: torch.device) -> None:
     """Have PyTorch use deterministic kernels, and warn where it has none.
 
-    For cuBLAS it wants a variable set, and looks for it at the first product only; each product then parses what the
-    variable says, which takes longer than all else of its start. So it is set for the first, unless it was before.
+    cuBLAS reads a variable for this at its first product, and PyTorch parses that variable again at every later one, which
+    takes longer than launching the product. So the variable is set for the first product only, unless the user set it.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    patches.leave_new_memory_unfilled()
     if device.type == "cuda" and CUBLAS_WORKSPACE not in os.environ:
         os.environ[CUBLAS_WORKSPACE] = ":4096:8"
         one = torch.ones(1, 1, device=device)
@@ -70,13 +73,13 @@ def _be_deterministic(device: torch.device) -> None:
         del os.environ[CUBLAS_WORKSPACE]
 
 
-def cpu_threads(wanted: int | None, world_size: int, *, gpu: bool) -> int:
-    """Threads of a rank's work on the CPU: those wanted, or its share of the cores.
+def cpu_threads(configured: int | None, world_size: int, *, gpu: bool) -> int:
+    """Threads for a rank's work on the CPU: as configured, or its share of the cores.
 
-    Beside a GPU that work is small, and a team of threads for it does harm: they spin for one that another process keeps
-    off its core, which made 1 ms of making packs 35, and take the time of the threads that start the GPU's kernels.
+    One beside a GPU: the CPU work there is small, and spinning worker threads take cores from the threads that launch
+    kernels. With a team of threads, making packs took 35 ms instead of 1 on a busy host.
     """
-    return wanted or (1 if gpu else max(1, (os.cpu_count() or 1) // world_size))
+    return configured or (1 if gpu else max(1, (os.cpu_count() or 1) // world_size))
 
 
 def leave() -> None:
@@ -87,10 +90,10 @@ def leave() -> None:
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """What each thread enters around megatron's calls."""
+    """The context that each thread enters around calls of megatron."""
     return cpu_shim.on_cpu() if device.type == "cpu" else contextlib.nullcontext()
 
 
 def model_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """What may be entered around the model's and the loss's own calls, which name no device."""
+    """A cheaper context for calls of the model and the loss, which name no device."""
     return cpu_shim.suspended() if device.type == "cpu" else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Weights as a stream of flat buckets under Hugging Face names, of which every rank gets every one.
+"""Weights as a stream of flat buckets under Hugging Face names. Every rank gets every bucket.
 
-Owns cutting the stream, carrying to all ranks what only some hold (a pipeline stage, experts) and one reused buffer: the
-extra memory is one bucket, whatever the model. Knows nothing of who takes them.
+Owns the cut of the stream, the broadcast of tensors that only some ranks hold (a pipeline stage, experts), and one reused
+buffer: the extra memory is one bucket, whatever the model. Knows nothing of the receivers.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from millrace.connectors.megatron.model.policy_model import PolicyModel
-from millrace.connectors.megatron.weights.hf_files import hf_names, hf_tensors, writes
+from millrace.connectors.megatron.weights.hf_tensors import hf_names, hf_tensors, writes
 from millrace.core.contracts.weight_bucket import Bucket, Entry
 
-DEVICE = 6  # which of the arguments of torch's rebuild_cuda_tensor names the device
+DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Tensors that one rank writes, gathered together by the ranks of its tensor parallel group."""
+class Section:
+    """Tensors that one rank writes, gathered by the ranks of its tensor parallel group."""
 
     owner: int
     gatherers: tuple[int, ...]
-    experts: bool | None  # experts' alone, or the others' alone; None: both
-    carried: bool  # whether the owner sends them on to all ranks, since some do not gather them
+    experts: bool | None  # only experts' tensors, or only the others; None: both
+    broadcast: bool  # whether the owner sends them to all ranks, since some do not gather them
 
 
 class BucketStream:
-    """One pass over the weights. All ranks step through it together; a bucket is valid until the next is asked for.
+    """One pass over the weights. All ranks step through it together; a bucket is valid until the next one is taken.
 
-    `size`: bytes of a bucket; one tensor that is larger makes a larger bucket of its own. `share`: for other processes on
-    this GPU.
+    `size`: bytes of a bucket; a larger tensor gets a larger bucket to itself. `share`: make a handle with which other
+    processes on this GPU open the bucket.
     """
 
     def __init__(
@@ -53,78 +53,78 @@ class BucketStream:
         self._buffer: Tensor | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
-        turns = _turns(self._model, self._hf)
-        for turn in turns:
-            for entries, more in self._buckets(turn):
+        sections = _sections(self._model, self._hf)
+        for section in sections:
+            for entries, more in self._buckets(section):
                 end = entries[-1][-1]
-                self.flat = self._room(end)[:end]
+                self.flat = self._buffer_of(end)[:end]
                 if self.flat.is_cuda:
                     torch.cuda.current_stream().synchronize()
-                handle = _shared(self._room(end)) if self._share else b""
-                yield Bucket(entries, end, not more and turn is turns[-1], handle)
+                handle = _ipc_handle(self._buffer_of(end)) if self._share else b""
+                yield Bucket(entries, end, not more and section is sections[-1], handle)
 
-    def _buckets(self, turn: Turn) -> Iterator[tuple[list[Entry], bool]]:
-        """Fill the buffer with one bucket of a turn after the other: what lies in it, and whether more comes."""
+    def _buckets(self, section: Section) -> Iterator[tuple[list[Entry], bool]]:
+        """Fill the buffer with one bucket of a section after the other: its entries, and whether more buckets follow."""
         tensors: Iterator[tuple[str, Tensor]] = iter(())
-        if dist.get_rank() in turn.gatherers:
-            tensors = hf_tensors(self._model, self._hf, turn.experts)
-        waiting, more = next(tensors, None), True
+        if dist.get_rank() in section.gatherers:
+            tensors = hf_tensors(self._model, self._hf, section.experts)
+        pending, more = next(tensors, None), True
         while more:
-            entries, waiting = self._fill(waiting, tensors)
-            more = waiting is not None
-            if turn.carried:
-                told = [(entries, more)]
-                dist.broadcast_object_list(told, src=turn.owner)
-                entries, more = told[0]
+            entries, pending = self._fill(pending, tensors)
+            more = pending is not None
+            if section.broadcast:
+                message = [(entries, more)]
+                dist.broadcast_object_list(message, src=section.owner)
+                entries, more = message[0]
                 end = entries[-1][-1]
-                dist.broadcast(self._room(end)[:end], src=turn.owner)
+                dist.broadcast(self._buffer_of(end)[:end], src=section.owner)
             yield entries, more
 
     def _fill(
-        self, waiting: tuple[str, Tensor] | None, tensors: Iterator[tuple[str, Tensor]]
+        self, pending: tuple[str, Tensor] | None, tensors: Iterator[tuple[str, Tensor]]
     ) -> tuple[list[Entry], tuple[str, Tensor] | None]:
-        """As many tensors as fit, at least one, and the one that did not."""
+        """Put as many tensors as fit, at least one, into the buffer; returns their entries and the first that did not fit."""
         entries: list[Entry] = []
         start = 0
-        while waiting is not None:
-            name, tensor = waiting
+        while pending is not None:
+            name, tensor = pending
             end = start + tensor.numel() * self._dtype.itemsize
             if entries and end > self._size:
                 break
-            self._room(end)[start:end].view(self._dtype).view(tensor.shape).copy_(tensor)
+            self._buffer_of(end)[start:end].view(self._dtype).view(tensor.shape).copy_(tensor)
             dtype = str(self._dtype).removeprefix("torch.")
             entries.append((name, tuple(tensor.shape), dtype, start, end))
-            start, waiting = end, next(tensors, None)
-        return entries, waiting
+            start, pending = end, next(tensors, None)
+        return entries, pending
 
-    def _room(self, needed: int) -> Tensor:
-        """The buffer; a tensor larger than a bucket gets a larger one."""
+    def _buffer_of(self, needed: int) -> Tensor:
+        """The buffer, with at least `needed` bytes."""
         if self._buffer is None or self._buffer.numel() < needed:
             self._buffer = torch.empty(max(self._size, needed), dtype=torch.uint8, device=self._device)
         return self._buffer
 
 
-def _turns(model: PolicyModel, hf: dict[str, Any]) -> list[Turn]:
+def _sections(model: PolicyModel, hf: dict[str, Any]) -> list[Section]:
     """Who writes what, so that every tensor comes once. All ranks must call it."""
     gatherers = tuple(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
     if mpu.get_pipeline_model_parallel_world_size() == mpu.get_expert_model_parallel_world_size() == 1:
-        return [Turn(dist.get_rank(), gatherers, None, carried=False)]
-    mine = {
+        return [Section(dist.get_rank(), gatherers, None, broadcast=False)]
+    kinds = {
         experts
         for experts in (True, False)
         if writes(experts) and next(hf_names(model, hf, experts), None) is not None
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, gatherers))
+    kinds_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds_of_ranks, (kinds, gatherers))
     return [
-        Turn(owner, group, None if len(held) == 2 else held == {True}, carried=True)
-        for owner, (held, group) in enumerate(everyone)
-        if held
+        Section(owner, group, None if len(owned) == 2 else owned == {True}, broadcast=True)
+        for owner, (owned, group) in enumerate(kinds_of_ranks)
+        if owned
     ]
 
 
-def _shared(buffer: Tensor) -> bytes:
-    """Arguments of torch's rebuild_cuda_tensor, the device by its uuid."""
+def _ipc_handle(buffer: Tensor) -> bytes:
+    """Arguments of torch's rebuild_cuda_tensor, with the device named by its uuid."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)

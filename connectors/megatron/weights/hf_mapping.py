@@ -1,6 +1,7 @@
 """Which Hugging Face tensors each megatron parameter is made of: one declarative table for the supported families.
 
-Used both ways. Owns names, fusing and splitting over tensor parallel ranks; knows nothing of files or process groups.
+Used in both directions. Owns names, and how tensors are fused and split over tensor parallel ranks. Knows nothing of files
+or process groups.
 """
 
 from __future__ import annotations
@@ -13,51 +14,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Shape:
-    """What fusing needs to know of the model."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
+from millrace.core.architecture import Architecture
 
 
 @dataclass(frozen=True)
 class Rule:
     """One kind of parameter.
 
-    `names`: Hugging Face names with {layer} and {expert}; `fuse` makes the full megatron tensor of theirs and `parts`
-    the other way; `split`: dimension cut over tensor parallel ranks (None: replicated).
+    `names`: Hugging Face names with {layer} and {expert}. `fuse` makes the whole megatron tensor from the Hugging Face
+    tensors, `unfuse` the reverse. `split`: the dimension cut over tensor parallel ranks (None: replicated).
     """
 
     pattern: str
     names: tuple[str, ...]
     split: int | None
-    fuse: Callable[[Sequence[Tensor], Shape], Tensor] = lambda tensors, shape: tensors[0]
-    parts: Callable[[Tensor, Shape], list[Tensor]] = lambda tensor, shape: [tensor]
-    paired: bool = False  # gate and up: each is cut on its own, a rank holds [gate shard; up shard]
+    fuse: Callable[[Sequence[Tensor], Architecture], Tensor] = lambda tensors, _: tensors[0]
+    unfuse: Callable[[Tensor, Architecture], list[Tensor]] = lambda tensor, _: [tensor]
+    paired: bool = False  # gate and up: cut separately, so that a rank holds [gate shard; up shard]
 
 
-def _fuse_qkv(tensors: Sequence[Tensor], shape: Shape) -> Tensor:
+def _fuse_qkv(tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
     """Per kv group: its query heads, then its key head, then its value head."""
-    q, k, v = (t.reshape(shape.kv_heads, -1, shape.head_dim, *t.shape[1:]) for t in tensors)
+    q, k, v = (t.reshape(arch.kv_heads, -1, arch.head_dim, *t.shape[1:]) for t in tensors)
     return torch.cat([q, k, v], dim=1).reshape(-1, *tensors[0].shape[1:])
 
 
-def _part_qkv(tensor: Tensor, shape: Shape) -> list[Tensor]:
-    per_group = shape.heads // shape.kv_heads
+def _unfuse_qkv(tensor: Tensor, arch: Architecture) -> list[Tensor]:
+    per_group = arch.heads // arch.kv_heads
     rest = tensor.shape[1:]
-    grouped = tensor.reshape(shape.kv_heads, per_group + 2, shape.head_dim, *rest)
+    grouped = tensor.reshape(arch.kv_heads, per_group + 2, arch.head_dim, *rest)
     return [piece.reshape(-1, *rest) for piece in grouped.split([per_group, 1, 1], dim=1)]
 
 
-def _fuse_pair(tensors: Sequence[Tensor], shape: Shape) -> Tensor:
+def _fuse_pair(tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
     return torch.cat(list(tensors))
 
 
-def _part_pair(tensor: Tensor, shape: Shape) -> list[Tensor]:
+def _unfuse_pair(tensor: Tensor, arch: Architecture) -> list[Tensor]:
     return list(tensor.chunk(2))
 
 
@@ -81,7 +74,7 @@ RULES = (
         tuple(f"{_LAYER}.self_attn.{x}_proj.{{kind}}" for x in "qkv"),
         0,
         _fuse_qkv,
-        _part_qkv,
+        _unfuse_qkv,
     ),
     Rule(
         r"decoder\.layers\.(?P<layer>\d+)\.self_attention\.q_layernorm\.weight",
@@ -103,7 +96,7 @@ RULES = (
         (f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.up_proj.weight"),
         0,
         _fuse_pair,
-        _part_pair,
+        _unfuse_pair,
         paired=True,
     ),
     Rule(r"decoder\.layers\.(?P<layer>\d+)\.mlp\.linear_fc2\.weight", (f"{_LAYER}.mlp.down_proj.weight",), 1),
@@ -116,7 +109,7 @@ RULES = (
         ),
         0,
         _fuse_pair,
-        _part_pair,
+        _unfuse_pair,
         paired=True,
     ),
     Rule(
@@ -128,30 +121,30 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A parameter of this rank and the Hugging Face tensors it belongs to."""
+class Mapping:
+    """Which Hugging Face tensors one parameter of this rank is a shard of."""
 
     rule: Rule
     names: tuple[str, ...]
     expert: bool
 
     def local(
-        self, tensors: Sequence[Tensor], shape: Shape, rank: int, size: int, padded_vocab: int
+        self, tensors: Sequence[Tensor], arch: Architecture, rank: int, size: int, padded_vocab: int
     ) -> Tensor:
         """This rank's shard, from whole Hugging Face tensors."""
         split = self.rule.split
         if split is None or size == 1:
-            whole = self.rule.fuse(tensors, shape)
+            whole = self.rule.fuse(tensors, arch)
             return _pad(whole, padded_vocab) if self.vocabulary else whole
         if self.rule.paired:
             return torch.cat([tensor.chunk(size, split)[rank] for tensor in tensors])
-        whole = self.rule.fuse(tensors, shape)
+        whole = self.rule.fuse(tensors, arch)
         if self.vocabulary:
             whole = _pad(whole, padded_vocab)
         return whole.chunk(size, split)[rank]
 
-    def whole(self, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order; of one shard, views where it can be."""
+    def whole(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        """Whole Hugging Face tensors, from the shards of all tensor parallel ranks in order. From one shard: views where possible."""
         split = self.rule.split
         if split is None or len(shards) == 1:
             full = shards[0]
@@ -161,8 +154,8 @@ class Mapped:
         else:
             full = torch.cat(list(shards), split)
         if self.vocabulary:
-            full = full[: shape.vocab]
-        return self.rule.parts(full, shape)
+            full = full[: arch.vocab]
+        return self.rule.unfuse(full, arch)
 
     @property
     def vocabulary(self) -> bool:
@@ -170,13 +163,13 @@ class Mapped:
         return self.names[0] in ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def lookup(name: str, *, layer_offset: int, expert_offset: int, tied: bool) -> Mapped:
-    """The rule of a megatron parameter; numbers in its name are local to the rank's stage and experts."""
+def lookup(name: str, *, layer_offset: int, expert_offset: int, tied: bool) -> Mapping:
+    """The rule of a megatron parameter; numbers in the name count from the rank's first layer and expert."""
     for rule in RULES:
-        found = re.fullmatch(rule.pattern, name)
-        if not found:
+        match = re.fullmatch(rule.pattern, name)
+        if not match:
             continue
-        values: dict[str, Any] = found.groupdict()
+        values: dict[str, Any] = match.groupdict()
         if "layer" in values:
             values["layer"] = int(values["layer"]) + layer_offset
         if "expert" in values:
@@ -184,7 +177,7 @@ def lookup(name: str, *, layer_offset: int, expert_offset: int, tied: bool) -> M
         names = tuple(text.format(**values) for text in rule.names)
         if tied and names == ("lm_head.weight",):
             names = ("model.embed_tokens.weight",)
-        return Mapped(rule, names, "expert" in values)
+        return Mapping(rule, names, "expert" in values)
     raise AssertionError(f"no rule for megatron parameter {name}")
 
 

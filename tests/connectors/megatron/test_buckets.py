@@ -50,7 +50,7 @@ def passed(rank: Any) -> list[tuple[dict[str, torch.Tensor], int, bool, int]]:
 
 def copied(rank: Any) -> set[str]:
     """What is not read where the parameters lie, by the last parts of the names."""
-    from millrace.connectors.megatron.weights.hf_files import hf_tensors
+    from millrace.connectors.megatron.weights.hf_tensors import hf_tensors
 
     held = {parameter.untyped_storage().data_ptr() for parameter in rank.policy.parameters()}
     return {

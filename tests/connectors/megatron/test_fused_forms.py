@@ -33,7 +33,7 @@ def test_rotary_positions_start_anew_with_each_sequence_of_a_pack_as_megatrons_d
     lengths = [4, 9, 1]
     positions = torch.cat([torch.arange(n) for n in lengths])
     x = torch.randn(14, 3, 8)
-    found = fused.rotated(x, fused.rotary_table(frequencies, positions))
+    found = fused.rotate(x, fused.rotary_table(frequencies, positions))
     expected = [
         _apply_rotary_pos_emb_bshd(part[:, None], frequencies[: len(part)])[:, 0] for part in x.split(lengths)
     ]
@@ -56,11 +56,11 @@ def test_heads_are_split_by_group_then_normed_and_turned_and_values_are_neither(
     blocks = mixed.view(tokens, groups, per + 2, dim)
     for group in range(groups):
         for number in range(per):
-            expected = fused.rotated(
+            expected = fused.rotate(
                 F.rms_norm(blocks[:, group, number], (dim,), q_weight, 1e-6)[:, None], table
             )
             torch.testing.assert_close(query[:, group * per + number], expected[:, 0])
-        expected = fused.rotated(F.rms_norm(blocks[:, group, per], (dim,), k_weight, 1e-6)[:, None], table)
+        expected = fused.rotate(F.rms_norm(blocks[:, group, per], (dim,), k_weight, 1e-6)[:, None], table)
         torch.testing.assert_close(key[:, group], expected[:, 0])
         assert torch.equal(value[:, group], blocks[:, group, per + 1])
     assert torch.allclose(

@@ -25,16 +25,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def in_small_buckets(rank: Any) -> int:
     """Build the rank's model anew with buckets of few parameters; how many there are."""
-    from millrace.connectors.megatron.optim import optimizer as optim
+    from millrace.connectors.megatron.optim import ddp
 
-    whole = optim.DistributedDataParallelConfig
-    optim.DistributedDataParallelConfig = partial(whole, bucket_size=2000)  # type: ignore[misc, assignment]
+    whole = ddp.DistributedDataParallelConfig
+    ddp.DistributedDataParallelConfig = partial(whole, bucket_size=2000)  # type: ignore[misc, assignment]
     try:
         with rank._working("setup"):
             rank._build()
             rank.version, rank.last = 0, None
     finally:
-        optim.DistributedDataParallelConfig = whole  # type: ignore[misc]
+        ddp.DistributedDataParallelConfig = whole  # type: ignore[misc]
     return len(rank.learner.policy.model.bucket_groups)
 
 
@@ -50,7 +50,7 @@ def add_output_gradient_in_place(rank: Any) -> None:
             parameter = ctx.saved_tensors[1]
             hidden, weight, *rest = plain.backward(ctx, *grads)
             parameter.main_grad.add_(weight)
-            logprobs.note_added(parameter)
+            logprobs.mark_gradient_added(parameter)
             return hidden, None, *rest
 
     logprobs._TokenLogprobs = InPlace  # type: ignore[misc]

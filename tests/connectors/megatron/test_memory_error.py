@@ -1,4 +1,4 @@
-"""What is told when GPU memory runs out, and that trying again is not tried."""
+"""The error for a rank that runs out of memory, and that such a step is not retried."""
 
 from __future__ import annotations
 
@@ -16,47 +16,48 @@ from millrace.core.errors import RefusedStepError, TrainerError, TrainerMemoryEr
 from millrace.tasks.train_step import train_step
 from tests.support.trainer_ranks import configuration
 
-TOLD = (
+PYTORCH = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is "
     "free. Including non-PyTorch memory, this process has 70 GiB memory in use. See documentation"
 )
 
 
 def message(**trainer: Any) -> str:
-    return out_of_memory("train", 0, RunConfig.model_validate(configuration("model", **trainer)), TOLD)
+    config = RunConfig.model_validate(configuration("model", **trainer))
+    return str(out_of_memory("train", 0, config, PYTORCH))
 
 
-def test_the_message_names_the_fields_with_their_values_and_what_was_asked_for() -> None:
-    told = message(max_pack_tokens=65536)
-    assert "trainer.max_pack_tokens (now 65536: lower it)" in told
-    assert "trainer.recompute (now none: selective or full)" in told
-    assert "trainer.logprob_chunk_tokens (now 16" in told
-    assert "Tried to allocate 2.00 GiB" in told
-    assert "of which 1.06 GiB is free" in told
-    assert "Including" not in told
+def test_the_message_names_the_fields_with_their_values_and_what_was_requested() -> None:
+    text = message(max_pack_tokens=65536)
+    assert "trainer.max_pack_tokens (now 65536: lower it)" in text
+    assert "trainer.recompute (now none: selective or full)" in text
+    assert "trainer.logprob_chunk_tokens (now 16" in text
+    assert "Tried to allocate 2.00 GiB" in text
+    assert "of which 1.06 GiB is free" in text
+    assert "Including" not in text
 
 
-@pytest.mark.parametrize(("held", "named"), [("selective", "now selective: full"), ("full", None)])
-def test_only_what_can_still_be_changed_is_named(held: str, named: str | None) -> None:
-    told = message(recompute=held)
-    assert (named in told) if named else ("trainer.recompute" not in told)
+@pytest.mark.parametrize(("recompute", "remedy"), [("selective", "now selective: full"), ("full", None)])
+def test_only_what_can_still_be_changed_is_named(recompute: str, remedy: str | None) -> None:
+    text = message(recompute=recompute)
+    assert (remedy in text) if remedy else ("trainer.recompute" not in text)
 
 
-@pytest.mark.parametrize("rest", [True, False])
-def test_engines_on_the_same_gpu_are_named(rest: bool) -> None:
+@pytest.mark.parametrize("offload_engines", [True, False])
+def test_engines_on_the_same_gpu_are_named(offload_engines: bool) -> None:
     values = configuration("model", device="cuda")
-    values["placement"] = {"colocate": True, "offload_engines": rest}
+    values["placement"] = {"colocate": True, "offload_engines": offload_engines}
     values["engines"] = {"kind": "sglang", "sglang": {"mem_fraction_static": 0.6}}
-    told = out_of_memory("train", 0, RunConfig.model_validate(values), TOLD)
+    text = str(out_of_memory("train", 0, RunConfig.model_validate(values), PYTORCH))
     lower = "engines.sglang.mem_fraction_static (now 0.6: lower it)"
-    assert ("placement.offload_engines (now false: true)" in told) == (lower in told) == (not rest)
-    assert ("now 0.6, if the memory went while engines generate" in told) == rest
+    assert ("placement.offload_engines (now false: true)" in text) == (lower in text) == (not offload_engines)
+    assert ("now 0.6, if memory runs out while engines generate" in text) == offload_engines
 
 
 @pytest.mark.parametrize(
     ("text", "memory"),
     [
-        (TOLD, True),
+        (PYTORCH, True),
         (
             "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com",
             True,
@@ -75,15 +76,15 @@ def test_engines_on_the_same_gpu_are_named(rest: bool) -> None:
         ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", False),
     ],
 )
-def test_memory_that_ran_out_in_a_library_is_told_like_pytorchs(text: str, memory: bool) -> None:
+def test_memory_that_runs_out_in_a_library_raises_the_same_error_as_pytorchs(text: str, memory: bool) -> None:
     rank = TrainerRank({}, 0, 1)
     rank.config, rank.device = RunConfig.model_validate(configuration("model")), torch.device("cpu")
     with (
-        pytest.raises(TrainerMemoryError if memory else RuntimeError) as told,
+        pytest.raises(TrainerMemoryError if memory else RuntimeError) as raised,
         rank._working("bucket", everything=False),
     ):
         raise RuntimeError(text)
-    assert ("rank 0 ran out of GPU memory in bucket" in str(told.value)) == memory
+    assert ("rank 0 ran out of GPU memory in bucket" in str(raised.value)) == memory
     assert rank.busy is None
 
 
@@ -95,15 +96,15 @@ def test_host_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPa
         )
 
     monkeypatch.setattr(torch, "empty", refuses)
-    with pytest.raises(TrainerMemoryError if memory else RuntimeError) as told:
+    with pytest.raises(TrainerMemoryError if memory else RuntimeError) as raised:
         OptimizerOffload([])._host(0, 3 * 2**20)
-    named = ("to pin 3 MiB", "memory of the host", "placement.offload_trainer=false (now true)")
-    assert all((words in str(told.value)) == memory for words in named)
+    named = ("to pin 3 MiB", "the host has no memory", "placement.offload_trainer=false (now true)")
+    assert all((words in str(raised.value)) == memory for words in named)
 
 
-def test_a_step_that_fails_alike_every_time_is_not_tried_again_and_any_other_is() -> None:
+def test_a_step_that_would_fail_again_is_not_retried_and_any_other_is() -> None:
     assert train_step.retry_condition_fn is not None
     lasting = [TrainerMemoryError("full"), RefusedStepError("the loss is nan")]
-    lasting.append(ExceptionGroup("of tasks at once", [ExceptionGroup("of them", lasting[:1])]))
+    lasting.append(ExceptionGroup("outer", [ExceptionGroup("inner", lasting[:1])]))
     for error, again in (*((error, False) for error in lasting), (TrainerError("other"), True)):
         assert train_step.retry_condition_fn(train_step, None, Failed(data=error)) is again  # type: ignore[arg-type]

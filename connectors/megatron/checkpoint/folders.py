@@ -1,0 +1,74 @@
+"""The local folder that a rank saves to and loads from, and the files' way to and from object stores.
+
+Owns which rank moves which file. Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
+from millrace.connectors.storage.store import FileEntry, Store
+
+
+@contextlib.contextmanager
+def write_folder(store: Store) -> Iterator[Path]:
+    """Where this rank writes: the checkpoint's folder if it is on a local disk, else a temporary folder."""
+    if store.local:
+        on_rank_0(lambda: Path(store.root).mkdir(parents=True, exist_ok=True))
+        yield Path(store.root)
+    else:
+        with tempfile.TemporaryDirectory(prefix="millrace-save-") as folder:
+            yield Path(folder)
+
+
+def store_files(store: Store, folder: Path) -> list[FileEntry]:
+    """Bring the files that this rank wrote to the store; returns their entries."""
+    if not store.local:
+        return [
+            entry.model_copy(update={"path": entry.path.lstrip("/")})
+            for entry in store.upload_dir(str(folder), "")
+        ]
+    rank = dist.get_rank()
+    names = [path.name for path in folder.iterdir()]
+    written = [name for name in names if name.startswith(f"__{rank}_")]
+    if rank == 0:
+        written += [name for name in names if not name.startswith("__")]
+    return store.entries(sorted(written))
+
+
+@contextlib.contextmanager
+def read_folder(store: Store, files: list[FileEntry]) -> Iterator[Path]:
+    """A local folder with the checkpoint's files, verified. From an object store, one copy per host."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    rank = dist.get_rank()
+    if store.local:
+        on_every_rank(lambda: _verify(store, files[rank :: len(hosts)]))
+        yield Path(store.root)
+        return
+    first = hosts.index(hosts[rank]) == rank
+    temporary = tempfile.TemporaryDirectory(prefix="millrace-load-") if first else contextlib.nullcontext("")
+    with temporary as folder:
+        on_every_rank(lambda: _download(store, files, folder) if first else None)
+        folders: list[Any] = [None] * len(hosts)
+        dist.all_gather_object(folders, folder)
+        yield Path(folders[hosts.index(hosts[rank])])
+        dist.barrier()  # the copy is removed when no rank reads it any more
+
+
+def _download(store: Store, files: list[FileEntry], folder: str) -> None:
+    store.download_dir("", folder)
+    _verify(Store(folder), files)
+
+
+def _verify(store: Store, files: list[FileEntry]) -> None:
+    for file in files:
+        store.verify(file)

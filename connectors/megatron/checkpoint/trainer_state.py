@@ -1,0 +1,149 @@
+"""Trainer state on storage: models, optimizers, schedules, algorithm, RNG and weight version, in megatron's torch_dist format.
+
+Owns which files a checkpoint has and when it is complete. A checkpoint loads under any tensor, pipeline, context and data
+parallel layout.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
+from millrace.connectors.megatron.checkpoint.folders import read_folder, store_files, write_folder
+from millrace.connectors.megatron.checkpoint.writer import SynchronousSave
+from millrace.connectors.megatron.learner import Learner
+from millrace.connectors.storage.store import FileEntry, Store
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, TrainerError
+
+COMPLETE = "complete.json"
+FORMAT = 1
+LOAD_ANOTHER = "load another, or train from the start"
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint says beside the learner's state."""
+
+    version: int
+    metrics: dict[str, Any] | None  # of the step that made the version
+
+
+def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | None) -> dict[str, Any]:
+    """Save this rank's shards; rank 0 writes complete.json after all ranks are done. Every rank must call it.
+
+    Keeps a complete checkpoint of the same version, refuses to overwrite one of another version, and replaces an
+    incomplete one. `metrics`: of the step that made the version. Returns {"version", "bytes" (of all ranks), "seconds"}.
+    """
+    started, store = time.perf_counter(), Store(url)
+    existing = on_rank_0(lambda: _read_marker(store))
+    if existing is not None:
+        if existing["version"] != version:
+            raise StorageError(
+                f"holds a complete checkpoint of weight version {existing['version']}, not {version}, and a complete "
+                "checkpoint is never overwritten",
+                where=url,
+                remedy="remove it, or save elsewhere",
+            )
+        return _result(existing, started)
+    on_rank_0(lambda: store.remove("", recursive=True))
+    with write_folder(store) as folder:
+        with torch.no_grad():
+            state = _state_to_save(learner, version)
+            dist_checkpointing.save(state, str(folder), SynchronousSave("torch_dist", 1))
+        files_of_ranks = on_every_rank(lambda: store_files(store, folder))
+    trainer = learner.config.trainer
+    marker = {
+        "format": FORMAT,
+        "version": version,
+        "layout": {"world_size": dist.get_world_size(), **trainer.parallel.model_dump()},
+        "distributed_optimizer": trainer.optimizer.distributed,
+        "parts": learner.checkpoint_parts,
+        "last": metrics,
+        "files": [
+            file.model_dump(include={"path", "size", "sha256"}) for files in files_of_ranks for file in files
+        ],
+    }
+    on_rank_0(lambda: store.write_json(COMPLETE, marker))
+    return _result(marker, started)
+
+
+def load(learner: Learner, url: str) -> Loaded:
+    """Load a complete checkpoint into the learner's models, optimizers and schedules. Every rank must call it.
+
+    Raises MissingFileError if the checkpoint is not complete, CorruptFileError if a file has changed since it was written,
+    TrainerError if it was saved with another kind of optimizer.
+    """
+    store = Store(url)
+    marker = on_rank_0(lambda: _read_marker(store))
+    if marker is None:
+        raise MissingFileError("no complete checkpoint is there", where=url, remedy=LOAD_ANOTHER)
+    if marker["distributed_optimizer"] != learner.config.trainer.optimizer.distributed:
+        raise TrainerError(
+            f"was saved with trainer.optimizer.distributed={str(marker['distributed_optimizer']).lower()}",
+            where=url,
+            remedy="set it so to load the checkpoint",
+        )
+    for part in learner.checkpoint_parts:
+        if part not in marker.get("parts", []):
+            raise TrainerError(
+                f"was saved without a {part}, which the algorithm needs", where=url, remedy=LOAD_ANOTHER
+            )
+    files = [FileEntry(**file) for file in marker["files"]]
+    with read_folder(store, files) as folder, torch.no_grad():
+        try:
+            state = dist_checkpointing.load(learner.sharded_state(loading=True), str(folder))
+        except (CheckpointingException, KeyError) as error:
+            raise TrainerError(
+                f"does not fit the configured model: {error}",
+                where=url,
+                remedy="load it with the model that it was saved from",
+            ) from error
+        learner.load_state(state)
+        _set_rng(state["rng"])
+    return Loaded(int(state["version"]), marker["last"])
+
+
+def _state_to_save(learner: Learner, version: int) -> dict[str, Any]:
+    """The sharded state dict, and what is the same on every rank."""
+    sharded = learner.sharded_state(loading=False)
+    return {**sharded, **learner.common_state(), "rng": _rng(), "version": version}
+
+
+def _rng() -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _read_marker(store: Store) -> dict[str, Any] | None:
+    try:
+        marker: dict[str, Any] = store.read_json(COMPLETE)
+    except MissingFileError:
+        return None
+    if marker.get("format") != FORMAT:
+        raise CorruptFileError(
+            f"of format {marker.get('format')}, wanted {FORMAT}",
+            where=store.url_of(COMPLETE),
+            remedy="load it with the release that wrote it",
+        )
+    return marker
+
+
+def _result(marker: dict[str, Any], started: float) -> dict[str, Any]:
+    return {
+        "version": marker["version"],
+        "bytes": sum(file["size"] for file in marker["files"]),
+        "seconds": time.perf_counter() - started,
+    }

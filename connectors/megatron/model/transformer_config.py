@@ -1,0 +1,98 @@
+"""megatron's TransformerConfig from millrace's configuration and a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from millrace.connectors.megatron import patches
+from millrace.connectors.megatron.model.weight_gradients import accumulate
+from millrace.core.architecture import architecture
+from millrace.core.config import RunConfig
+from millrace.core.config.rules.passthrough import MEGATRON_REFUSED
+from millrace.core.errors import ConfigError
+
+
+def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
+    """The model's sizes and its parallelism. Raises ConfigError for a field of trainer.megatron that is not allowed."""
+    parallel, arch = config.trainer.parallel, architecture(hf)
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    values: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.kv_heads,
+        "kv_channels": arch.head_dim,
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "use_te_activation_func": True,  # the layers' own module, which is GatedSilu
+        "add_bias_linear": False,
+        "add_qkv_bias": hf["model_type"] == "qwen2",
+        "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe"),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1 if parallel.expert > 1 else parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "batch_p2p_comm": False,
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": config.trainer.device != "cpu"
+        and patches.offer_weight_gradient_product(accumulate),
+        "apply_rope_fusion": False,
+        "deterministic_mode": False,
+    }
+    if arch.experts:
+        values |= {
+            "num_moe_experts": arch.experts,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp32",
+        }
+        patches.name_missing_transformer_engine()
+    if config.trainer.recompute == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.trainer.recompute == "selective":
+        values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer's own
+    return TransformerConfig(**{**values, **_passthrough(config)})
+
+
+def _passthrough(config: RunConfig) -> dict[str, Any]:
+    """trainer.megatron, checked against the fields of the installed version."""
+    known = {field.name for field in fields(TransformerConfig)}
+    for name in config.trainer.megatron:
+        if name in MEGATRON_REFUSED:
+            raise ConfigError(
+                f"not allowed: {MEGATRON_REFUSED[name]}",
+                where=f"trainer.megatron.{name}",
+                remedy="remove it",
+            )
+        if name not in known:
+            raise ConfigError(
+                "the installed megatron-core has no such field of TransformerConfig",
+                where=f"trainer.megatron.{name}",
+                remedy="correct the name or remove it",
+            )
+    return dict(config.trainer.megatron)

@@ -1,0 +1,71 @@
+"""The optimizer's sharded state, saved under one layout and loaded under any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from millrace.connectors.megatron import patches
+from millrace.connectors.megatron.optim import fused_adamw
+
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    """The optimizer's sharded state dict, in the form that loads under any layout."""
+    parts = _parts(optimizer)
+    for part in parts:
+        _fill_state(part.optimizer)
+    with patches.padding_kept_in_state(_distributed(parts)):
+        state: dict[str, Any] = optimizer.sharded_state_dict(
+            model_state, is_loading=loading, metadata=SHARDING
+        )
+    for part in parts:
+        _unshare_steps(part.optimizer)
+    return state
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load a state dict, and add what megatron's optimizers leave out of it without Transformer Engine."""
+    parts = _parts(optimizer)
+    states = [state] if len(parts) == 1 else [state[number] for number in sorted(state)]
+    for part, part_state in zip(parts, states, strict=True):
+        if not isinstance(part, DistributedOptimizer):
+            adam = part_state.get("optimizer", part_state)["state"]
+            adam.setdefault("common_step", torch.zeros((), dtype=torch.float32))  # a step of 0 is not saved
+    try:
+        with patches.steps_kept_on_load(_distributed(parts)), torch.no_grad():
+            optimizer.load_state_dict(state)
+    finally:
+        for part in parts:
+            _unshare_steps(part.optimizer)
+        fused_adamw.install(optimizer)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _distributed(parts: list[Any]) -> list[Any]:
+    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+
+def _fill_state(adam: torch.optim.Optimizer) -> None:
+    """Give Adam the state that its first step makes, without a step, which would decay weights."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if not state:
+                device = parameter.device if group.get("fused") else None
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _unshare_steps(adam: torch.optim.Optimizer) -> None:
+    """Give each parameter its own step tensor. Loading leaves one for all, which each parameter would then increment."""
+    for state in adam.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()

@@ -1,0 +1,180 @@
+"""Every assignment into an object of PyTorch or megatron-core: one function each, with the version and the reason.
+
+Written for megatron-core 0.16.1 and PyTorch 2.13, without Transformer Engine and Apex. On an upgrade, read each function
+against the new source. Imports nothing of millrace: other modules call these functions and pass what they put in place.
+
+Not patches, and set where they are used: fields meant to be set (hooks of a TransformerConfig, layer specs, `param_groups`)
+and megatron's marks on parameters of our own models (`sequence_parallel`, `grad_added_to_main_grad`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]  # layer's input, output gradient, fp32 total
+
+
+# a host without a GPU
+
+
+def answer_cuda_calls_on_cpu(device: torch.device) -> None:
+    """torch.cuda (PyTorch 2.13): the calls that megatron makes on every host and that fail where there is no GPU.
+
+    A TorchFunctionMode does not see them: they take no tensor.
+    """
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: device
+    cuda.synchronize = lambda *_: None
+    cuda.current_stream = lambda *_: None
+    cuda.empty_cache = lambda: None
+
+
+def use_cpu_rng() -> None:
+    """megatron-core 0.16.1, tensor_parallel.random: its RNG tracker reads and writes the state of a GPU's generator."""
+    from megatron.core.tensor_parallel import random
+
+    module: Any = random
+    module._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def keep_token_dispatcher_on_cpu(device: torch.device) -> None:
+    """megatron-core 0.16.1, moe.token_dispatcher: it copies split sizes to the host on a side stream of the GPU.
+
+    On a CPU there is no stream and nothing to copy, but collectives still take the sizes as arrays, not tensors.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    dispatcher_class: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher_class.cuda_dtoh_stream = device  # anything but None, for which it would make a stream
+    dispatcher_class._maybe_dtoh_and_synchronize = _split_sizes_as_arrays
+
+
+def _split_sizes_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        sizes = getattr(dispatcher, name, None)
+        if isinstance(sizes, Tensor):
+            setattr(dispatcher, name, sizes.numpy())
+    return tokens_per_expert
+
+
+# the model
+
+
+def name_missing_transformer_engine() -> None:
+    """megatron-core 0.16.1, moe.moe_utils: the router reads `te_general_gemm`, which is defined only with the engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not moe_utils.HAVE_TE:
+        module: Any = moe_utils
+        module.te_general_gemm = None
+
+
+def offer_weight_gradient_product(accumulate: Accumulate) -> bool:
+    """megatron-core 0.16.1, tensor_parallel.layers: it sums weight gradients in fp32 with an extension of Apex.
+
+    Where there is a GPU and no Apex, `accumulate` takes the place of both functions of that extension. Returns whether
+    megatron has gradient accumulation fusion.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    module: Any = layers
+    if not module._grad_accum_fusion_available and torch.cuda.is_available():
+        module.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+        )
+        module._grad_accum_fusion_available = True
+    return bool(module._grad_accum_fusion_available)
+
+
+def leave_new_memory_unfilled() -> None:
+    """torch.utils.deterministic (PyTorch 2.13): deterministic mode fills new tensors, which costs a pass over memory."""
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+
+
+# the optimizer
+
+
+def replace_weight_copy(optimizer: Any, copy: Callable[[], None]) -> None:
+    """DistributedOptimizer (megatron-core 0.16.1): it copies fp32 parameters to the model's one by one."""
+    optimizer._copy_main_params_to_model_params = copy
+
+
+def set_gradient_divisor(adam: torch.optim.Optimizer, divisor: Tensor | None) -> None:
+    """torch.optim.AdamW (PyTorch 2.13): its fused kernel divides gradients by `grad_scale`, which GradScaler sets.
+
+    Used for clipping, which saves the pass over memory that scales them beforehand.
+    """
+    fused: Any = adam
+    fused.grad_scale = divisor
+
+
+@contextlib.contextmanager
+def padding_kept_in_state(optimizers: list[Any]) -> Iterator[None]:
+    """DistributedOptimizer (megatron-core 0.16.1): gathered state lacks the padding between buckets, but is indexed with it.
+
+    There is more than one bucket where embedding and output layer are tied over pipeline stages.
+    """
+    for optimizer in optimizers:
+        optimizer.get_parameter_state_dp_zero = _gather_with_padding(optimizer)
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            vars(optimizer).pop("get_parameter_state_dp_zero")
+
+
+def _gather_with_padding(optimizer: Any) -> Callable[..., Any]:
+    inherited = optimizer.get_parameter_state_dp_zero
+
+    def gather(**arguments: Any) -> Any:
+        state = inherited(**arguments)
+        for number, buffer in enumerate(optimizer.buffers):
+            for tensors in (state or {number: {}})[number].values():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _insert_padding(tensors[key], buffer)
+        return state
+
+    return gather
+
+
+def _insert_padding(packed: Tensor, buffer: Any) -> Tensor:
+    whole, start = packed.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = packed[start:end]
+        start = end
+    return whole
+
+
+@contextlib.contextmanager
+def steps_kept_on_load(optimizers: list[Any]) -> Iterator[None]:
+    """DistributedOptimizer (megatron-core 0.16.1): loading sets a parameter's state without Adam's `step`.
+
+    The loaded state keeps the step elsewhere, and PyTorch's AdamW requires it with the rest.
+    """
+    for optimizer in optimizers:
+        optimizer._set_main_param_and_optimizer_states = _set_states_with_step(optimizer)
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            vars(optimizer).pop("_set_main_param_and_optimizer_states")
+
+
+def _set_states_with_step(optimizer: Any) -> Callable[..., None]:
+    inherited = optimizer._set_main_param_and_optimizer_states
+
+    def set_states(parameter: Any, tensors: dict[str, Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+        inherited(parameter, {**optimizer.optimizer.state[main], **tensors})
+
+    return set_states
