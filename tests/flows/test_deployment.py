@@ -1,4 +1,4 @@
-"""The deployment under a real worker: Retry of a run whose process was killed, and a new run under the same name, both go on."""
+"""The deployment on a real worker: Retry resumes a run whose process was killed, and so does a new run of its name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flow_process(deployed: Deployed) -> psutil.Process:
     return found
 
 
-def test_retry_of_a_killed_run_and_a_new_run_of_its_name_go_on(
+def test_retry_resumes_a_killed_run_and_so_does_a_new_run_of_its_name(
     deployed: Deployed, config: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "a"

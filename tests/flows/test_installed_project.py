@@ -111,6 +111,7 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         place.environment["PYTHONPATH"] = str(REPOSITORY / "src")
         place.command = [sys.executable, "-P", "-m", "millrace.flows.cli"]
         found = Project(place, sys.executable)
+    place.call("server", "start")
     yield found
     if found.deployed and found.deployed.worker:
         found.deployed.kill_worker()
@@ -122,7 +123,7 @@ def two_iterations() -> dict[str, Any]:
     values["run"]["iterations"] = 2
     values["rollout"]["prompts"] = 4
     values["reward"]["function"] = "core.my_reward:score"
-    values["algorithm"]["loss_function"] = "core.my_loss:loss"
+    values["algorithm"]["loss"] = {"kind": "function", "function": "core.my_loss:loss"}
     del values["evaluation"]
     return values
 

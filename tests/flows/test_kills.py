@@ -1,4 +1,4 @@
-"""A run that is killed goes on to the same end: a few of the points of `python -m tests.soak --matrix`, the longest slow."""
+"""A killed run resumes to the same end: a few points of `python -m tests.soak --matrix`; the longest are marked slow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def site(workplace: Workplace, whole: Path) -> Site:
 @pytest.mark.parametrize(
     "point", [pytest.param(p, marks=[pytest.mark.slow] if p in LONG else []) for p in REDUCED], ids=str
 )
-def test_a_run_killed_anywhere_ends_as_if_it_never_was(site: Site, point: Point) -> None:
+def test_a_killed_run_ends_as_an_uninterrupted_one(site: Site, point: Point) -> None:
     outcome = site.kill(point)
     assert not outcome.problems
     assert outcome.survived == (point.victim != "driver")

@@ -1,4 +1,4 @@
-"""The run folder on an object store, and weights by way of one: the same run, the same promises."""
+"""The run folder on an object store, and weights sent through one: the same run, the same promises."""
 
 from __future__ import annotations
 

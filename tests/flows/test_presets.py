@@ -1,4 +1,4 @@
-"""Every preset has a recipe: each is sound, and those with parts of their own (critic, teacher, dynamic sampling) run whole.
+"""Every preset has a recipe: each is sound, and those with extra parts (critic, teacher, dynamic sampling) run end to end.
 
 What the recipes promise of learning, and dynamic sampling, is held by the slow tests, which are left out unless asked for:
     python -m pytest -m slow tests/flows/test_presets.py

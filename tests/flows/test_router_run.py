@@ -1,4 +1,4 @@
-"""A run whose requests go through sglang-router trains the very samples and weights of a run without it."""
+"""A run whose requests go through sglang-router trains the same samples and weights as a run without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage that fails now and then changes nothing; a full disk stops a run cleanly, and it goes on when there is space."""
+"""Storage that fails now and then changes nothing. A full disk stops a run cleanly; it resumes when there is space."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_an_export_is_a_hugging_face_model(whole: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder)("1+1=").input_ids
 
 
-def test_run_again_it_does_nothing(workplace: Workplace, whole: Path) -> None:
+def test_a_complete_run_that_is_started_again_does_nothing(workplace: Workplace, whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
     assert "3 iterations complete, 0 of them now" in workplace.train(whole.parent)
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
@@ -111,7 +111,7 @@ def ask(url: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def test_malformed_prompts_are_kept_apart_with_their_reasons_and_counted(
+def test_malformed_prompts_are_quarantined_with_their_reasons_and_counted(
     workplace: Workplace, whole: Path
 ) -> None:
     rows = pq.read_table(whole / "quarantine.parquet").to_pylist()
@@ -122,11 +122,14 @@ def test_malformed_prompts_are_kept_apart_with_their_reasons_and_counted(
     assert f"{len(MALFORMED)} rows of sums" in shown
 
 
-def test_runs_and_show_tell_of_it(workplace: Workplace, whole: Path) -> None:
+def test_runs_and_show_list_it_with_iterations_counted_from_one(workplace: Workplace, whole: Path) -> None:
     listed = workplace.call("runs", "--root", str(whole.parent))
     assert "3 of 3" in listed
     assert "complete" in listed
-    assert str(whole) in workplace.call("show", "a", "--root", str(whole.parent), COLUMNS="200")
+    shown = workplace.call("show", "a", "--root", str(whole.parent), COLUMNS="200")
+    assert str(whole) in shown
+    first_cells = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert [cell for cell in first_cells if cell.isdigit()] == ["1", "2", "3"]
     assert "no such run" in workplace.call("show", "b", "--root", str(whole.parent), expect=2)
 
 
@@ -147,7 +150,9 @@ def test_data_that_changed_under_the_run_is_refused(workplace: Workplace, whole:
     assert "data.allow_changes" in out
 
 
-def test_a_run_may_go_on_with_other_data_when_told(workplace: Workplace, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_data_when_that_is_allowed(
+    workplace: Workplace, whole: Path, tmp_path: Path
+) -> None:
     shutil.copytree(whole, tmp_path / "a")
     text = (workplace.folder / "train.jsonl").read_text()
     (workplace.folder / "more.jsonl").write_text(text + json.dumps({"prompt": "9+9+1=", "label": "9"}) + "\n")
@@ -156,7 +161,7 @@ def test_a_run_may_go_on_with_other_data_when_told(workplace: Workplace, whole: 
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
 
 
-def test_a_refused_step_names_its_limit_and_with_another_the_run_goes_on_from_what_was_generated(
+def test_a_refused_step_names_its_limit_and_with_another_limit_the_run_resumes_from_what_was_generated(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     out = workplace.train(tmp_path, "sync.max_logprob_gap=1e-12", expect=2)

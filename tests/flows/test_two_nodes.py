@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of two nodes: parts on both, its driver killed, a node killed with and without room elsewhere."""
+"""A run on a Ray cluster of two nodes: actors on both, the driver killed, a node killed with and without a spare one."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def load_config(path: str | None, overrides: Sequence[str] = (), text: str | Non
     for override in overrides:
         try:
             apply(values, override)
-        except ValueError as error:
-            problems.append(Problem("override", override, *_reason_and_remedy(error)))
+        except ConfigError as error:
+            problems.append(Problem("override", override, error.reason, error.remedy))
         values = without_short_forms(values)
     config, wrong = validate(values)
     problems += wrong
@@ -84,8 +84,3 @@ def _leave_out(values: Any, place: Sequence[int | str], stand_in: bool) -> None:
         for key in (".".join(map(str, place)), str(last)):
             if stand_in and key in STAND_INS:
                 values[last] = STAND_INS[key]
-
-
-def _reason_and_remedy(error: ValueError) -> tuple[str, str]:
-    reason, _, remedy = str(error).rpartition("; ")
-    return reason, remedy

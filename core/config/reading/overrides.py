@@ -8,19 +8,20 @@ from typing import Any
 import yaml
 
 from millrace.core.config.reading.yaml_text import parse
+from millrace.core.errors import ConfigError
 
 
 def apply(values: dict[str, Any], override: str) -> None:
-    """Set one value in place; the value is read as YAML. Raises ValueError saying what is wrong and the remedy."""
+    """Set one value in place; the value is read as YAML. Raises ConfigError saying what is wrong and the remedy."""
     key, sign, text = override.partition("=")
     parts = key.strip().split(".")
     if not sign or not all(parts):
-        raise ValueError("has no key=value form; write it as in run.name=a")
+        raise ConfigError("has no key=value form", remedy="write it as in run.name=a")
     try:
         value = parse(text)
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"its value is not YAML: {getattr(error, 'problem', error)}; quote the value"
+        raise ConfigError(
+            f"its value is not YAML: {getattr(error, 'problem', error)}", remedy="quote the value"
         ) from error
     _set(values, parts, value, [])
 
@@ -31,7 +32,7 @@ def _set(at: Any, parts: Sequence[str], value: Any, above: Sequence[str]) -> Non
         return
     if not isinstance(at, dict):
         here = ".".join(above)
-        raise ValueError(f"{here} is {at!r}, which has no fields below it; set {here} itself")
+        raise ConfigError(f"{here} is {at!r}, which has no fields below it", remedy=f"set {here} itself")
     first, *rest = parts
     if not rest:
         at[first] = value
@@ -62,7 +63,7 @@ def _find(items: Sequence[Any], parts: Sequence[str], above: Sequence[str]) -> t
         return int(parts[0]), parts[1:]
     known = ", ".join([*map(str, range(len(items))), *(name for name in names if isinstance(name, str))])
     here = ".".join(above)
-    raise ValueError(
-        f"{here} has no item {parts[0]}; use {known or '0'}"
-        + (f", or {len(items)} to add one" if known else "")
+    raise ConfigError(
+        f"{here} has no item {parts[0]}",
+        remedy=f"use {known or '0'}" + (f", or {len(items)} to add one" if known else ""),
     )
