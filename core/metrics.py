@@ -72,12 +72,7 @@ def group_metrics(rewards: pa.Table) -> dict[str, float]:
 
 def staleness_metrics(rollouts: pa.Table, version: int) -> dict[str, float]:
     """Versions between the oldest token of each sample and the trainer's weights `version`: mean and maximum."""
-    spans = [
-        [(span["first_token"], span["version"]) for span in spans]
-        for spans in rollouts.column("policy_versions").to_pylist()
-        if spans
-    ]
-    ages = [staleness(each, version) for each in spans]
+    ages = [staleness(spans, version) for spans in rollouts.column("policy_versions").to_pylist() if spans]
     if not ages:
         return {}
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.core import staleness
 from millrace.core.algorithms import (
     aggregate,
     group_advantages,
@@ -141,12 +140,5 @@ def test_published_number(case: dict[str, Any]) -> None:
         )
 
 
-def test_published_admission_capacity() -> None:
-    case = next(c for c in CASES if c["id"] == "admission")
-    for row in case["inputs"]["cases"]:
-        named = dict(zip(case["inputs"]["columns"], row, strict=True))
-        assert named.pop("capacity") == staleness.capacity(**named)
-
-
 def test_every_case_is_run() -> None:
-    assert set(RUN) | {"admission"} == {case["id"] for case in CASES}
+    assert set(RUN) == {case["id"] for case in CASES}
