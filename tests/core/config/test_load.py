@@ -70,7 +70,7 @@ def test_overrides_make_sections_and_lists_that_are_not_there() -> None:
     ],
 )
 def test_wrong_overrides_say_what_would_be_right(override: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ConfigError, match=said):
         apply(parse(TEXT), override)
 
 
