@@ -32,12 +32,12 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=256)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
-    found = [
+    results = [
         measure(ranks, tokens, options.samples, options.shortest, options.batches) for ranks, tokens in CASES
     ]
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measure(ranks: int, tokens: int, samples: int, shortest: int, batches: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def measure(ranks: int, tokens: int, samples: int, shortest: int, batches: int) 
             started = time.perf_counter()
             plan = plan_packs(lengths, ranks=ranks, max_tokens=tokens, cost=weights)
             seconds.append(time.perf_counter() - started)
-            work = [sum(cost[i] for pack in mine for i in pack) for mine in plan]
+            work = [sum(cost[i] for pack in packs_of_rank for i in pack) for packs_of_rank in plan]
             ratios[by].append(max(work) / mean(work))
             packs[by].append(len(plan[0]))
     return {

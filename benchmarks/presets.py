@@ -43,15 +43,15 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["MILLRACE_HOME"] = str(folder / "home")
         try:
-            found = {}
+            results = {}
             for preset in options.presets:
-                found[preset] = measure(folder, preset, options.iterations, options.seed)
+                results[preset] = measure(folder, preset, options.iterations, options.seed)
                 if options.out:
-                    keep(Path(options.out), found)
+                    keep(Path(options.out), results)
         finally:
             subprocess.run([*MILLRACE, "server", "stop"], cwd=folder, check=True)
-    Console().print(table(found))
-    print(json.dumps(found))
+    Console().print(table(results))
+    print(json.dumps(results))
 
 
 def arguments() -> argparse.Namespace:
@@ -126,21 +126,21 @@ def seconds_an_iteration(run: RunFolder, iterations: int) -> float:
     return statistics.median(after - before for before, after in zip(ends[:-1], ends[1:], strict=True))
 
 
-def keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
+def keep(path: Path, results: dict[str, dict[str, Any]]) -> None:
     """Put results into a file, beside those of other presets and seeds that are there."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    for preset, row in found.items():
+    for preset, row in results.items():
         others = [other for other in kept.get(preset, []) if other["seed"] != row["seed"]]
         kept[preset] = sorted([*others, row], key=lambda one: one["seed"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({name: kept[name] for name in PRESETS if name in kept}, indent=2) + "\n")
 
 
-def table(found: dict[str, Any]) -> Table:
+def table(results: dict[str, Any]) -> Table:
     """The results, a row a preset."""
-    shown = Table("preset", "iterations", "before", "after", "seconds", "seconds an iteration")
-    for preset, row in found.items():
-        shown.add_row(
+    rows = Table("preset", "iterations", "before", "after", "seconds", "seconds an iteration")
+    for preset, row in results.items():
+        rows.add_row(
             preset,
             str(row["iterations"]),
             f"{row['before']:.3f}",
@@ -148,7 +148,7 @@ def table(found: dict[str, Any]) -> Table:
             f"{row['seconds']:.0f}",
             f"{row['seconds_an_iteration']:.2f}",
         )
-    return shown
+    return rows
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
     arguments.add_argument("--replay", type=int, nargs="+", default=[1, 4], help="iterations to replay")
     arguments.add_argument("--out", type=Path, help="where to keep the figures as JSON")
     options = arguments.parse_args()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -50,14 +50,14 @@ def main() -> None:
                 for everything in (False, True):
                     figures = recovery(folder, environment, replay, everything)
                     case = "everything died" if everything else "driver died"
-                    found.append(
+                    results.append(
                         {"case": case, "iterations replayed": replay if everything else 0, **figures}
                     )
         finally:
             subprocess.run([*MILLRACE, "server", "stop"], cwd=folder, env=environment, check=True)
-    show(found)
+    show(results)
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1))
+        options.out.write_text(json.dumps(results, indent=1))
 
 
 def prepare(folder: Path) -> None:
@@ -79,18 +79,21 @@ def prepare(folder: Path) -> None:
 
 def recovery(folder: Path, environment: dict[str, str], replay: int, everything: bool) -> dict[str, float]:
     """Seconds by phase of the start after the kill. The checkpoint lies `replay` iterations before it."""
-    root, held = folder / f"{replay}-{everything}", folder / "held"
+    root, reached = folder / f"{replay}-{everything}", folder / "reached"
     command = [*MILLRACE, "train", "run.yaml", f"storage.root={root}", f"checkpoint.every={replay + 1}"]
     command.append(f"run.iterations={2 * replay + 2}")
-    hold = {"MILLRACE_KILL_POINT": f"{2 * replay + 1}/rollout/before", "MILLRACE_KILL_POINT_FILE": str(held)}
+    hold = {
+        "MILLRACE_KILL_POINT": f"{2 * replay + 1}/rollout/before",
+        "MILLRACE_KILL_POINT_FILE": str(reached),
+    }
     run = subprocess.Popen(command, cwd=folder, env={**environment, **hold}, stdout=subprocess.DEVNULL)
-    while not held.exists():
+    while not reached.exists():
         if run.poll() is not None:
             raise SystemExit(f"the run ended with {run.returncode} before it could be killed")
         time.sleep(0.01)
     run.kill()
     run.wait()
-    held.unlink()
+    reached.unlink()
     if everything:
         heads = [
             psutil.Process(pid) for pid in json.loads((folder / "home" / "ray.json").read_text())["pids"]
@@ -104,15 +107,17 @@ def recovery(folder: Path, environment: dict[str, str], replay: int, everything:
     return {**known, "start": known["ready"] - sum(known[p] for p in PHASES[:5])}
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(results: list[dict[str, Any]]) -> None:
     """Print the figures as a table and as JSON."""
     table = Table("case", "replayed", *PHASES, title="seconds from start to work")
-    for row in found:
+    for row in results:
         figures = [f"{row[phase]:.2f}" for phase in PHASES]
         table.add_row(row["case"], str(row["iterations replayed"]), *figures)
     Console(width=130).print(table)
     print(
-        json.dumps([{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in found])
+        json.dumps(
+            [{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in results]
+        )
     )
 
 

@@ -95,9 +95,11 @@ class Megatron:
     def step(self, number: int) -> dict[str, Any]:
         """Train on the batch of a step; its seconds, loss and gradient norm."""
         started = time.perf_counter()
-        found = self.rank.train(number, str(self.folder / str(number) / "batch.parquet"))
+        metrics = self.rank.train(number, str(self.folder / str(number) / "batch.parquet"))
         seconds = time.perf_counter() - started
-        return {"seconds": seconds, "phases": found["seconds"]} | {n: found[n] for n in ("loss", "grad_norm")}
+        return {"seconds": seconds, "phases": metrics["seconds"]} | {
+            n: metrics[n] for n in ("loss", "grad_norm")
+        }
 
 
 class Plain:
@@ -142,8 +144,8 @@ class Plain:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        found = {"loss": loss.item(), "grad_norm": norm.item()}
-        return {"seconds": time.perf_counter() - started, **found}
+        metrics = {"loss": loss.item(), "grad_norm": norm.item()}
+        return {"seconds": time.perf_counter() - started, **metrics}
 
 
 def _serve(pipe: Any, kind: str, folder: Path, model: Path, threads: int) -> None:
@@ -174,22 +176,24 @@ def measure(name: str, case: Case, threads: int, steps: int) -> dict[str, Any]:
             spawn.Process(target=_serve, args=(there, kind, folder, model, threads), daemon=True).start()
         for pipe in pipes.values():
             pipe.recv()
-        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in pipes}
+        answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in pipes}
         for number in range(1, steps + WARM_UP + 1):
             for kind, pipe in pipes.items():
                 pipe.send(number)
-                found[kind].append(pipe.recv())
+                answers[kind].append(pipe.recv())
         for pipe in pipes.values():
             pipe.send(None)
-    for ours, plain in zip(*found.values(), strict=True):
+    for ours, plain in zip(*answers.values(), strict=True):
         for figure in ("loss", "grad_norm"):
             assert abs(ours[figure] - plain[figure]) <= 1e-3 * abs(plain[figure]) + 1e-5, (
                 figure,
                 ours,
                 plain,
             )
-    seconds = {kind: statistics.median(s["seconds"] for s in made[WARM_UP:]) for kind, made in found.items()}
-    phases = [s["phases"] for s in found["megatron"][WARM_UP:]]
+    seconds = {
+        kind: statistics.median(s["seconds"] for s in made[WARM_UP:]) for kind, made in answers.items()
+    }
+    phases = [s["phases"] for s in answers["megatron"][WARM_UP:]]
     return {
         "case": name,
         **asdict(case),
@@ -210,17 +214,17 @@ def main() -> None:
     parser.add_argument("--only", choices=list(CASES))
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
-    found = []
+    results = []
     print(f"{'case':<12}{'megatron':>12}{'plain':>12}{'ratio':>8}   phases of the trainer (ms)")
     for name, case in CASES.items():
         if options.only in (None, name):
             one = measure(name, case, options.threads, options.steps)
-            found.append(one)
+            results.append(one)
             phases = "  ".join(f"{p} {s * 1e3:.1f}" for p, s in one["megatron_phases_s"].items())
             times = f"{one['megatron_s'] * 1e3:>9.1f} ms{one['plain_s'] * 1e3:>9.1f} ms"
             print(f"{name:<12}{times}{one['ratio']:>8.2f}   {phases}")
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     lengths = read_parts(folder, "rollouts", "rollouts", columns=["response_length"])["response_length"]
     step = folder.read_json("step.json")
     phases = {f"{name}_s": sum(one["seconds"][name] for one in step["steps"]) for name in PHASES}
-    engines_s = _found(folder.read_json("results/rollout.json"), "engines_s")
+    engines_s = _metric(folder.read_json("results/rollout.json"), "engines_s")
     offload = manifest.tasks["metrics"].get("time/sync_offload_s", 0.0)
     generation, training = whole["generation"] - engines_s, whole["training"] - phases["reload_s"]
     return {
@@ -139,7 +139,7 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     }
 
 
-def _found(value: Any, name: str) -> float:
+def _metric(value: Any, name: str) -> float:
     """A figure of a task's record, which Prefect wraps."""
     if isinstance(value, str):
         value = json.loads(value)
@@ -148,7 +148,7 @@ def _found(value: Any, name: str) -> float:
             return float(value[name])
         for inner in value.values():
             try:
-                return _found(inner, name)
+                return _metric(inner, name)
             except (KeyError, ValueError):
                 continue
     raise KeyError(name)

@@ -107,14 +107,14 @@ def configuration(model: Path, folder: Path, **changes: dict[str, Any]) -> dict[
     if not prompts.exists():
         rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(32) for b in range(32)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "run": {"name": "bench", "iterations": 1},
         "data": {"max_prompt_tokens": 64, "sources": [{"name": "sums", "path": str(prompts)}]},
         "rollout": {"prompts": 32, "samples_per_prompt": 8, "max_concurrency": 256},
         "reward": {"function": "benchmarks.gpu.shapes:coin"},
         "checkpoint": {"every": 10_000, "export_last": False},
     }
-    return laid_over(laid_over(colocated(model, folder), own), changes)
+    return laid_over(laid_over(colocated(model, folder), settings), changes)
 
 
 def colocated(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -161,8 +161,8 @@ def command_line() -> str:
 
 def device_name() -> str:
     """The first GPU, its memory and the driver."""
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
 def versions() -> dict[str, str]:
@@ -171,13 +171,15 @@ def versions() -> dict[str, str]:
 
     import torch
 
-    found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    installed = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for name in ("megatron-core", "ray", "prefect", "transformers"):
-        found[name] = metadata.version(name)
+        installed[name] = metadata.version(name)
     site = os.environ.get("MILLRACE_SGLANG_PYTHONPATH")
     paths = [site] if site else sys.path
-    found["sglang"] = next((d.version for d in metadata.distributions(name="sglang", path=paths)), "unknown")
-    return found
+    installed["sglang"] = next(
+        (d.version for d in metadata.distributions(name="sglang", path=paths)), "unknown"
+    )
+    return installed
 
 
 if __name__ == "__main__":

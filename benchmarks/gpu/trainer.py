@@ -43,10 +43,11 @@ def lengths_of(tokens: int, length: int) -> list[int]:
     """Lengths of a step's samples; 0: as responses fall out, from 256 to 8192 tokens."""
     if length:
         return [length] * (tokens // length)
-    draw, found = random.Random(0), []
-    while sum(found) < tokens - 512:
-        found.append(min(round(2 ** draw.uniform(8, 13)), tokens - sum(found)))
-    return found
+    draw = random.Random(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens - 512:
+        lengths.append(min(round(2 ** draw.uniform(8, 13)), tokens - sum(lengths)))
+    return lengths
 
 
 def make_rows(step: int, lengths: list[int]) -> list[dict[str, Any]]:
@@ -106,8 +107,8 @@ class Millrace:
     def step(self, prepared: str) -> dict[str, Any]:
         """Train on it; loss, gradient norm and the seconds of each phase."""
         self.version += 1
-        found = self.rank.train(self.version, prepared)
-        return {"loss": found["loss"], "grad_norm": found["grad_norm"], "phases": found["seconds"]}
+        metrics = self.rank.train(self.version, prepared)
+        return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "phases": metrics["seconds"]}
 
     def close(self) -> None:
         """End the rank."""
@@ -151,7 +152,7 @@ class HuggingFace:
         return {"loss": loss.item(), "grad_norm": norm.item()}
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Nothing but memory to free."""
 
 
 def timed(side: Any, number: int, lengths: list[int]) -> dict[str, Any]:
@@ -161,9 +162,9 @@ def timed(side: Any, number: int, lengths: list[int]) -> dict[str, Any]:
     prepared = side.prepare(make_rows(number, lengths))
     torch.cuda.synchronize()
     started = time.perf_counter()
-    found = side.step(prepared)
+    metrics = side.step(prepared)
     torch.cuda.synchronize()
-    return {**found, "seconds": time.perf_counter() - started}
+    return {**metrics, "seconds": time.perf_counter() - started}
 
 
 def measure(
@@ -176,7 +177,7 @@ def measure(
     lengths = lengths_of(tokens, length)
     made = [timed(side, first + i, lengths) for i in range(steps + WARM_UP)]
     seconds = statistics.median(step["seconds"] for step in made[WARM_UP:])
-    found = {
+    figures = {
         "side": name,
         "length": length,
         "samples": len(lengths),
@@ -190,13 +191,13 @@ def measure(
     }
     if "phases" in made[0]:
         phases = [step["phases"] for step in made[WARM_UP:]]
-        found["phases"] = {p: statistics.median(each[p] for each in phases) for p in phases[0]}
+        figures["phases"] = {p: statistics.median(each[p] for each in phases) for p in phases[0]}
     print(
-        f"{name:<12} {length or 'mixed':>6} x {len(lengths):<3} {seconds * 1e3:8.1f} ms {found['tokens_per_second'] / 1e3:7.1f}k tok/s "
-        f"MFU {found['mfu']:.1%}  peak {found['peak_gib']:.1f} GiB  {found.get('phases', '')}",
+        f"{name:<12} {length or 'mixed':>6} x {len(lengths):<3} {seconds * 1e3:8.1f} ms {figures['tokens_per_second'] / 1e3:7.1f}k tok/s "
+        f"MFU {figures['mfu']:.1%}  peak {figures['peak_gib']:.1f} GiB  {figures.get('phases', '')}",
         flush=True,
     )
-    return found
+    return figures
 
 
 KINDS: list[tuple[str, tuple[str, ...]]] = [
@@ -240,15 +241,19 @@ def profile(step: Callable[[], Any]) -> dict[str, Any]:
         kinds[kind_of(name)][0] += ms
         kinds[kind_of(name)][1] += calls
     heaviest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:40]
-    found = {
+    figures = {
         "span_ms": (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3,
         "busy_ms": sum(ms for ms, _ in by_kernel.values()),
         "kinds_ms": {kind: round(ms, 2) for kind, (ms, _) in sorted(kinds.items(), key=lambda i: -i[1][0])},
         "kinds_calls": {kind: calls for kind, (_, calls) in kinds.items()},
         "kernels": [{"name": n[:120], "ms": round(ms, 3), "calls": c} for n, (ms, c) in heaviest],
     }
-    print(f"profile: busy {found['busy_ms']:.1f} of {found['span_ms']:.1f} ms", found["kinds_ms"], flush=True)
-    return found
+    print(
+        f"profile: busy {figures['busy_ms']:.1f} of {figures['span_ms']:.1f} ms",
+        figures["kinds_ms"],
+        flush=True,
+    )
+    return figures
 
 
 def main() -> None:
@@ -268,7 +273,7 @@ def main() -> None:
 
     import torch
 
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "command": command_line(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -297,12 +302,12 @@ def main() -> None:
                 if name == "huggingface" and not length:
                     continue  # it has no packs
                 try:
-                    found["results"].append(
+                    report["results"].append(
                         measure(side, name, hf, number, options.steps, options.tokens, length)
                     )
                 except torch.cuda.OutOfMemoryError as error:
                     print(name, length, "out of memory:", str(error)[:200], flush=True)
-                    found["results"].append({"side": name, "length": length, "error": "out of memory"})
+                    report["results"].append({"side": name, "length": length, "error": "out of memory"})
                     if name == "millrace":
                         break
                 number += options.steps + WARM_UP
@@ -310,9 +315,9 @@ def main() -> None:
                     prepared = side.prepare(make_rows(number, lengths_of(options.tokens, length)))
                     number += 1
                     table = profile(lambda side=side, prepared=prepared: side.step(prepared))
-                    found["profiles"].append({"side": name, "length": length, **table})
+                    report["profiles"].append({"side": name, "length": length, **table})
                 if options.out:
-                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+                    options.out.write_text(json.dumps(report, indent=1) + "\n")
             side.close()
             if name == "huggingface":
                 del hf_model
@@ -320,7 +325,7 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
