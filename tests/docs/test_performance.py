@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks import iteration_overhead, recovery_time
 from benchmarks.figures import cpu_rows, gpu_rows
+from benchmarks.gpu.shapes import configuration
 from benchmarks.kept import RESULTS, KeptResults
 from benchmarks.page import PAGE, benchmark_modules, page
+from millrace.core.config import RunConfig
+from millrace.core.config.reading.load import load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +40,24 @@ def test_every_figure_has_a_command_that_exists() -> None:
             assert importlib.util.find_spec(arguments[1]), row.command
         else:
             assert program == "millrace", row.command
+
+
+def test_every_training_command_resolves(tmp_path: Path) -> None:
+    for row in [*cpu_rows(KeptResults()), *gpu_rows(KeptResults())]:
+        program, *arguments = row.command.split()
+        if [program, *arguments[:1]] == ["millrace", "train"]:
+            load_config(str(ROOT / arguments[1]), arguments[2:])
+        if "--overrides" in arguments:
+            text = yaml.safe_dump(configuration(tmp_path / "model", tmp_path))
+            load_config(None, arguments[arguments.index("--overrides") + 1 :], text)
+
+
+def test_the_benchmarks_configurations_are_valid(tmp_path: Path) -> None:
+    iteration_overhead.prepare(tmp_path, str(tmp_path / "runs"), 3)
+    load_config(str(tmp_path / "run.yaml"))
+    recovery_time.prepare(tmp_path)
+    load_config(str(tmp_path / "run.yaml"))
+    RunConfig.model_validate(configuration(tmp_path / "model", tmp_path))
 
 
 @pytest.mark.parametrize("module", benchmark_modules())
