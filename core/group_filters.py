@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.filter import Filter
 from millrace.core.hooks import GroupSample as GroupSample
-from millrace.core.hooks import load_function
+from millrace.core.hooks import call_function
 
 ZERO_VARIANCE = 1e-6  # rewards that differ by less are equal
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is said of a group. `usable`: it may stand in where too few groups are kept; `reason` is empty when kept."""
+    """The decision on a group. `usable`: it may stand in where too few groups are kept; `reason` is empty when kept."""
 
     keep: bool
     reason: str
@@ -31,7 +31,7 @@ def judge_group(samples: Sequence[GroupSample], filter: Filter, algorithm: Algor
 
     Dropped for good: fewer scored samples than the estimator needs (two where it compares samples, else one), or refused by
     the user's filter. Dropped but usable: rewards all equal, under filter.drop_zero_variance.
-    Errors: ConfigError when the user's filter cannot be loaded; whatever it raises.
+    Errors: ConfigError when the user's filter cannot be loaded or raises.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     smallest = 2 if algorithm.group_baseline else 1
@@ -44,7 +44,7 @@ def judge_group(samples: Sequence[GroupSample], filter: Filter, algorithm: Algor
             equal,
         )
     if filter.group_filter is not None:
-        refusal = load_function(filter.group_filter, "filter.group_filter")(samples)
+        refusal = call_function(filter.group_filter, "filter.group_filter", samples)
         if refusal:
             return Judgement(False, str(refusal), False, equal)
     if filter.drop_zero_variance and equal:
@@ -53,7 +53,7 @@ def judge_group(samples: Sequence[GroupSample], filter: Filter, algorithm: Algor
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group are all equal (a group with none has no variance to speak of: False)."""
+    """Whether the rewards of a group are all equal (False for a group with none)."""
     return bool(rewards) and max(rewards) - min(rewards) <= ZERO_VARIANCE
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,6 +152,24 @@ def load_function(function: UserFunction, field_name: str) -> Callable[..., Any]
     """
     loaded = load(function.function, f"{field_name}.function")
     return partial(loaded, **function.options) if function.options else loaded
+
+
+def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
+    """What the function of a configuration's field returns for these arguments and its options.
+
+    Errors: ConfigError naming field and function for whatever it raises, and as of `load`; errors of millrace's own pass.
+    """
+    loaded = load_function(function, field_name)
+    try:
+        return loaded(*args)
+    except MillraceError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
+        raise ConfigError(
+            f"it raised {type(error).__name__}: {error}",
+            where=f"{field_name}.function = {function.function}",
+            remedy="correct the function and start the run again",
+        ) from error
 
 
 def _search_working_folder() -> None:

@@ -54,7 +54,9 @@ def main() -> None:
             loss = grpo_loss(logprobs_BR, sampled_BR[part], advantages_B[part], mask_BR[part])
             clipped_step(loss, optimizer, CLIP_GRAD)
         if (iteration + 1) % 5 == 0:
-            print(f"iteration {iteration + 1} of {ITERATIONS}: mean reward {rewards_B.mean():.3f}", flush=True)
+            print(
+                f"iteration {iteration + 1} of {ITERATIONS}: mean reward {rewards_B.mean():.3f}", flush=True
+            )
     print(f"held-out accuracy {before:.3f} -> {accuracy(model, held_out):.3f}")
 
 
@@ -72,7 +74,9 @@ def sample(model: Any, prompts_BT: Tensor, temperature: float = 1.0) -> tuple[Te
         logprobs.append(logprobs_BV.gather(1, next_B))
         tokens_BT = torch.cat([tokens_BT, next_B], 1)
     ended_BR = (tokens_BT[:, -R:] == VOCAB.index(".")).long()
-    mask_BR = (ended_BR.cumsum(1) - ended_BR == 0).float()  # the end itself is trained on, what follows is not
+    mask_BR = (
+        ended_BR.cumsum(1) - ended_BR == 0
+    ).float()  # the end itself is trained on, what follows is not
     return tokens_BT, mask_BR, torch.cat(logprobs, 1)
 
 

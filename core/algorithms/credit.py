@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.errors import ConfigError, TrainerError
-from millrace.core.hooks import load_function
+from millrace.core.hooks import call_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +57,8 @@ def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> Sam
     """Shaped rewards and advantages of whole groups, in float64. budget: rollout.sampling.max_new_tokens.
 
     A NaN reward (not scored) stays NaN under the built-in shaping and has advantage 0.
-    Errors: ConfigError when a function of the user's cannot be loaded, or does not return a number a sample; whatever it
-    raises; DataError for negative rewards under max_rl.
+    Errors: ConfigError when a function of the user's cannot be loaded, raises, or does not return one number per sample;
+    DataError for negative rewards under max_rl.
     """
     import torch
 
@@ -161,17 +161,17 @@ def _shaped(samples: ScoredSamples, config: Algorithm, budget: int) -> Tensor:
 
 
 def _call_user(function: UserFunction, field: str, *inputs: Tensor) -> Tensor:
-    """What the user's function makes of the inputs [B]: one number a sample."""
+    """What the user's function makes of the inputs [B]: one number per sample."""
     import torch
 
     wanted = tuple(inputs[0].shape)
-    result = load_function(function, field)(*(tensor.clone() for tensor in inputs))
+    result = call_function(function, field, *(tensor.clone() for tensor in inputs))
     if not isinstance(result, torch.Tensor) or tuple(result.shape) != wanted:
         shape = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise ConfigError(
             f"it returned {shape}",
             where=f"{field}.function = {function.function}",
-            remedy=f"return a tensor of shape {wanted}, one number a sample",
+            remedy=f"return a tensor of shape {wanted}, one number per sample",
         )
     return result.detach()
 

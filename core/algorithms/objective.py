@@ -18,7 +18,7 @@ from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.packed import clean, upcast
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.errors import TrainerError
-from millrace.core.hooks import load_function
+from millrace.core.hooks import call_function, load_function
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -44,9 +44,8 @@ class Objective:
     def __init__(self, config: Algorithm) -> None:
         self.config = config
         self.kl_coef = config.kl_coef
-        self._custom = (
-            load_function(config.loss, "algorithm.loss") if config.loss.kind == "function" else None
-        )
+        if config.loss.kind == "function":
+            load_function(config.loss, "algorithm.loss")  # a wrong path is found here, not at the first pack
 
     @property
     def supervised(self) -> bool:
@@ -94,8 +93,8 @@ class Objective:
         metrics: Metrics = {}
         if self.supervised:
             pg_loss = self._reduce(losses.sft_loss(batch.logprobs), batch)
-        elif self._custom is not None:
-            per_token, extra = self._custom(batch)
+        elif self.config.loss.kind == "function":
+            per_token, extra = call_function(self.config.loss, "algorithm.loss", batch)
             metrics.update(extra)
             pg_loss = self._reduce(per_token, batch)
         else:

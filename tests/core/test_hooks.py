@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from millrace.core import hooks
+from millrace.core.config import UserFunction
 from millrace.core.errors import ConfigError
 
 SIGNATURES = {
@@ -56,3 +57,17 @@ def test_load_refuses_naming_field_path_and_remedy(path: str, says: str) -> None
     with pytest.raises(ConfigError, match=says) as caught:
         hooks.load(path, "reward.function")
     assert f"reward.function = {path}" in str(caught.value)
+
+
+def fails(*args: object, **options: object) -> None:
+    raise ZeroDivisionError(f"{args} {options}")
+
+
+def test_what_a_function_raises_names_field_and_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
+    function = UserFunction(function="my_functions:fails", options={"x": 1})
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: \(2,\) \{'x': 1\}") as caught:
+        hooks.call_function(function, "algorithm.loss", 2)
+    assert caught.value.where == "algorithm.loss.function = my_functions:fails"

@@ -1,4 +1,7 @@
-"""The trainer's steps in the plainest way: Hugging Face models, torch AdamW, one sequence at a time."""
+"""Steps of any algorithm in plain PyTorch, one sequence at a time: Hugging Face models, torch AdamW, torch clipping.
+
+What is GRPO's own stands in examples/plain_rl.py; what the other algorithms need is beside it here.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.plain_rl import adamw, clipped_step, response_logprobs
 from millrace.core.algorithms.aggregate import sample_weights
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, sample_credit, token_credit
 from millrace.core.algorithms.kl_controller import KLController
@@ -16,28 +20,7 @@ from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import spread
 from millrace.core.config.algorithm import Algorithm
 
-LR, DECAY, CLIP = 1e-3, 0.01, 0.5
-
-
-def adamw(parameters: list[Tensor], lr: float = LR) -> torch.optim.AdamW:
-    """The trainer's optimizer: vectors do not decay."""
-    matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=lr,
-        betas=(0.9, 0.98),
-        eps=1e-8,
-    )
-
-
-def stepped(loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
-    """One clipped step; the gradient's norm."""
-    optimizer.zero_grad()
-    loss.backward()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-    optimizer.step()
-    return float(norm)
+LR, CLIP_GRAD = 1e-3, 0.5
 
 
 class Plain:
@@ -50,16 +33,14 @@ class Plain:
             folder, dtype=torch.float32, attn_implementation="eager"
         )
         self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.optimizer = adamw(list(self.model.parameters()))
+        self.optimizer = adamw(list(self.model.parameters()), LR)
 
     def logprobs(self, row: dict[str, Any], model: Any = None, temperature: float = 1.0) -> Tensor:
-        tokens = torch.tensor(row["tokens"])
-        logits = (model or self.model)(tokens[None]).logits[0] / temperature
-        chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        return chosen[-row["response_length"] :]
+        tokens_1T = torch.tensor([row["tokens"]])
+        return response_logprobs(model or self.model, tokens_1T, row["response_length"], temperature)[0]
 
     def step(self, loss: Tensor) -> float:
-        return stepped(loss, self.optimizer)
+        return clipped_step(loss, self.optimizer, CLIP_GRAD)
 
 
 class PlainCritic:
@@ -122,11 +103,11 @@ class PlainLearner(Plain):
         with torch.no_grad():
             ref = self.all_logprobs(rows, self.reference) if self.objective.needs_ref else None
             teacher = self.all_logprobs(rows, self.teacher) if self.teacher is not None else None
-        given = [row["advantage"] for row in rows]
+        stored = [row["advantage"] for row in rows]
         advantages, returns = token_credit(
             c,
             rewards=torch.tensor(credit(rows, c).shaped_rewards, dtype=torch.float64),
-            sample_advantages=None if given[0] is None else torch.tensor(given),
+            sample_advantages=None if stored[0] is None else torch.tensor(stored),
             mask=mask,
             lengths=lengths,
             logprobs=old,
@@ -148,25 +129,25 @@ class PlainLearner(Plain):
                 weights=spread(sample_weights(sums, c, max_length=16), lengths),
             )
         )
-        found = {"loss": float(loss.detach()), "grad_norm": 0.0}
+        step_metrics = {"loss": float(loss.detach()), "grad_norm": 0.0}
         if self.objective.needs_ref:
-            found["kl_coef"] = self.controller.value
+            step_metrics["kl_coef"] = self.controller.value
         if self.critic is not None:
             assert c.critic is not None
             assert values is not None
             assert returns is not None
             each = value_loss(self.critic.values(rows), values, returns, clip=c.critic.clip)
             error = (each * mask).sum() / mask.sum()
-            found["value_loss"] = float(error.detach())
-            found["critic_grad_norm"] = stepped(error, self.critic.optimizer)
+            step_metrics["value_loss"] = float(error.detach())
+            step_metrics["critic_grad_norm"] = clipped_step(error, self.critic.optimizer, CLIP_GRAD)
         if c.critic is None or version > c.critic.only_steps:
-            found["grad_norm"] = self.step(loss)
+            step_metrics["grad_norm"] = self.step(loss)
             if "kl" in metrics:
                 value, weight = metrics["kl"]
                 self.controller.update(float(value / weight), len(rows))
         if c.reference_update_steps and version % c.reference_update_steps == 0:
             self.reference.load_state_dict(self.model.state_dict())
-        return found
+        return step_metrics
 
 
 def credit(rows: list[dict[str, Any]], config: Algorithm) -> SampleCredit:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.plain_rl import grpo_loss
 from tests.support.plain_trainer import Plain
 from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
 
@@ -17,19 +18,23 @@ STEPS = 4
 
 
 def policy_loss(plain: Plain, rows: list[dict[str, Any]], old: dict[str, Tensor], kl_coef: float) -> Tensor:
-    """GRPO as published: the clipped loss and k3, meant over each sample's tokens, then over samples."""
-    total = torch.zeros(())
+    """GRPO as examples/plain_rl.py has it, one sample at a time."""
+    losses = []
     for row in rows:
-        mask = torch.tensor(row["loss_mask"], dtype=torch.float32)
-        new = plain.logprobs(row)
-        ratio = (new - old.get(row["sample_id"], new.detach())).exp()
-        each = -torch.minimum(ratio * row["advantage"], ratio.clamp(0.8, 1.2) * row["advantage"])
-        if kl_coef:
-            with torch.no_grad():
-                apart = plain.logprobs(row, plain.reference)
-            each = each + kl_coef * ((apart - new).exp() - (apart - new) - 1)
-        total = total + (each * mask).sum() / mask.sum()
-    return total / len(rows)
+        new_R = plain.logprobs(row)
+        with torch.no_grad():
+            ref_R = plain.logprobs(row, plain.reference) if kl_coef else None
+        losses.append(
+            grpo_loss(
+                new_R[None],
+                old.get(row["sample_id"], new_R.detach())[None],
+                torch.tensor([row["advantage"]]),
+                torch.tensor([row["loss_mask"]], dtype=torch.float32),
+                ref_logprobs_BR=None if ref_R is None else ref_R[None],
+                kl_coef=kl_coef,
+            )
+        )
+    return torch.stack(losses).mean()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "llama"])

@@ -87,7 +87,7 @@ def test_functions_of_the_user_get_tensors_after_the_built_in_shaping(
     )
     assert sample_credit(samples, config, 100) == SampleCredit([0.5, 0.5, -1.0], [0.5, 0.5, -1.0])
     with pytest.raises(
-        ConfigError, match=r"algorithm\.advantage\.function = my_credit:one_number.*one number a sample"
+        ConfigError, match=r"algorithm\.advantage\.function = my_credit:one_number.*one number per sample"
     ):
         sample_credit(
             samples, Algorithm(advantage={"kind": "function", "function": "my_credit:one_number"}), 100
