@@ -64,7 +64,7 @@ def test_over_any_history_no_group_is_lost_and_none_is_drawn_twice_unless_return
         state.update(zip(keys, committed.verdict, strict=True))
         done.update(key for key, said in zip(keys, committed.verdict, strict=True) if said != "returned")
         history.append(committed)
-        # a process that starts anew sees only what JSON holds
+        # a restarted process sees only what JSON holds
         stored = [IterationHistory.model_validate_json(part.model_dump_json()) for part in history]
         fresh = Ledger(seed, sources, shuffle=shuffle).extend(stored)
         ledger.extend(history)
@@ -241,7 +241,7 @@ def test_a_ledger_may_begin_at_a_later_iteration_with_other_sources() -> None:
     first = old.draw(0, 4)
     groups = [GroupOutcome(**vars(draw), verdict="kept", steps=[1]) for draw in first]
     history = [IterationHistory.of(0, groups)]
-    anew = Ledger(2, {"a": (1.0, 9)}, first=1).extend(history)
-    drawn = anew.draw(1, 4)
+    later = Ledger(2, {"a": (1.0, 9)}, first=1).extend(history)
+    drawn = later.draw(1, 4)
     assert [draw.epoch for draw in drawn] == [0, 0, 0, 0]
-    assert max(draw.row for draw in anew.draw(1, 9)) == 8
+    assert max(draw.row for draw in later.draw(1, 9)) == 8

@@ -46,10 +46,10 @@ def context(make_config: MakeConfig, engines: ScriptedEngines) -> IterationConte
 
 
 def rows(ctx: IterationContext, done: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = ctx.run_folder.store.read_table(
+    stored: list[dict[str, Any]] = ctx.run_folder.store.read_table(
         f"eval/sums/{done:06d}.parquet", "evaluations"
     ).to_pylist()
-    return found
+    return stored
 
 
 async def test_every_prompt_is_sampled_and_scored_in_order(make_config: MakeConfig) -> None:

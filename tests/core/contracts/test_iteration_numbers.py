@@ -37,8 +37,8 @@ def shown_indices(source: str) -> Iterator[str]:
                     text += "x"
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             template = str(node.args[0].value)
-            for found in LOGS.finditer(template):
-                position = len(re.findall(r"%[a-z]", template[: found.end()]))
+            for match in LOGS.finditer(template):
+                position = len(re.findall(r"%[a-z]", template[: match.end()]))
                 if not _is_number(node.args[position]):
                     yield ast.unparse(node.args[position])
 

@@ -35,9 +35,9 @@ KEYS = Columns()
 
 
 def usable(line: bytes, row: int = 0, keys: Columns = KEYS) -> PromptRow:
-    found = parse_line(line, row, keys)
-    assert isinstance(found, PromptRow), found
-    return found
+    parsed = parse_line(line, row, keys)
+    assert isinstance(parsed, PromptRow), parsed
+    return parsed
 
 
 def test_text_and_messages_are_prompts_with_label_and_metadata() -> None:
@@ -106,19 +106,19 @@ def test_metadata_may_be_json_text_and_a_byte_order_mark_is_no_fault() -> None:
     ],
 )
 def test_an_unusable_line_is_quarantined_with_its_reason(line: bytes, reason: str) -> None:
-    found = parse_line(line, 3, KEYS)
-    assert isinstance(found, Quarantined)
-    assert (found.source, found.row) == ("set", 3)
-    assert found.reason.startswith(reason), found.reason
-    assert len(found.excerpt) <= 10 * EXCERPT
+    parsed = parse_line(line, 3, KEYS)
+    assert isinstance(parsed, Quarantined)
+    assert (parsed.source, parsed.row) == ("set", 3)
+    assert parsed.reason.startswith(reason), parsed.reason
+    assert len(parsed.excerpt) <= 10 * EXCERPT
 
 
 def test_what_json_cannot_hold_is_quarantined() -> None:
     for name, value in (("label", date(2020, 1, 1)), ("label", b"bytes"), ("label", float("nan"))):
-        found = parse_row({"prompt": "a", name: value}, 0, KEYS)
-        assert isinstance(found, Quarantined)
-        assert found.reason.startswith("wrong type: ")
-        assert found.reason.endswith(f", in the {name}")
+        parsed = parse_row({"prompt": "a", name: value}, 0, KEYS)
+        assert isinstance(parsed, Quarantined)
+        assert parsed.reason.startswith("wrong type: ")
+        assert parsed.reason.endswith(f", in the {name}")
     mapped = parse_row({"prompt": "a", "metadata": [("k", 1)]}, 0, KEYS)
     assert isinstance(mapped, PromptRow)
     assert mapped.metadata == {"k": 1}
@@ -135,14 +135,14 @@ json_ = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["prompt", "label", "metadata", "x"]), json_))
 def test_any_row_is_usable_or_quarantined_and_can_be_stored(values: dict[str, Any]) -> None:
-    found = parse_row(values, 0, KEYS)
-    json.dumps(vars(found), ensure_ascii=False).encode("utf-8")
+    parsed = parse_row(values, 0, KEYS)
+    json.dumps(vars(parsed), ensure_ascii=False).encode("utf-8")
 
 
 @given(st.binary(max_size=60))
 def test_any_line_is_usable_or_quarantined_and_can_be_stored(line: bytes) -> None:
-    found = parse_line(line, 0, KEYS)
-    json.dumps(vars(found), ensure_ascii=False).encode("utf-8")
+    parsed = parse_line(line, 0, KEYS)
+    json.dumps(vars(parsed), ensure_ascii=False).encode("utf-8")
 
 
 def test_prompt_ids_follow_from_source_row_and_content() -> None:
@@ -165,14 +165,22 @@ def test_rows_without_a_label_are_refused_only_where_others_have_one() -> None:
 
 
 def test_what_changed_in_the_sources_is_named() -> None:
-    def held(size: int, sha256: str, ids: str, path: str = "a.jsonl") -> SourceFingerprint:
+    def fingerprint(size: int, sha256: str, ids: str, path: str = "a.jsonl") -> SourceFingerprint:
         rows = [PromptRow("set", number, name, "a") for number, name in enumerate(ids)]
         return SourceFingerprint.of(path, size, sha256, 10, rows)
 
-    before = {"same": held(5, "x", "abc"), "moved": held(5, "x", "abc"), "file": held(5, "x", "abc")}
-    before |= {"rule": held(5, "x", "abc"), "gone": held(5, "x", "abc")}
-    now = {"same": held(5, "x", "abc"), "moved": held(5, "x", "abc", "b.jsonl"), "file": held(6, "y", "abcd")}
-    now |= {"rule": held(5, "x", "ab"), "new": held(5, "x", "abc")}
+    before = {
+        "same": fingerprint(5, "x", "abc"),
+        "moved": fingerprint(5, "x", "abc"),
+        "file": fingerprint(5, "x", "abc"),
+    }
+    before |= {"rule": fingerprint(5, "x", "abc"), "gone": fingerprint(5, "x", "abc")}
+    now = {
+        "same": fingerprint(5, "x", "abc"),
+        "moved": fingerprint(5, "x", "abc", "b.jsonl"),
+        "file": fingerprint(6, "y", "abcd"),
+    }
+    now |= {"rule": fingerprint(5, "x", "ab"), "new": fingerprint(5, "x", "abc")}
     assert source_changes(before, now) == [
         "source new: was not there before",
         "source gone: is no longer there",
