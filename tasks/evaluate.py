@@ -18,7 +18,7 @@ from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.prompts import PromptRow
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
-from millrace.core.errors import first_error
+from millrace.core.errors import only_first_error
 from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
@@ -76,15 +76,13 @@ async def _evaluate_set(
         remedy="fix the cause and start the run again; the evaluation is then repeated",
     )
     generator = SampleGenerator(ctx.config, held_out.sampling, lambda: ctx.runtime.engines(version), budget)
-    try:
+    with only_first_error():
         async with asyncio.TaskGroup() as group:
             running = [
                 group.create_task(_evaluate_one(ctx, held_out, generator, version, row, tokens, index))
                 for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
                 for index in range(held_out.samples_per_prompt)
             ]
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
     return [each.result() for each in running]
 
 
