@@ -18,6 +18,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from millrace.core.config import RunConfig
+from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import ConfigError, DataError, MissingFileError
@@ -69,14 +70,15 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
     store = runtime.run_folder.store
     resolved = runtime.config.model_dump(mode="json")
     try:
-        record: dict[str, Any] = await asyncio.to_thread(store.read_json, "run.json")
+        record = lifted(await asyncio.to_thread(store.read_json, "run.json"))
     except MissingFileError:
-        record = {"name": runtime.config.run.name, "config": resolved, "mlflow_run_id": None, "attempts": []}
+        name = runtime.config.run.name
+        record = {"name": name, "config": resolved, "mlflow_run_id": None, "attempts": []}
     if record["config"] is not None:
         check_same_run(record["config"], resolved, runtime.config, FIXED)
     else:
         check_same_run(record["parent"]["config"], resolved, runtime.config, FIXED_IN_A_BRANCH)
-    record["config"] = resolved
+    record["config"], record["config_version"] = resolved, VERSION
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
     await asyncio.to_thread(runtime.prompts.write_quarantine, store)
     record["quarantined"] = runtime.prompts.quarantined()

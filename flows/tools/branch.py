@@ -52,6 +52,7 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "name": new,
         "parent": parent,
         "config": None,
+        "config_version": record["config_version"],
         "data": [span for span in record.get("data", []) if span["since"] <= at],
         "mlflow_run_id": None,
         "attempts": [],

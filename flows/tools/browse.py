@@ -11,6 +11,7 @@ from rich.table import Table
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.config.reading.stored import lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MissingFileError, StorageError
 
@@ -85,10 +86,10 @@ def settings_of(record: dict[str, Any]) -> Any:
 
 
 def run_record(root: str, run: str) -> Any:
-    """The run.json of a run. Raises StorageError if there is no such run."""
+    """The run.json of a run, in today's shape. Raises StorageError if there is no such run."""
     store = RunFolder(root, run).store
     try:
-        return store.read_json("run.json")
+        return lifted(store.read_json("run.json"))
     except MissingFileError as error:
         raise StorageError(
             "no such run", where=store.url, remedy=f"`millrace runs --root {root}` lists them"

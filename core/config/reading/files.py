@@ -29,13 +29,13 @@ def read_files(path: str, chain: Sequence[Path] = ()) -> Values:
     here = [*chain, file]
     if file.resolve() in [other.resolve() for other in chain]:
         raise ConfigError(
-            f"{_shown(here)}: the files are bases of each other; remove `base` from one of them"
+            "the files are bases of each other", where=_shown(here), remedy="remove `base` from one of them"
         )
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         remedy = "correct `base` in the file before it" if chain else "name a YAML file"
-        raise ConfigError(f"{_shown(here)}: cannot be read: {error}; {remedy}") from error
+        raise ConfigError(f"cannot be read: {error}", where=_shown(here), remedy=remedy) from error
     return parse_values(text, _shown(here), here)
 
 
@@ -49,15 +49,19 @@ def parse_values(text: str, name: str = "the configuration", chain: Sequence[Pat
         line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
         shown = f" ({line[:60]})" if line else ""
         raise ConfigError(
-            f"{name}: not YAML at {where}{shown}: {error.problem or error.context}; correct that line or the one above it"
+            f"not YAML at {where}{shown}: {error.problem or error.context}",
+            where=name,
+            remedy="correct that line or the one above it",
         ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not YAML: {error}; remove that character") from error
+        raise ConfigError(f"not YAML: {error}", where=name, remedy="remove that character") from error
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{name}: must be a mapping of sections, not {type(values).__name__}; begin with run:, model: and data:"
+            f"must be a mapping of sections, not {type(values).__name__}",
+            where=name,
+            remedy="begin with run:, model: and data:",
         )
     named = {str(key): value for key, value in values.items()}
     base = named.pop("base", None)
@@ -65,7 +69,7 @@ def parse_values(text: str, name: str = "the configuration", chain: Sequence[Pat
     if base is None:
         return complete
     if not isinstance(base, str):
-        raise ConfigError(f"{name}: base is {base!r}; give the path of one YAML file")
+        raise ConfigError(f"base is {base!r}", where=name, remedy="give the path of one YAML file")
     folder = chain[-1].parent if chain else Path()
     return merged(read_files(str(folder / base), chain), complete, RunConfig)
 
