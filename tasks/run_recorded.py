@@ -51,8 +51,9 @@ async def run_recorded(
     if not await asyncio.to_thread(ctx.folder.exists, path):  # Prefect only logs that it could not write it
         await asyncio.to_thread(ctx.run_folder.store.check_writable)
         raise StorageError(
-            f"{ctx.folder.url_of(path)}: cannot write: the record of {task.name} is missing after it was written; "
-            "free space or fix the storage and start again; nothing committed is lost"
+            f"cannot write: the record of {task.name} is missing after it was written",
+            where=ctx.folder.url_of(path),
+            remedy="free space or fix the storage and start again; nothing committed is lost",
         )
     cast(dict[str, Record], ctx.records)[task.name] = record
     await kill_point(ctx.index, task.name, "after")
