@@ -23,9 +23,7 @@ class Source(Section):
     label_key: str | None = Field(
         "label", description="Column with the reference answer, handed to the reward."
     )
-    metadata_key: str | None = Field(
-        "metadata", description="Column with a mapping handed to the reward and to hooks."
-    )
+    metadata_key: str | None = Field("metadata", description="Column with a mapping handed to the reward.")
     chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
 
@@ -44,5 +42,5 @@ class Data(Section):
     )
     allow_changes: bool = Field(
         False,
-        description="Go on with a run although its data changed: from the first open iteration on, epochs begin anew with the data as it is.",
+        description="Continue a run although its data changed: from the first open iteration on, epochs restart with the data as it is now.",
     )

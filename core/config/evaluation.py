@@ -18,7 +18,7 @@ class EvalSet(Section):
     metadata_key: str | None = Field("metadata", description="Column with a mapping for the reward.")
     chat: bool = Field(True, description="Apply the chat template.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
-    samples_per_prompt: int = Field(1, ge=1, description="Samples of one prompt.")
+    samples_per_prompt: int = Field(1, ge=1, description="Samples per prompt.")
     sampling: Sampling = Sampling(temperature=0)
 
 

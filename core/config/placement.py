@@ -12,15 +12,15 @@ class Placement(Section):
 
     colocate: bool = Field(
         False,
-        description="Trainer and engines share GPUs and release memory in turn: engines their weights and KV cache while the trainer steps, the trainer its optimizer state and gradients while they take new weights and generate.",
+        description="Trainer and engines share GPUs and release memory in turn: engines release weights and KV cache while the trainer steps, the trainer offloads optimizer state and gradients while engines load weights and generate.",
     )
     offload_engines: bool = Field(
         True,
-        description="On shared GPUs, whether engines release their memory while the trainer steps. Without it they keep engines.sglang.mem_fraction_static of the GPU, and the trainer has what is left.",
+        description="On shared GPUs, whether engines release their memory while the trainer steps. If not, they keep engines.sglang.mem_fraction_static of the GPU, and the trainer has the rest.",
     )
     offload_trainer: bool = Field(
         True,
-        description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines take new weights and generate. Where GPU memory suffices for both, keeping it there saves that way.",
+        description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines load weights and generate. Where GPU memory suffices for both, false saves the transfer.",
     )
     ray_address: str | None = Field(
         None, description="Ray cluster to join; a local one is started when not given."

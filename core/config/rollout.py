@@ -25,14 +25,14 @@ class Rollout(Section):
     """How samples are generated."""
 
     prompts: int = Field(32, ge=1, description="Prompts (groups) that one iteration trains on.")
-    samples_per_prompt: int = Field(8, ge=1, description="Samples of one prompt: the group size n.")
+    samples_per_prompt: int = Field(8, ge=1, description="Samples per prompt: the group size n.")
     sampling: Sampling = Sampling()
     max_concurrency: int = Field(64, ge=1, description="Samples in flight per engine.")
     part_groups: int = Field(16, ge=1, description="Finished groups gathered before a part is written.")
     progress_timeout_s: float = Field(
         600,
         gt=0,
-        description="A request that yields no token for this long is given up and retried elsewhere. Seconds.",
+        description="A request that yields no token for this long is aborted and retried on another engine. Seconds.",
     )
     attempts: int = Field(3, ge=1, description="Tries per sample before it counts as failed.")
     max_failed_share: float = Field(

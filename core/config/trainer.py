@@ -54,27 +54,28 @@ class Trainer(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     global_batch: int | None = Field(
-        None, ge=1, description="Samples of one optimizer step; all samples of the iteration when not given."
+        None, ge=1, description="Samples per optimizer step; all samples of the iteration when not given."
     )
     max_pack_tokens: int = Field(8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens.")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="What the backward pass makes again instead of keeping it: selective the outputs of norms and "
-        "activations (about a quarter of what a dense layer keeps, without a matrix product), full every layer from its input "
-        "(a third more time).",
+        description="What the backward pass computes again instead of storing it. selective: outputs of norms and activations, "
+        "about a quarter of what a dense layer stores, without a matrix product. full: every layer from its input, a third "
+        "more time.",
     )
     logprob_chunk_tokens: int = Field(
         1024,
         ge=1,
-        description="Tokens whose logits are held at once, in fp32 on the CPU; on a GPU four times as many in the model's type, and more while there is room.",
+        description="Tokens whose logits are in memory at once, in fp32 on the CPU; on a GPU four times as many in the model's "
+        "type, and more while there is room.",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads a rank. When not given: 1 beside a GPU, else cores divided by ranks.",
+        description="CPU threads per rank. When not given: 1 beside a GPU, else cores divided by ranks.",
     )
     deterministic: bool = Field(
-        True, description="Deterministic kernels; repeated runs are equal bit for bit on CPU."
+        True, description="Deterministic kernels: repeated runs on CPU are equal bit for bit."
     )
     megatron: dict[str, Any] = Field(
         {}, description="Fields of megatron-core's TransformerConfig by their own names."

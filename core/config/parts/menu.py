@@ -16,7 +16,7 @@ from millrace.core.config.parts.section import models
 
 @dataclass(frozen=True)
 class Menu:
-    """Annotation of a union of sections that are told apart by `kind`; its text says what each kind is for.
+    """Annotation of a union of sections distinguished by `kind`; its text says what each kind is for.
 
     Two short forms are accepted: a bare string is the variant of that kind with its defaults, and a mapping without `kind`
     is one of the default kind.

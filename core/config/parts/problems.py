@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that it can be mended. Pure."""
+"""Problems of a configuration, with field, value, reason and remedy, and how they are shown."""
 
 from __future__ import annotations
 

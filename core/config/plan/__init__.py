@@ -1,8 +1,8 @@
 """What a configuration comes to: numbers, layout, memory and disk, before anything runs."""
 
-from millrace.core.config.plan.plan import Part as Part
+from millrace.core.config.plan.layout import visible_gpus as visible_gpus
+from millrace.core.config.plan.memory import Part as Part
+from millrace.core.config.plan.memory import parameters_of_rank as parameters_of_rank
+from millrace.core.config.plan.memory import trainer_memory as trainer_memory
 from millrace.core.config.plan.plan import Plan as Plan
 from millrace.core.config.plan.plan import make_plan as make_plan
-from millrace.core.config.plan.plan import parameters_of_rank as parameters_of_rank
-from millrace.core.config.plan.plan import trainer_memory as trainer_memory
-from millrace.core.config.plan.plan import visible_gpus as visible_gpus

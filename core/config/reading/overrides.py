@@ -1,4 +1,4 @@
-"""`key=value` on top of a configuration's values: dotted, into lists by index or by the name of an item. Pure."""
+"""`key=value` overrides: dotted keys, into lists by index or by an item's name. Pure."""
 
 from __future__ import annotations
 

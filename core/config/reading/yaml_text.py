@@ -24,7 +24,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         key = loader.construct_object(key_node)
         if key in seen:
             raise yaml.constructor.ConstructorError(
-                None, None, f"{key!r} stands here a second time", key_node.start_mark
+                None, None, f"{key!r} is given a second time", key_node.start_mark
             )
         seen.add(key)
     loader.flatten_mapping(node)

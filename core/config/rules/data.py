@@ -11,7 +11,7 @@ from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Sources that cannot be read, told apart, or learned from."""
+    """Sources that cannot be read, distinguished, or learned from."""
     yield from same_names("data.sources", config.data.sources)
     for source in config.data.sources:
         yield from file_problems(f"data.sources.{source.name}.path", source.path)
@@ -32,7 +32,7 @@ def same_names(field: str, items: Sequence[Source | EvalSet]) -> Iterator[Proble
         yield Problem(
             f"{field}.{places[-1]}.name",
             name,
-            f"item {places[0]} has the same name, and metrics and lineage tell them apart by it",
+            f"item {places[0]} has the same name, and metrics and lineage distinguish them by name",
             "give each its own name",
         )
 

@@ -10,7 +10,7 @@ from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Held-out sets that cannot be read, told apart, or learned from."""
+    """Held-out sets that cannot be read, distinguished, or learned from."""
     yield from same_names("evaluation.sets", config.evaluation.sets)
     for held_out in config.evaluation.sets:
         yield from file_problems(f"evaluation.sets.{held_out.name}.path", held_out.path)

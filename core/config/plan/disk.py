@@ -1,0 +1,45 @@
+"""What a run writes: sizes and names."""
+
+from __future__ import annotations
+
+from millrace.core.architecture import Architecture
+from millrace.core.config.plan.memory import FP32, Part
+from millrace.core.config.plan.numbers import Numbers
+from millrace.core.config.run_config import RunConfig
+
+BYTES_PER_TOKEN = 16  # of rollouts, batch and rewards together, compressed
+
+
+def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
+    """Files of the run by part, at most."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
+    checkpoint = trained * (width + 2 * FP32 + (FP32 if width == 2 else 0))
+    tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
+    kept = len(numbers.checkpoints_kept) + (
+        1 if len(numbers.checkpoints) > len(numbers.checkpoints_kept) else 0
+    )
+    return [
+        Part(f"{kept} checkpoints at most at once", kept * checkpoint),
+        Part(f"{len(numbers.exports)} exports", len(numbers.exports) * shape.parameters * width),
+        Part(
+            f"samples of {numbers.iterations} iterations (at most)",
+            numbers.iterations * tokens * BYTES_PER_TOKEN,
+        ),
+    ]
+
+
+def files(config: RunConfig, root: str) -> list[str]:
+    """Names of the files that the run writes."""
+    parts = "prompts, batch, verdicts" + ("" if config.algorithm.supervised else ", rollouts/, rewards/")
+    last = config.run.iterations
+    patterns = [
+        f"{root}/run.json",
+        f"{root}/iterations/000000 .. {last - 1:06d}/ ({parts}, manifest.json)",
+        f"{root}/checkpoints/NNNNNN/",
+    ]
+    if config.checkpoint.export_last or config.checkpoint.export_every:
+        patterns.append(f"{root}/exports/NNNNNN/")
+    if config.evaluation.sets:
+        patterns.append(f"{root}/eval/SET/NNNNNN.parquet")
+    return patterns

@@ -1,0 +1,64 @@
+"""Where trainer and engines run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.core.config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where trainer and engines run."""
+
+    device: str
+    world_size: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+    sequence: bool
+    engine_kind: str
+    engines: int
+    prefill: int
+    gpus_an_engine: int
+    gpus: int
+    placement: str
+    sync: str
+
+
+def layout_of(config: RunConfig, gpus: int) -> Layout:
+    """The layout on a host with this many GPUs."""
+    p, e = config.trainer.parallel, config.engines
+    cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
+    kind = e.kind if e.kind != "auto" else ("sglang" if gpus else "embedded")
+    count = 0 if config.algorithm.supervised else e.count
+    on_gpus = e.gpus if kind == "sglang" else 0
+    return Layout(
+        device="cuda" if cuda else "cpu",
+        world_size=config.trainer.world_size,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        context=p.context,
+        expert=p.expert,
+        data=config.data_parallel,
+        sequence=p.sequence,
+        engine_kind=kind,
+        engines=count,
+        prefill=e.prefill,
+        gpus_an_engine=on_gpus,
+        gpus=count * on_gpus + (config.trainer.world_size if cuda and not config.placement.colocate else 0),
+        placement=config.placement.ray_address or "a Ray head on this host",
+        sync=config.sync_kind,
+    )
+
+
+def visible_gpus() -> int:
+    """GPUs this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

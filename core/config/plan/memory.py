@@ -1,0 +1,111 @@
+"""Memory of a trainer rank and of an engine, by part.
+
+Estimates are upper bounds of what millrace itself allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.core.architecture import Architecture, architecture, read_hf_config
+from millrace.core.config.plan.layout import Layout
+from millrace.core.config.run_config import RunConfig
+from millrace.core.errors import ConfigError
+
+FP32 = 4  # bytes
+LOGIT_COPIES = 3  # logits, their softmax and the gradient of a chunk
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the memory of one rank or engine. Bytes."""
+
+    name: str
+    size: int
+
+
+def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
+    """Parameters that the fullest rank holds: an outer pipeline stage's."""
+    p = config.trainer.parallel
+    expert_split = p.expert if p.expert > 1 else p.tensor
+    router = shape.experts * shape.hidden
+    mlp = shape.mlp * max(1, shape.experts) // (expert_split if shape.experts else p.tensor)
+    layer = shape.attention // p.tensor + mlp + router + 2 * shape.hidden
+    ends = 1 if p.pipeline > 1 or shape.tied else 2
+    return -(-shape.layers // p.pipeline) * layer + ends * -(-shape.embedding // p.tensor) + shape.hidden
+
+
+def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
+    """Memory of the fullest rank, by part."""
+    t = config.trainer
+    held = parameters_of_rank(config, shape)
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    trained = held * (2 if config.algorithm.critic is not None else 1)
+    shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
+    states = 2 * FP32 + (FP32 if width == 2 else 0)
+    parts = [
+        Part(f"weights, {config.model.dtype}", trained * width),
+        Part("gradients, fp32", trained * FP32),
+        Part(f"optimizer, fp32, 1/{shards}", -(-trained * states // shards)),
+        Part("activations of a pack (estimate)", _activations(config, shape, width)),
+        Part(
+            f"logits of {t.logprob_chunk_tokens} tokens, fp32",
+            LOGIT_COPIES * t.logprob_chunk_tokens * -(-shape.vocab // t.parallel.tensor) * FP32,
+        ),
+    ]
+    if config.algorithm.kl_coef > 0:
+        parts.append(Part("the policy, put aside for the reference", held * width))
+    if config.algorithm.teacher:
+        parts.append(Part("teacher", _teacher(config, width)))
+    return parts
+
+
+def _teacher(config: RunConfig, width: int) -> int:
+    assert config.algorithm.teacher is not None
+    try:
+        teacher = architecture(read_hf_config(config.algorithm.teacher, "algorithm.teacher"))
+    except ConfigError:
+        return 0
+    return parameters_of_rank(config, teacher) * width
+
+
+def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
+    """What a layer keeps of each token for the backward pass, of every layer and pack that is on its way."""
+    p, recompute = config.trainer.parallel, config.trainer.recompute
+    layers, tokens = -(-shape.layers // p.pipeline), config.trainer.max_pack_tokens
+    in_flight = p.pipeline  # packs that a first stage holds
+    times, ffn = (shape.experts_used, shape.expert_ffn) if shape.experts else (1, shape.ffn)
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    streams = 4 * shape.hidden  # two residual sums and their norms
+    inner = 2 * heads + shape.heads * shape.head_dim + 3 * times * ffn  # as projected and as attended; gated
+    if shape.experts:
+        inner += times * (ffn + 2 * shape.hidden)  # weighted; moved to the experts and back
+    if recompute == "selective":
+        streams -= 2 * shape.hidden
+        inner -= times * ffn
+    layer = tokens * width * ((streams // p.tensor if p.sequence else streams) + inner // p.tensor)
+    if recompute == "full":
+        return layers * in_flight * tokens * shape.hidden * width + layer
+    return layers * in_flight * layer
+
+
+def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
+    """Memory of one engine on each of its devices, by part."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    devices = max(1, layout.gpus_an_engine)
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    e = config.engines
+    if e.kind in ("auto", "embedded") and layout.engine_kind == "embedded":
+        tokens = min(e.max_total_tokens, e.max_running * longest)
+    else:
+        tokens = config.rollout.max_concurrency * longest
+    waits = (
+        ", all that may be in flight: what finds no room waits" if layout.engine_kind != "embedded" else ""
+    )
+    return [
+        Part(f"weights, {config.model.dtype}", shape.parameters * width // devices),
+        Part(
+            f"KV cache of {tokens} tokens{waits}",
+            tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads),
+        ),
+    ]

@@ -1,0 +1,67 @@
+"""What one iteration does, and how many there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millrace.core.config.run_config import RunConfig
+from millrace.core.retention import checkpoints_to_drop, due
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one iteration does, and how many there are."""
+
+    iterations: int
+    prompts: int
+    spare_prompts: int
+    samples_per_prompt: int
+    samples: int
+    global_batch: int
+    steps: int
+    weight_versions: int
+    prompt_tokens: int
+    response_tokens: int
+    pack_tokens: int
+    samples_a_pack: int  # of the longest
+    evaluations: int
+    evaluated_samples: str
+    checkpoints: list[int] = field(default_factory=list)
+    checkpoints_kept: list[int] = field(default_factory=list)
+    exports: list[int] = field(default_factory=list)
+
+
+def numbers_of(config: RunConfig) -> Numbers:
+    """The numbers of a configuration that was checked."""
+    iterations, c = config.run.iterations, config.checkpoint
+    done = range(1, iterations + 1)
+    saved = [number for number in done if due(number, c.every) or number == iterations]
+    dropped = checkpoints_to_drop(saved, c.keep_last, c.keep_every)
+    exports = [
+        number
+        for number in done
+        if (c.export_every and due(number, c.export_every)) or (number == iterations and c.export_last)
+    ]
+    evaluated = [number for number in done if due(number, config.evaluation.every) or number == iterations]
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    return Numbers(
+        iterations=iterations,
+        prompts=config.rollout.prompts,
+        spare_prompts=0
+        if config.algorithm.supervised
+        else round(config.filter.refill_factor * config.rollout.prompts),
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples=config.samples_per_iteration,
+        global_batch=config.global_batch,
+        steps=config.steps_per_iteration,
+        weight_versions=iterations * config.steps_per_iteration,
+        prompt_tokens=config.data.max_prompt_tokens,
+        response_tokens=config.rollout.sampling.max_new_tokens,
+        pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,
+        samples_a_pack=config.trainer.max_pack_tokens * config.trainer.parallel.context // longest,
+        evaluations=1 + len(evaluated) if config.evaluation.sets else 0,
+        evaluated_samples=", ".join(f"{e.name} × {e.samples_per_prompt}" for e in config.evaluation.sets),
+        checkpoints=saved,
+        checkpoints_kept=[number for number in saved if number not in dropped],
+        exports=exports,
+    )
