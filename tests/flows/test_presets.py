@@ -25,7 +25,7 @@ from millrace.flows.quickstart import recipe
 from tests.support.flow_runs import Workplace
 
 REPOSITORY = Path(__file__).parents[2]
-MEASURED = json.loads((REPOSITORY / "benchmarks" / "results" / "presets.json").read_text())
+MEASURED = json.loads((REPOSITORY / "benchmarks" / "results" / "cpu" / "presets.json").read_text())
 PROMISE = re.compile(r"^# expected: held-out reward ([\d.]+) -> ([\d.]+) in (\d+) iterations, (\d+) s", re.M)
 NOISE = 0.08  # of a held-out reward, over machines: 800 samples, and a short run is chaotic in its rounding
 

@@ -1,0 +1,56 @@
+"""run.json of a run from before the configuration's shape changed: listed, shown, branched and resumed as before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.core.config import RunConfig
+from millrace.core.config.reading.load import load_config
+from millrace.core.config.reading.stored import VERSION
+from millrace.core.errors import ConfigError
+from millrace.flows.driver.run_record import FIXED, check_same_run
+from millrace.flows.tools.branch import branch_run
+from millrace.flows.tools.browse import run_record, run_tables, runs_table, settings_of
+
+STORED = Path(__file__).parents[1] / "core" / "config" / "version_1.json"
+SAME = """
+run: {name: old, prepare: "millrace.flows.quickstart:prepare"}
+model: {path: m}
+data: {sources: [{path: moved.jsonl}]}
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    config: dict[str, Any] = json.loads(STORED.read_text())["config"]
+    record = {"name": "old", "config": config, "mlflow_run_id": None, "attempts": [], "data": []}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
+    return str(tmp_path)
+
+
+def test_it_is_listed_and_shown(root: str) -> None:
+    assert runs_table(root).row_count == 1
+    facts, iterations = run_tables(root, "old")
+    assert facts.title == "old"
+    assert iterations.row_count == 0
+
+
+def test_the_same_configuration_continues_it_and_another_does_not(root: str) -> None:
+    before = settings_of(run_record(root, "old"))
+    config = load_config(None, text=SAME)
+    check_same_run(before, config.model_dump(mode="json"), config, FIXED)
+    other = load_config(None, ["algorithm.loss.clip_high=0.3"], text=SAME)
+    with pytest.raises(ConfigError, match="algorithm"):
+        check_same_run(before, other.model_dump(mode="json"), other, FIXED)
+
+
+def test_its_branch_has_a_parent_of_todays_shape(root: str) -> None:
+    branch_run(root, "old", "new", 0)
+    stored = json.loads((Path(root) / "new" / "run.json").read_text())
+    assert stored["config_version"] == VERSION
+    assert RunConfig.model_validate(settings_of(stored)).algorithm.loss.kind == "clipped"
