@@ -25,11 +25,13 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     record: CheckpointRecord = {"saved": None, "exported": None, "dropped": [], "seconds": 0.0}
     started = time.perf_counter()
     if due(done, config.checkpoint.every) or last:
-        trainer = await ctx.runtime.trainer(ctx.version_after)
         path = ctx.run_folder.checkpoint_path(done)
         if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
-            await ctx.runtime.sleep_engines()  # all of the trainer's state comes back to be saved
-            await trainer.call("save", ctx.run_folder.store.url_of(path))
+            async with (
+                ctx.runtime.memory.for_trainer() as trainer
+            ):  # all its state must be on the GPU to be saved
+                ranks = await trainer.at(ctx.version_after)
+                await ranks.save(ctx.run_folder.store.url_of(path))
             await kill_point(ctx.index, "checkpoint", "in")
         record["saved"] = path
         record["dropped"] = await asyncio.to_thread(_retain, ctx)
@@ -57,7 +59,7 @@ def _retain(ctx: IterationContext) -> list[str]:
 
 
 async def _export(ctx: IterationContext, done: int) -> str:
-    trainer = await ctx.runtime.trainer(ctx.version_after)
     path = f"exports/{done:06d}"
-    await trainer.call("upload", ctx.run_folder.store.url_of(path), ctx.version_after)
+    async with ctx.runtime.memory.for_weights(ctx.version_after) as ranks:
+        await ranks.upload(ctx.run_folder.store.url_of(path), ctx.version_after)
     return path

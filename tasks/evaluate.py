@@ -68,14 +68,16 @@ async def _evaluate_set(
     ctx: IterationContext, held_out: EvalSet, done: int, version: int
 ) -> list[EvaluatedSample]:
     """The samples of a set, by prompt and index. Raises BudgetError naming the set if too many fail to generate."""
-    prompts = ctx.runtime.held_out(held_out)
+    prompts = ctx.runtime.prompts.held_out(held_out)
     budget = FailureBudget(
         ctx.config.rollout.max_failed_share,
         len(prompts.rows) * held_out.samples_per_prompt,
         where=f"evaluation of {held_out.name} after {done} iterations",
         remedy="fix the cause and start the run again; the evaluation is then repeated",
     )
-    generator = SampleGenerator(ctx.config, held_out.sampling, lambda: ctx.runtime.engines(version), budget)
+    generator = SampleGenerator(
+        ctx.config, held_out.sampling, lambda: ctx.runtime.memory.for_engines(version), budget
+    )
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             running = [

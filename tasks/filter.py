@@ -53,7 +53,7 @@ class _Kept:
 async def filter_groups(ctx: IterationContext) -> FilterRecord:
     """Judge groups as their scores land, release others for dropped ones, then write verdicts and batch."""
     assert ctx.stream is not None
-    worker = ctx.runtime.credit_worker
+    worker = ctx.runtime.scoring.credit_worker
     loading = asyncio.create_task(worker.call(load_libraries, timeout_s=CREDIT_TIMEOUT_S))
     need = ctx.config.rollout.prompts
     groups = await asyncio.to_thread(_read_groups, ctx)
@@ -160,7 +160,7 @@ async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
         truncated=[status == "truncated" for status in kept.rollouts.column("status").to_pylist()],
     )
     algorithm, budget = ctx.config.algorithm, ctx.config.rollout.sampling.max_new_tokens
-    outcome = await ctx.runtime.credit_worker.call(
+    outcome = await ctx.runtime.scoring.credit_worker.call(
         sample_credit, samples, algorithm, budget, timeout_s=CREDIT_TIMEOUT_S
     )
     if outcome.kind != "done":

@@ -24,7 +24,6 @@ from prefect.artifacts import (
 )
 from prefect.runtime import flow_run
 
-from millrace.connectors.mlflow.tracker import Tracker
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord
@@ -57,10 +56,7 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str:
     """Start or resume the MLflow run; link it and the Prefect flow run to each other."""
     config = runtime.config
     folder = runtime.run_folder.store.url
-    runtime.tracker = await asyncio.to_thread(
-        Tracker.start, config.tracking.uri, config.run.experiment, config.run.name, folder, run_id
-    )
-    tracker = runtime.tracker
+    tracker = await runtime.tracking.start(folder, run_id)
     tags = {
         "prefect.flow_run_id": flow_run.id or "",
         "prefect.flow_run_url": flow_run.ui_url or "",
@@ -71,18 +67,19 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str:
         link=tracker.url(), key=_key(config, "mlflow"), description=f"MLflow run of {config.run.name}"
     )
     done = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
-    runtime.progress = await acreate_progress_artifact(
+    progress = await acreate_progress_artifact(
         progress=100 * done / config.run.iterations,
         key=_key(config, "progress"),
         description="Iterations complete",
     )
+    runtime.tracking.show_progress_in(progress)
     tracked: str = tracker.run_id
     return tracked
 
 
 async def close_tracking(runtime: Runtime) -> None:
     """Mark the MLflow run as finished."""
-    await asyncio.to_thread(runtime.tracker.finish)
+    await asyncio.to_thread(runtime.tracking.tracker.finish)
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
@@ -90,11 +87,11 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     runtime, config, number = ctx.runtime, ctx.config, iteration_number(ctx.index)
     log.info("%s: %s", _name(ctx), _headline(metrics))
     calls: list[Awaitable[Any]] = [
-        asyncio.to_thread(runtime.tracker.log_metrics, metrics, number),
+        asyncio.to_thread(runtime.tracking.tracker.log_metrics, metrics, number),
         acreate_markdown_artifact(
             _summary(ctx, metrics), key=_key(config, "iteration"), description=_name(ctx).capitalize()
         ),
-        aupdate_progress_artifact(runtime.progress, progress=100 * number / config.run.iterations),
+        aupdate_progress_artifact(runtime.tracking.progress, progress=100 * number / config.run.iterations),
     ]
     if config.tracking.samples:
         rows = await asyncio.to_thread(_samples, ctx)
@@ -108,7 +105,7 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         await acreate_image_artifact(
             image, key=_key(config, "reward"), description="Mean reward by iteration"
         )
-        await asyncio.to_thread(runtime.tracker.log_artifact, picture, "reward.png")
+        await asyncio.to_thread(runtime.tracking.tracker.log_artifact, picture, "reward.png")
 
 
 def _name(ctx: IterationContext) -> str:
@@ -128,7 +125,7 @@ def _headline(metrics: dict[str, float]) -> str:
 
 async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
     """Log an evaluation that belongs to no iteration."""
-    await asyncio.to_thread(runtime.tracker.log_metrics, evaluation_metrics(record), record["done"])
+    await asyncio.to_thread(runtime.tracking.tracker.log_metrics, evaluation_metrics(record), record["done"])
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
@@ -149,7 +146,9 @@ def _summary(ctx: IterationContext, metrics: dict[str, float]) -> str:
         for name, value in sorted(metrics.items())
         if name.startswith(("time/", "eval/"))
     ]
-    return "\n".join([*lines, "", f"Files: `{ctx.folder.url}`", f"MLflow: {ctx.runtime.tracker.url()}"])
+    return "\n".join(
+        [*lines, "", f"Files: `{ctx.folder.url}`", f"MLflow: {ctx.runtime.tracking.tracker.url()}"]
+    )
 
 
 def _samples(ctx: IterationContext) -> list[dict[str, Any]]:
@@ -179,10 +178,10 @@ def _curve(runtime: Runtime) -> bytes:
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    history = runtime.tracker.history("reward/mean")
+    history = runtime.tracking.tracker.history("reward/mean")
     axes.plot([step for step, _ in history], [value for _, value in history], label="training reward (mean)")
     for held_out in runtime.config.evaluation.sets:
-        points = runtime.tracker.history(f"eval/{held_out.name}/reward_mean")
+        points = runtime.tracking.tracker.history(f"eval/{held_out.name}/reward_mean")
         axes.plot(
             [step for step, _ in points],
             [value for _, value in points],

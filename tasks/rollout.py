@@ -80,7 +80,7 @@ def sample_generator(ctx: IterationContext, failed: int = 0) -> SampleGenerator:
         failed=failed,
     )
     return SampleGenerator(
-        config, config.rollout.sampling, lambda: ctx.runtime.engines(ctx.version_before), budget
+        config, config.rollout.sampling, lambda: ctx.runtime.memory.for_engines(ctx.version_before), budget
     )
 
 

@@ -42,8 +42,8 @@ def _draw(ctx: IterationContext) -> SamplePromptsRecord:
 
 def draw_groups(ctx: IterationContext, reserve: int) -> tuple[list[DrawnGroup], dict[str, int]]:
     """The groups that the ledger gives this iteration, and how many of those that the batch needs each source gave."""
-    config, prompts = ctx.config, ctx.runtime.prompts
-    draws = ctx.runtime.ledger().draw(ctx.index, config.rollout.prompts, reserve)
+    config, prompts = ctx.config, ctx.runtime.prompts.dataset
+    draws = ctx.runtime.prompts.ledger().draw(ctx.index, config.rollout.prompts, reserve)
     rows: list[DrawnGroup] = []
     by_source: dict[str, int] = {}
     for draw in draws:

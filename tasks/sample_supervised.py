@@ -54,14 +54,14 @@ def _verdict(sample: BatchSample) -> JudgedSample:
 
 def _sample(ctx: IterationContext, group: DrawnGroup, position: int) -> BatchSample:
     """A batch row whose response is the reference answer. `position`: of the group in drawing order."""
-    answer = ctx.runtime.prompts.row(group.source, group.row).label
+    answer = ctx.runtime.prompts.dataset.row(group.source, group.row).label
     if not isinstance(answer, str) or not answer:
         raise DataError(
             "the label is no text; supervised training needs an answer in every row",
             where=f"source {group.source}, row {group.row}",
             remedy="set data.sources[].label_key to the column that holds it",
         )
-    response = ctx.runtime.tokenizer.encode_response(answer)
+    response = ctx.runtime.prompts.tokenizer.encode_response(answer)
     return BatchSample(
         sample_id=sample_id(group.group_id, 0),
         group_id=group.group_id,

@@ -1,4 +1,4 @@
-"""sync_weights: publish the trainer's new weights; every engine confirms the version before it serves again."""
+"""sync_weights: bring the trainer's new weights to the engines; each confirms the version before it serves again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ from millrace.tasks.run_recorded import may_help
 async def sync_weights(ctx: IterationContext) -> SyncWeightsRecord:
     """Bring all engines to the version after this iteration; the record holds seconds by phase."""
     started = time.perf_counter()
-    phases = await ctx.runtime.publish(ctx.version_after)
+    phases = await ctx.runtime.memory.update_engines(ctx.version_after)
     await kill_point(ctx.index, "sync_weights", "in")
     return {"version": ctx.version_after, "phases": phases, "seconds": time.perf_counter() - started}

@@ -1,7 +1,7 @@
 """train_step: apply this iteration's optimizer steps to the live trainer.
 
-Reads batch.parquet (by url, in the ranks); writes step.json. The record never stands for live weights: `Runtime.trainer`
-rebuilds a lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
+Reads batch.parquet (by url, in the ranks); writes step.json. The record never stands for live weights: `Trainer.at` rebuilds a
+lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
 """
 
 from __future__ import annotations
@@ -22,24 +22,21 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     """Train the steps of the iteration in order; the record holds each step's metrics."""
     started = time.perf_counter()
     steps: list[StepMetrics] = []
-    url = ctx.folder.url_of("batch.parquet")
-    await ctx.runtime.sleep_engines()
-    rested = time.perf_counter() - started
-    for version in range(ctx.version_before + 1, ctx.version_after + 1):
-        trainer = await ctx.runtime.trainer(
-            version - 1, ahead=1
-        )  # it answers from memory what it made before
-        # the iteration's first step trains the weights that sampled its batch; the later ones are off-policy by design
-        on_policy = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
-        guard = ctx.config.sync.max_logprob_gap if on_policy else None
-        ctx.runtime.ready()
-        answers = await trainer.call("train", version, url, guard)
-        steps.append(answers[0])
-        await kill_point(ctx.index, "train_step", "in")
+    batch_url = ctx.folder.url_of("batch.parquet")
+    async with ctx.runtime.memory.for_trainer() as trainer:
+        sleep_s = time.perf_counter() - started
+        for version in range(ctx.version_before + 1, ctx.version_after + 1):
+            ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
+            # the iteration's first step trains the weights that sampled its batch; the later ones are off-policy by design
+            on_policy = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
+            gap = ctx.config.sync.max_logprob_gap if on_policy else None
+            ctx.runtime.recovery.ready()
+            steps.append(await ranks.train(version, batch_url, gap))
+            await kill_point(ctx.index, "train_step", "in")
     made: StepFile = {
         "version": ctx.version_after,
         "steps": steps,
-        "rest_s": rested,
+        "rest_s": sleep_s,
         "seconds": time.perf_counter() - started,
     }
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)

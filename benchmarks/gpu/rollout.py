@@ -77,7 +77,7 @@ async def _measured(options: argparse.Namespace, model: Path, folder: Path) -> d
     fleet = Fleet(config, handle.made)
     try:
         await fleet.ensure(str(model))
-        await fleet.publish(str(model), 0)
+        await fleet.update_weights(str(model), 0)
         ours: list[float] = []
         raw: list[float] = []
         for index in range(options.rounds + 1):

@@ -317,7 +317,10 @@ async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
 def _notifier(
     loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[int], at: int
 ) -> Callable[[Request], None]:
-    return lambda request: loop.call_soon_threadsafe(queue.put_nowait, at) and None
+    def notify(_: Request) -> None:
+        loop.call_soon_threadsafe(queue.put_nowait, at)
+
+    return notify
 
 
 async def _until_done(requests: list[Request], queue: asyncio.Queue[int]) -> AsyncIterator[int]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # torch's stubs hide TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from millrace.connectors.embedded.sampling import RequestError
 
@@ -23,7 +24,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Listed:
-    """What comes in a bucket: tensors of one dtype, end to end."""
+    """The tensors of a bucket: of one dtype, end to end."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
@@ -60,7 +61,7 @@ class WeightGroups:
         try:
             store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)
             prefix = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
             options._timeout = TIMEOUT
             if ipaddress.ip_address(host).is_loopback:
                 options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -82,7 +83,7 @@ class WeightGroups:
         sizes = [math.prod(shape) * listed.dtype.itemsize for shape in listed.shapes]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         try:
-            self._groups[name].broadcast(flat, 0).wait()
+            self._groups[name].broadcast(flat, 0).wait()  # type: ignore[attr-defined]  # not in torch's stubs
         except RuntimeError as error:
             self._groups.pop(name)
             raise RequestError(f"group_name: {name} was lost: {str(error)[:300]}") from error

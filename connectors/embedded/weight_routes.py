@@ -85,9 +85,9 @@ class WeightRoutes:
             raise RequestError("backend: only gloo is taken")
         if not name or not isinstance(name, str) or not isinstance(host, str):
             raise RequestError("group_name, master_address: texts are wanted")
-        numbers = [body.get(field) for field in ("master_port", "rank_offset", "world_size")]
+        numbers: list[Any] = [body.get(field) for field in ("master_port", "rank_offset", "world_size")]
         if not all(type(number) is int for number in numbers):
-            raise RequestError("master_port, rank_offset, world_size: integers are wanted")
+            raise RequestError("master_port, rank_offset, world_size: must be integers")
         await asyncio.to_thread(self._groups.join, name, host, *numbers)
         return web.json_response({"success": True, "message": "joined"})
 

@@ -1,7 +1,9 @@
 """One rank of the trainer: the class that becomes a Ray actor. Every rank gets every call.
 
-Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. Heavy imports
-happen in `setup`, so that the class can be named anywhere.
+Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. The story of a step:
+`train` reads the batch (packing), has the learner prepare this rank's part (rank_batch), run forward and backward passes
+(policy_step, critic, forward_backward) and apply them (trainable_model). Heavy imports happen in `prepare`, so that the
+driver can name the class without loading torch.
 """
 
 from __future__ import annotations
@@ -12,37 +14,28 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from millrace.connectors.megatron.rank_weights import RankWeights
 from millrace.core.errors import RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from millrace.connectors.megatron.packing import Row
-    from millrace.connectors.megatron.weights.buckets import BucketStream
-    from millrace.connectors.megatron.weights.engine_group import EngineGroup
-    from millrace.core.config import RunConfig
-    from millrace.core.contracts.weight_bucket import Bucket
 
 
-class TrainerRank:
+class TrainerRank(RankWeights):
     """Holds one rank's share of the policy at a weight version."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
+        super().__init__(rank)
         self.settings = config
-        self.rank = rank
         self.world_size = world_size
-        self.version: int | None = None
         self.busy: str | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
-        self.reload_s = 0.0  # what taking GPU memory back took, at the last call that needed it
+        self.reload_s = 0.0  # seconds that taking GPU memory back took, at the last call that needed it
         self._rows: tuple[str, list[Row]] | None = None
-        self._stream: BucketStream | None = None
-        self._buckets: Iterator[Bucket] = iter(())
-        self._engines: EngineGroup | None = None
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, for the ranks to meet at."""
@@ -52,13 +45,13 @@ class TrainerRank:
             return host, int(probe.getsockname()[1])
 
     def state(self) -> dict[str, Any]:
-        """What the rank holds and does; answers while it trains."""
+        """The version that the rank holds and what it does now; answers while it trains."""
         return {"rank": self.rank, "version": self.version, "busy": self.busy, "pid": os.getpid()}
 
     def prepare(self) -> None:
         """Load the libraries. Takes no memory of a GPU."""
         if self.settings.get("trainer", {}).get("device") == "cpu":
-            # it would compile for seconds to save microseconds
+            # compiling takes seconds here and saves microseconds
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from millrace.connectors.megatron import learner  # noqa: F401
         from millrace.connectors.megatron.optim import offload  # noqa: F401
@@ -73,7 +66,7 @@ class TrainerRank:
         from millrace.connectors.megatron.process import distributed as world
         from millrace.core.config import RunConfig
 
-        self.config: RunConfig = RunConfig.model_validate(self.settings)
+        self.config = RunConfig.model_validate(self.settings)
         self.device = world.join(self.config, self.rank, self.world_size, master)
         with self._working("setup"):
             self._build()
@@ -92,12 +85,12 @@ class TrainerRank:
         critic = self.learner.critic
         self.offload_state = OptimizerOffload([policy, critic.trainable] if critic else [policy])
 
-    def train(self, version: int, batch_url: str, guard: float | None = None) -> dict[str, Any]:
+    def train(self, version: int, batch_url: str, max_logprob_gap: float | None = None) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
-        Answers from memory if the version is held already. `guard`: largest mean |engine - trainer| log-probability
-        difference with which the step is applied. Raises RefusedStepError for a gap above the guard, a loss or a gradient
-        that is not finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
+        Answers from memory if the version is held already. max_logprob_gap: largest mean |engine - trainer| log-probability
+        difference with which the step is applied. Raises RefusedStepError for a larger gap, a loss or a gradient that is not
+        finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
         are then as before.
         """
         if version == self.version and self.last is not None:
@@ -108,11 +101,11 @@ class TrainerRank:
                 "rebuild the trainer from its newest checkpoint"
             )
         with self._working("train"):
-            self.last = self._train(version, batch_url, guard)
+            self.last = self._train(version, batch_url, max_logprob_gap)
             self.version = version
         return self.last
 
-    def _train(self, version: int, batch_url: str, guard: float | None) -> dict[str, Any]:
+    def _train(self, version: int, batch_url: str, max_logprob_gap: float | None) -> dict[str, Any]:
         started = time.perf_counter()
         every = self._read(batch_url)
         rows = [row for row in every if row.train_step == version]
@@ -124,7 +117,7 @@ class TrainerRank:
         prepared = time.perf_counter()
         metrics = self.learner.forward_backward(batch, version)
         computed = time.perf_counter()
-        self._check(metrics, version, guard)
+        self._check(metrics, version, max_logprob_gap)
         self.learner.check_on_policy(version, metrics)
         metrics |= self._apply(version, metrics, len(rows))
         finished = time.perf_counter()
@@ -147,16 +140,16 @@ class TrainerRank:
             "tokens_per_second": tokens / (finished - started),
         }
 
-    def _check(self, metrics: dict[str, float], version: int, guard: float | None) -> None:
+    def _check(self, metrics: dict[str, float], version: int, max_logprob_gap: float | None) -> None:
         if not math.isfinite(metrics["loss"]):
             raise RefusedStepError(
                 f"step {version}: the loss is {metrics['loss']}; nothing was applied. Look at the batch's log-probabilities"
             )
         gap = metrics["logprob_gap_mean"]
-        if guard is not None and not gap <= guard:
+        if max_logprob_gap is not None and not gap <= max_logprob_gap:
             raise RefusedStepError(
                 f"step {version}: engine and trainer disagree: mean log-probability difference {gap:.3g} (largest "
-                f"{metrics['logprob_gap_max']:.3g}), sync.max_logprob_gap is {guard:g}; nothing was applied. Check that the "
+                f"{metrics['logprob_gap_max']:.3g}), sync.max_logprob_gap is {max_logprob_gap:g}; nothing was applied. Check that the "
                 "engines hold the synced weights (sync.verify=true compares them) and sample at the same temperature and "
                 "dtype. Where the dtype alone makes the difference, raise sync.max_logprob_gap"
             )
@@ -180,16 +173,9 @@ class TrainerRank:
                     figures[f"{prefix}lr"] = trained.lr
             self.learner.finish_step(version, metrics, samples)
         except BaseException:
-            self.version = None  # a step half applied leaves weights of no version
+            self.version = None  # a step applied in part leaves weights of no version
             raise
         return figures
-
-    def score(self, batch_url: str) -> dict[str, list[float]]:
-        """Log-probabilities of every sample's response tokens under the held weights; from rank 0, {} elsewhere."""
-        with self._working("score"):
-            rows, values = self.learner.logprobs(self._read(batch_url))
-            found = _gathered(rows, values)
-        return {name: value.tolist() for name, value in found.items()} if self.rank == 0 else {}
 
     def save(self, url: str) -> dict[str, Any]:
         """Save model, optimizer, schedule and RNG under a URL; complete.json last."""
@@ -209,76 +195,6 @@ class TrainerRank:
             self.version, self.last = load(self.learner, url)
         return self.version
 
-    def export(self, directory: str, version: int) -> dict[str, Any]:
-        """Write the held weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
-        from millrace.connectors.megatron.weights.hf_folder import export_hf
-
-        return self._export(export_hf, directory, version)
-
-    def upload(self, url: str, version: int) -> dict[str, Any]:
-        """Write the same to a folder of any storage. Raises TrainerError if another version is held."""
-        from millrace.connectors.megatron.weights.hf_folder import upload_hf
-
-        return self._export(upload_hf, url, version)
-
-    def _export(self, write: Callable[..., dict[str, Any]], where: str, version: int) -> dict[str, Any]:
-        if version != self.version:
-            raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
-        with self._working("export", everything=False):
-            return write(self.policy, self.hf, self.config.model.path, where)
-
-    def bucket(self, version: int, number: int, size: int, share: bool) -> Bucket:
-        """Bucket `number` of the held weights, in this rank's memory until the next; 0 begins a new pass.
-
-        `share`: for other processes on this GPU. Raises TrainerError if another version is held.
-        """
-        from millrace.connectors.megatron.weights.buckets import BucketStream
-
-        if version != self.version:
-            raise TrainerError(f"rank {self.rank} holds weight version {self.version}, not {version}")
-        with self._working("bucket", everything=False):
-            if number == 0:
-                dtype = self.policy.config.params_dtype
-                self._stream = BucketStream(self.policy, self.hf, dtype, size, share=share)
-                self._buckets = iter(self._stream)
-            return next(self._buckets)
-
-    def end_buckets(self) -> None:
-        """Let go of the bucket. PyTorch keeps its memory, for the next step and the next pass, until the rank offloads."""
-        self._stream, self._buckets = None, iter(())
-
-    def engine_group(self) -> tuple[str, list[str]] | None:
-        """Name and members of the group through which this rank sends buckets to engines."""
-        return (self._engines.name, self._engines.members) if self._engines else None
-
-    def open_engine_group(self, name: str, members: list[str], loopback: bool) -> tuple[str, int, str]:
-        """Have a group that engines can join instead of any before: its address, its port and its backend."""
-        from millrace.connectors.megatron.weights.engine_group import EngineGroup
-
-        self.close_engine_group()
-        gpu = self.device.type == "cuda"
-        self._engines = EngineGroup(name, members, loopback=loopback, gpu=gpu)
-        return self._engines.host, self._engines.port, "nccl" if gpu else "gloo"
-
-    def enter_engine_group(self, size: int) -> None:
-        """Join the group while `size` - 1 engines' ranks do."""
-        assert self._engines is not None
-        self._engines.enter(size)
-
-    def send_bucket(self, timeout_s: float) -> None:
-        """Broadcast the bucket to the group. Raises TrainerError if that does not come to an end."""
-        assert self._engines is not None
-        assert self._stream is not None
-        assert self._stream.flat is not None
-        with self._working("send_bucket", everything=False):
-            self._engines.send(self._stream.flat, timeout_s)
-
-    def close_engine_group(self) -> None:
-        """Leave the group."""
-        if self._engines is not None:
-            self._engines.close()
-        self._engines = None
-
     def offload(self) -> int:
         """Leave GPU memory to engines until the rank next needs it; returns bytes freed.
 
@@ -291,7 +207,7 @@ class TrainerRank:
         """Leave the other ranks."""
         from millrace.connectors.megatron.process import distributed as world
 
-        self.close_engine_group()
+        self.close_broadcast()
         world.leave()
 
     def _read(self, url: str) -> list[Row]:
@@ -327,16 +243,3 @@ class TrainerRank:
             raise out_of_memory(what, self.rank, self.config, str(error)) from None
         finally:
             self.busy = None
-
-
-def _gathered(rows: list[Row], values: Tensor | None) -> dict[str, Tensor]:
-    """Values of each sample's response tokens, of all ranks."""
-    import torch.distributed as dist
-
-    found: dict[str, Tensor] = {}
-    if values is not None:
-        parts = values.cpu().split([row.response_length for row in rows])
-        found = {row.sample_id: part for row, part in zip(rows, parts, strict=True)}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    return {name: value for part in everywhere for name, value in part.items()}

@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -26,16 +26,39 @@ PING_TIMEOUT_S = 20.0
 NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
 OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # what tests tell every process
+TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # for tests, in every process
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"health": 2})
+class HeldPart(Protocol):
+    """What an actor holds: an object that can say how it is while it works."""
+
+    def state(self) -> Any:
+        """The object's own account of itself, as a mapping."""
+        ...
+
+
+T = TypeVar("T", bound=HeldPart)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ActorState(TypedDict, total=False):
+    """What every actor reports, besides what the object it holds reports."""
+
+    node: str  # Ray's id
+    address: str  # of its node
+    gpus: str | None  # CUDA_VISIBLE_DEVICES
+    actor_pid: int
+    made_by: str  # digest of the configuration it was made with
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"health": 2})  # type: ignore[call-overload]  # its stubs lack the groups
 class Host:
     """The actor: holds one object of a plain class."""
 
     def __init__(
         self,
-        cls: type,
+        cls: Callable[[Mapping[str, Any], int, int], HeldPart],
         config: Mapping[str, Any],
         index: int,
         count: int,
@@ -50,9 +73,9 @@ class Host:
         self._made_by = digest(config)
         self._held = cls(config, index, count)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the held object."""
-        return getattr(self._held, method)(*args)
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the held object's class."""
+        return method(self._held, *args)
 
     @ray.method(concurrency_group="health")
     def state(self) -> dict[str, Any]:
@@ -68,29 +91,34 @@ class Host:
         }
 
 
-class Actor:
-    """A handle on one actor."""
+class Actor(Generic[T]):
+    """A handle on one actor, which holds an object of class T."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self._handle = handle
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call and wait. Raises ActorLostError if the actor died, else what the method raised."""
-        return await self._answer(lambda: self._handle.call.remote(method, *args))
+    async def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method of T on the held object, as in `actor.call(TrainerRank.save, url)`, and wait.
+
+        Raises ActorLostError if the actor died, else what the method raised.
+        """
+        assert not kwargs, "actors take positional arguments"
+        result: R = await self._result(lambda: self._handle.call.remote(method, *args))
+        return result
 
     async def state(self) -> dict[str, Any]:
-        """The held object's state. Raises ActorLostError if the actor is dead or does not answer."""
+        """The held object's state and ActorState. Raises ActorLostError if the actor is dead or does not answer."""
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                found: dict[str, Any] = await self._answer(self._handle.state.remote)
-                return found
+                state: dict[str, Any] = await self._result(self._handle.state.remote)
+                return state
         except TimeoutError:
             raise ActorLostError(f"actor {self.name} does not answer for {PING_TIMEOUT_S:g} s") from None
 
-    async def _answer(self, ask: Callable[[], Any]) -> Any:
+    async def _result(self, submit: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await self._asked(ask)
+            return await self._submitted(submit)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, MillraceError):
@@ -102,9 +130,9 @@ class Actor:
                 f"actor {self.name} died: {reason[0] if reason else type(error).__name__}"
             ) from None
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
+    def _submitted(self, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         try:
-            return ask()
+            return submit()
         except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone
             if OTHER_CLUSTER not in str(error):
                 raise
@@ -115,15 +143,17 @@ class Actor:
         ray.kill(self._handle, no_restart=True)
 
 
-class ActorGroup:
+class ActorGroup(Generic[T]):
     """Actors that act together: every call goes to all of them."""
 
-    def __init__(self, actors: list[Actor]) -> None:
+    def __init__(self, actors: list[Actor[T]]) -> None:
         self.actors = actors
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call all; the answers in order. If one fails the others are not waited for."""
-        return list(await asyncio.gather(*(actor.call(method, *args) for actor in self.actors)))
+    async def call(
+        self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call all; the results in order. If one fails the others are not waited for."""
+        return list(await asyncio.gather(*(actor.call(method, *args, **kwargs) for actor in self.actors)))
 
     async def states(self) -> list[dict[str, Any]]:
         """All states in order."""
@@ -131,8 +161,13 @@ class ActorGroup:
 
 
 def make(
-    role: str, index: int, count: int, cls: type, config: Mapping[str, Any], place: Place | None = None
-) -> Actor:
+    role: str,
+    index: int,
+    count: int,
+    cls: Callable[[Any, int, int], T],
+    config: Mapping[str, Any],
+    place: Place | None = None,
+) -> Actor[T]:
     """Make an actor in its place, or anywhere; its constructor runs in the background."""
     name = f"{role}-{index}"
     options = place.options if place else {}
@@ -146,9 +181,9 @@ def make(
 
 
 def storage_environment() -> dict[str, str]:
-    """What this process's environment says of object stores, and tests of storage: actors use the same storage.
+    """This process's environment variables for object stores and for tests of storage: actors use the same storage.
 
-    Given to an actor as an argument, since Ray shows and logs a runtime environment.
+    Passed to an actor as an argument, since Ray shows and logs a runtime environment.
     """
     return {
         name: value
@@ -157,8 +192,8 @@ def storage_environment() -> dict[str, str]:
     }
 
 
-def find(role: str, index: int) -> Actor | None:
-    """An actor made before in this namespace, by this process or one that died."""
+def find(role: str, index: int, cls: Callable[[Any, int, int], T]) -> Actor[T] | None:
+    """An actor made before in this namespace, by this process or one that died; it holds an object of `cls`."""
     name = f"{role}-{index}"
     try:
         return Actor(name, ray.get_actor(name))
@@ -166,24 +201,23 @@ def find(role: str, index: int) -> Actor | None:
         return None
 
 
-async def find_alive(role: str, index: int) -> Actor | None:
+async def find_alive(role: str, index: int, cls: Callable[[Any, int, int], T]) -> Actor[T] | None:
     """An actor made before, if it answers; what is left of one that does not is ended."""
-    found = find(role, index)
-    if found is None:
+    actor = find(role, index, cls)
+    if actor is None:
         return None
     try:
-        await found.state()
+        await actor.state()
     except ActorLostError:
-        await _end([found.name])
+        await _end([actor.name])
         return None
-    return found
+    return actor
 
 
-def find_group(role: str, count: int) -> ActorGroup | None:
+def find_group(role: str, count: int, cls: Callable[[Any, int, int], T]) -> ActorGroup[T] | None:
     """All actors of a role, or None if one is missing."""
-    found = [find(role, index) for index in range(count)]
-    whole = [actor for actor in found if actor is not None]
-    return ActorGroup(whole) if len(whole) == count else None
+    actors = [actor for index in range(count) if (actor := find(role, index, cls)) is not None]
+    return ActorGroup(actors) if len(actors) == count else None
 
 
 def digest(config: Mapping[str, Any]) -> str:
@@ -196,7 +230,7 @@ async def end_others(config: Mapping[str, Any]) -> int:
     wanted, names = digest(config), []
     for name in ray.util.list_named_actors():
         try:
-            state = await Actor(name, ray.get_actor(name)).state()
+            state = await Actor[HeldPart](name, ray.get_actor(name)).state()
         except (ActorLostError, ValueError):
             names.append(name)
             continue

@@ -7,6 +7,7 @@ actors survive the driver that made them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -45,7 +46,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
         address=address or local_head(),
         namespace=namespace,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
     )
 

@@ -111,14 +111,15 @@ def release() -> None:
 
 
 def _cluster_has(kind: str) -> bool:
-    return ray.cluster_resources().get(kind, 0) > 0
+    return bool(ray.cluster_resources().get(kind, 0) > 0)
 
 
 def _find() -> PlacementGroup | None:
     try:
-        return get_placement_group(GROUP)
+        group: PlacementGroup = get_placement_group(GROUP)
     except ValueError:
         return None
+    return group
 
 
 def _created(group: PlacementGroup, patience_s: float) -> bool:
@@ -143,7 +144,7 @@ def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
 
 def _ever_fits(wanted: ResourceLayout) -> bool:
     has = ray.cluster_resources()
-    return all(has.get(kind, 0) >= amount for kind, amount in wanted.needed.items())
+    return all(bool(has.get(kind, 0) >= amount) for kind, amount in wanted.needed.items())
 
 
 def _no_room(config: RunConfig, wanted: ResourceLayout) -> str:

@@ -1,6 +1,6 @@
-"""What /update_weights_from_tensor takes: a pickled flat tensor of one GPU and what stands in it, in base64.
+"""The payload of /update_weights_from_tensor: a pickled flat tensor of one GPU and its metadata, in base64.
 
-Owns SGLang's form of it, without SGLang: its unpickler allows torch's and types' own classes, and it reads the entries
+Owns SGLang's format, without SGLang: its unpickler allows torch's and types' own classes, and it reads the metadata
 by attribute. Knows nothing of where weights come from.
 """
 
@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-Entry = tuple[
-    str, tuple[int, ...], str, int, int
-]  # name, shape, dtype, first and past-the-end byte in the bucket
+from millrace.core.contracts.weight_bucket import TensorEntry
 
 
 class _Shared:
@@ -29,21 +27,21 @@ class _Shared:
         return rebuild_cuda_tensor, self.arguments
 
 
-def payload(entries: Sequence[Entry], handle: bytes) -> str:
+def payload(entries: Sequence[TensorEntry], handle: bytes) -> str:
     """One GPU's payload of a bucket. `handle`: pickled arguments of torch's rebuild_cuda_tensor, device by uuid."""
     import torch
 
     flat = _Shared(pickle.loads(handle))  # noqa: S301 - made by the run's own trainer
     metadata = [
         SimpleNamespace(
-            name=name,
-            shape=torch.Size(shape),
-            dtype=getattr(torch, dtype),
-            start_idx=start,
-            end_idx=end,
-            numel=end - start,
+            name=entry.name,
+            shape=torch.Size(entry.shape),
+            dtype=getattr(torch, entry.dtype),
+            start_idx=entry.start,
+            end_idx=entry.end,
+            numel=entry.end - entry.start,
         )
-        for name, shape, dtype, start, end in entries
+        for entry in entries
     ]
     body = pickle.dumps({"flattened_tensor": flat, "metadata": metadata})
     return base64.b64encode(body).decode("ascii")

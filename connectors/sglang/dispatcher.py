@@ -19,7 +19,7 @@ SESSIONS = 65536
 
 
 def request_id(rid: str, attempt: int) -> str:
-    """What an engine knows an attempt by: no other's beginning, since SGLang ends all requests that begin with a given id."""
+    """Request id of one attempt. Fixed-width suffix: SGLang aborts by prefix, so no id may be a prefix of another."""
     return f"{rid}~{attempt:02}"
 
 
@@ -30,7 +30,7 @@ class Dispatcher:
         self,
         engines: Callable[[], Sequence[EngineClient]],
         recover: Callable[[int], Awaitable[None]],
-        doubt: Callable[[EngineClient, EngineLostError], None],
+        mark_suspect: Callable[[EngineClient, EngineLostError], None],
         *,
         version: int,
         attempts: int,
@@ -42,7 +42,7 @@ class Dispatcher:
         self.retries = 0
         self._engines = engines
         self._recover = recover
-        self._doubt = doubt
+        self._mark_suspect = mark_suspect
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._failing: set[tuple[str, type]] = set()  # engines that answered nothing since they so failed
 
@@ -57,22 +57,22 @@ class Dispatcher:
                 result = await self._ask(engine, input_ids, params, request_id(rid, attempt), session)
             except EngineLostError as error:
                 last = error
-                self._doubt(engine, error)
+                self._mark_suspect(engine, error)
             else:
                 wrong = [version for _, version in result.weight_versions if version != self.version]
                 if not wrong and result.finish != "abort":
                     self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
                     return result
                 last = EngineError(
-                    f"{engine.engine_id}: aborted by somebody else"
+                    f"{engine.engine_id}: aborted by another process"
                     if not wrong
                     else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self.version} is expected"
                 )
             self.retries += 1
             failure = engine.engine_id, type(last)
-            told = failure in self._failing  # what dies takes all its requests with it
+            repeated = failure in self._failing  # an engine that dies loses all its requests at once
             self._failing.add(failure)
-            level = logging.DEBUG if told else logging.WARNING
+            level = logging.DEBUG if repeated else logging.WARNING
             log.log(level, "request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
             if session:
                 self._sessions.pop(session, None)

@@ -1,4 +1,4 @@
-"""An engine that somebody else runs, known by its address, with the face of an actor's handle.
+"""An engine that runs outside the run, known by its address, as an EngineHandle.
 
 Owns waiting for it to answer. It is never started, ended or given options here; whoever runs it starts it again.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from millrace.connectors.sglang.client import EngineClient
 from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import ServerState
 from millrace.core.errors import EngineError
 
 POLL_S = 0.5
@@ -24,40 +24,44 @@ class ExternalEngine:
         self.index = index
         assert config.engines.kind == "external"
         self.url = config.engines.addresses[index].rstrip("/")
-        self._waited = 0  # times it was waited for, as an own engine is started
+        self._waits = 0  # times it was waited for; an engine of the run would have been started
         self._given_up = False
         self._released: list[str] = []
 
-    async def state(self) -> dict[str, Any]:
-        """Whether it answers, as an own engine's actor tells it."""
+    async def state(self) -> ServerState:
+        """Whether it answers."""
         alive = not self._given_up and await self._answers()
         return {
             "index": self.index,
             "alive": alive,
             "url": self.url if alive else None,
             "pid": None,
-            "starts": self._waited,
+            "starts": self._waits,
             "log": f"(kept where {self.url} runs)",
             "released": list(self._released),
         }
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """What a fleet asks of an actor: `start` waits for it, `kill` gives it up until it is waited for."""
-        if method == "start":
-            return await self._wait()
-        if method == "kill":
-            self._given_up = True
-        elif method == "note_released":
-            self._released = list(args[0])
-        else:
-            raise EngineError(
-                f"engine {self.index} at {self.url}: cannot {method} what is run by somebody else"
-            )
-        return None
+    async def kill(self) -> None:
+        """Give it up until it is waited for again."""
+        self._given_up = True
 
-    async def _wait(self) -> dict[str, Any]:
-        """Its state once it answers. Raises EngineError after engines.start_timeout_s."""
-        self._waited += 1
+    async def note_released(self, tags: list[str]) -> None:
+        """Remember which GPU memory it has given back."""
+        self._released = list(tags)
+
+    async def download(self, url: str) -> str:
+        """Raises EngineError: nothing can be copied to where it runs."""
+        raise EngineError(
+            f"engine {self.index} at {self.url}: {url} cannot be copied to where an external engine runs; set sync.directory to a "
+            "folder that both sides see"
+        )
+
+    async def remove_download(self) -> None:
+        """Nothing was downloaded."""
+
+    async def start(self, model: str) -> ServerState:
+        """Its state once it answers; it must serve `model`. Raises EngineError after engines.start_timeout_s."""
+        self._waits += 1
         self._given_up, self._released = False, []
         deadline = time.monotonic() + self.config.engines.start_timeout_s
         while not await self._answers():

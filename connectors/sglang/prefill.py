@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from millrace.connectors.sglang.client import EngineClient, Generation, Handoff, Look
+from millrace.connectors.sglang.client import EngineClient, Generation, Handoff, ProgressCheck
 from millrace.connectors.sglang.dispatcher import Dispatcher, least_loaded
 from millrace.core.errors import EngineError, EngineLostError
 
@@ -31,10 +31,10 @@ class PairingDispatcher(Dispatcher):
         prefilling: Callable[[], Sequence[EngineClient]],
         decoding: Callable[[], Sequence[EngineClient]],
         recover: Callable[[int], Awaitable[None]],
-        doubt: Callable[[EngineClient, EngineLostError], None],
+        mark_suspect: Callable[[EngineClient, EngineLostError], None],
         **settings: Any,
     ) -> None:
-        super().__init__(prefilling, recover, doubt, **settings)
+        super().__init__(prefilling, recover, mark_suspect, **settings)
         self._decoding = decoding
 
     def _choose(self, session: str | None) -> EngineClient | None:
@@ -59,7 +59,7 @@ class PairingDispatcher(Dispatcher):
                     params,
                     rid=rid,
                     progress_timeout_s=self.progress_timeout_s,
-                    look=self._look_at(*pair),
+                    check=self._check_of(*pair),
                     handoff=handoff,
                 )
             )
@@ -68,7 +68,7 @@ class PairingDispatcher(Dispatcher):
         try:
             prefilled, decoded = await asyncio.gather(*tasks)
         except EngineLostError as error:
-            self._doubt(decoder, error)
+            self._mark_suspect(decoder, error)
             raise
         finally:
             for one in pair:
@@ -80,10 +80,10 @@ class PairingDispatcher(Dispatcher):
             return prefilled  # whose version the caller refuses
         return replace(decoded, cached_tokens=prefilled.cached_tokens)
 
-    def _look_at(self, *pair: EngineClient) -> Look:
+    def _check_of(self, *pair: EngineClient) -> ProgressCheck:
         """Asks whether either engine makes progress: one may wait for the other for as long as that has other work."""
 
-        async def look(sent: float, timeout_s: float) -> None:
+        async def check(sent: float, timeout_s: float) -> None:
             found = await asyncio.gather(*(engine.last_moved(sent, timeout_s) for engine in pair))
             if time.monotonic() - max(moved for moved, _ in found) < timeout_s:
                 return
@@ -91,11 +91,11 @@ class PairingDispatcher(Dispatcher):
                 if not paused and not await engine.health(timeout_s, generating=True):
                     error = engine.no_progress(timeout_s, paused)
                     log.warning("%s", error)
-                    self._doubt(engine, error)
+                    self._mark_suspect(engine, error)
             names = " and ".join(engine.engine_id for engine in pair)
             raise EngineLostError(f"{names}: no token for {timeout_s:g} s (rollout.progress_timeout_s)")
 
-        return look
+        return check
 
 
 def _meet(prefill: EngineClient, decode: EngineClient) -> Handoff:

@@ -30,12 +30,13 @@ from millrace.connectors.storage import local
 from millrace.connectors.storage.store import split_url
 from millrace.core.config import RunConfig
 from millrace.core.config.plan import visible_gpus
+from millrace.core.contracts.handles import ServerState
 from millrace.core.errors import EngineError
 
 PR_SET_PDEATHSIG = 1
 
 
-class _Server:
+class _ServerHolder:
     """Holds one server process."""
 
     def __init__(self, config: dict[str, Any], name: str) -> None:
@@ -48,7 +49,7 @@ class _Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ServerState:
         """Whether the process lives and has answered, and where."""
         process = self._process
         alive = process is not None and process.poll() is None and self._url is not None
@@ -115,32 +116,28 @@ class _Server:
             self._process.wait()
         self._process = self._url = None
 
-    def shutdown(self) -> None:
-        """What every live part is asked before its actor ends."""
-        self.stop()
-
     def _tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
-class EngineServer(_Server):
+class EngineServer(_ServerHolder):
     """Holds one engine's server process."""
 
     def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
         super().__init__(config, f"engine-{index}")
         self.index = index
-        self._released: list[str] = []  # what of the server's GPU memory is given back
-        self._fetched: str | None = None  # this node's copy of a folder in storage
+        self._released: list[str] = []  # tags of GPU memory that the server has given back
+        self._download: str | None = None  # this node's copy of a folder in storage
 
-    def state(self) -> dict[str, Any]:
-        """Whether the process lives, where it answers, and what it has given back."""
+    def state(self) -> ServerState:
+        """Whether the process lives, where it answers, and what memory it has given back."""
         return {**super().state(), "index": self.index, "released": list(self._released)}
 
     def note_released(self, tags: list[str]) -> None:
-        """Remember what memory the server has given back: a driver that comes later must take it again."""
+        """Remember which memory the server has given back: a driver that comes later must take it again."""
         self._released = list(tags)
 
-    def start(self, model: str) -> dict[str, Any]:
+    def start(self, model: str) -> ServerState:
         """Start the server on a model folder unless it lives; returns `state` once it answers."""
         if self.state()["alive"]:
             return self.state()
@@ -159,28 +156,28 @@ class EngineServer(_Server):
             self._run(what, command, lambda: port, sglang_environment(os.environ, self.address, patience))
         return self.state()
 
-    def fetch(self, url: str) -> str:
-        """Copy a folder from storage to this node, where it stays until `drop`; returns its path."""
-        self.drop()
+    def download(self, url: str) -> str:
+        """Copy a folder from storage to this node, where it stays until `remove_download`; returns its path."""
+        self.remove_download()
         store, name = split_url(url)
-        self._fetched = local.own_folder(f"millrace-{self.config.run.name}-engine-{self.index}")
-        store.download_dir(name, self._fetched)
-        return self._fetched
+        self._download = local.own_folder(f"millrace-{self.config.run.name}-engine-{self.index}")
+        store.download_dir(name, self._download)
+        return self._download
 
-    def drop(self) -> None:
-        """Remove what was fetched."""
-        if self._fetched:
-            shutil.rmtree(self._fetched, ignore_errors=True)
-        self._fetched = None
+    def remove_download(self) -> None:
+        """Remove what was downloaded."""
+        if self._download:
+            shutil.rmtree(self._download, ignore_errors=True)
+        self._download = None
 
 
-class RouterServer(_Server):
+class RouterServer(_ServerHolder):
     """Holds the run's sglang-router process."""
 
     def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
         super().__init__(config, "router")
 
-    def start(self, engines: Sequence[str]) -> dict[str, Any]:
+    def start(self, engines: Sequence[str]) -> ServerState:
         """Start the router in front of engines at these URLs unless it lives; returns `state` once it answers."""
         if not self.state()["alive"]:
             port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")

@@ -12,10 +12,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from millrace.connectors.sglang.client import LOOKS, EngineClient, Generation
+from millrace.connectors.sglang.client import POLLS, EngineClient, Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.core.contracts.handles import RouterHandle
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
@@ -30,38 +31,32 @@ PASSED = {
 }
 
 
-class Handle(Protocol):
-    """The actor of a server process."""
-
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def state(self) -> dict[str, Any]: ...
-
-
 class RouterClient(EngineClient):
     """The router at a base URL."""
 
     async def workers(self) -> dict[str, dict[str, Any]]:
         """What it says of its workers, by URL."""
-        answer = await self._get("/workers", PROBE_TIMEOUT_S)
+        answer = await self.get("/workers", PROBE_TIMEOUT_S)
         return {worker["url"]: worker for worker in answer["workers"]}
 
     async def add(self, url: str) -> None:
         """Ask that a worker get requests; it does some time later."""
-        await self._post("/workers", {"url": url}, PROBE_TIMEOUT_S)
+        await self.post("/workers", {"url": url}, PROBE_TIMEOUT_S)
 
     async def remove(self, worker_id: str) -> None:
         """Ask that a worker get no more requests; what it runs goes on."""
-        await self._send("DELETE", f"/workers/{worker_id}", None, PROBE_TIMEOUT_S)
+        await self.send("DELETE", f"/workers/{worker_id}", None, PROBE_TIMEOUT_S)
 
 
 class Router:
     """The router of a run."""
 
-    def __init__(self, handle: Callable[[], Awaitable[Handle]], restarting: Callable[[str], None]) -> None:
+    def __init__(
+        self, handle: Callable[[], Awaitable[RouterHandle]], restarting: Callable[[str], None]
+    ) -> None:
         self._find = handle
         self._restarting = restarting
-        self._handle: Handle | None = None
+        self._handle: RouterHandle | None = None
         self._client: RouterClient | None = None
         self._workers: set[str] | None = None  # as last seen; None: to be asked
         self._settling = asyncio.Lock()
@@ -74,14 +69,14 @@ class Router:
                     self._handle = await self._find()
                 state = await self._handle.state()
                 if state["alive"] and not await self._answers(state["url"]):
-                    await self._handle.call("kill")
+                    await self._handle.kill()
                     state = await self._handle.state()
                 if state["alive"]:
                     return
                 if state["starts"]:
                     self._restarting(NAME)
                 self._workers = None
-                state = await self._handle.call("start", list(engines))
+                state = await self._handle.start(list(engines))
                 if await self._answers(state["url"]):
                     async with self._settling:
                         await self._settle(set(engines))
@@ -92,7 +87,8 @@ class Router:
                 self._handle = None
                 self._restarting(NAME)
 
-    async def _answers(self, url: str) -> bool:
+    async def _answers(self, url: str | None) -> bool:
+        assert url is not None, "a router that lives has a URL"
         if self._client is None or self._client.url != url:
             await self.close()
             self._client = RouterClient(url, NAME)
@@ -144,26 +140,26 @@ class Router:
 
 
 class RoutedDispatcher(Dispatcher):
-    """Generates through the router. Nobody knows which engine has a request: a lost one puts all in doubt."""
+    """Generates through the router. Nobody knows which engine has a request: a lost one puts all in mark_suspect."""
 
     def __init__(
         self,
         router: Router,
         engines: Callable[[], Sequence[EngineClient]],
         recover: Callable[[int], Awaitable[None]],
-        doubt: Callable[[EngineClient, EngineLostError], None],
+        mark_suspect: Callable[[EngineClient, EngineLostError], None],
         **settings: Any,
     ) -> None:
-        def doubt_all(_: EngineClient, error: EngineLostError) -> None:
+        def suspect_all(_: EngineClient, error: EngineLostError) -> None:
             for engine in engines():
-                doubt(engine, error)
+                mark_suspect(engine, error)
 
-        super().__init__(engines, recover, doubt_all, **settings)
+        super().__init__(engines, recover, suspect_all, **settings)
         self._router = router
-        self._doubt_one = doubt
+        self._mark_one_suspect = mark_suspect
         self._began = time.monotonic()
-        self._looked = 0.0
-        self._looking = asyncio.Lock()
+        self._checked_at = 0.0
+        self._checking = asyncio.Lock()
 
     async def _ask(
         self,
@@ -185,14 +181,14 @@ class RoutedDispatcher(Dispatcher):
             rid=rid,
             session=session,
             progress_timeout_s=self.progress_timeout_s,
-            look=self._look,
+            check=self._check_progress,
         )
 
-    async def _look(self, sent: float, timeout_s: float) -> None:
+    async def _check_progress(self, sent: float, timeout_s: float) -> None:
         """See that engines generate, each once in a while whoever asks; one that does not is doubted, and its requests
         come back lost when it is replaced. Raises EngineLostError if the router is gone."""
-        async with self._looking:
-            if time.monotonic() - self._looked < timeout_s / LOOKS:
+        async with self._checking:
+            if time.monotonic() - self._checked_at < timeout_s / POLLS:
                 return
             if not await self._router.health(min(timeout_s, PROBE_TIMEOUT_S)):
                 raise EngineLostError(f"{NAME}: does not answer to /health")
@@ -201,10 +197,10 @@ class RoutedDispatcher(Dispatcher):
             for engine, error in zip(engines, errors, strict=True):
                 if error:
                     log.warning("%s", error)
-                    self._doubt_one(engine, error)
+                    self._mark_one_suspect(engine, error)
             if any(errors):
                 await self._recover(self.version)
-            self._looked = time.monotonic()
+            self._checked_at = time.monotonic()
 
     async def _stuck(self, engine: EngineClient, timeout_s: float) -> EngineLostError | None:
         """What is wrong with an engine that made no token for timeout_s, and makes none now."""

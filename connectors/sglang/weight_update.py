@@ -1,7 +1,7 @@
-"""Loading engines from buckets of weights that a trainer fills one after the other: handed over within a GPU, or broadcast.
+"""Ways to load weights into engines: a folder, a folder in storage, buckets on shared GPUs, buckets broadcast by rank 0.
 
 Owns which engine GPU gets what, the group of a broadcast, and what becomes of engines when one is lost on the way. Knows
-nothing of how buckets are made.
+nothing of how buckets are made, nor of which engine may serve.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import asyncio
 import ipaddress
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from millrace.connectors.sglang.bucket_payload import Entry, payload
+from millrace.connectors.sglang.bucket_payload import payload
 from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.fleet import Load
+from millrace.core.contracts.handles import BroadcastSource, EngineHandle
+from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import (
+    ActorLostError,
     EngineError,
     EngineLostError,
     EngineStalledError,
@@ -29,31 +31,92 @@ from millrace.core.errors import (
 BUCKET_TIMEOUT_S = 60.0  # longest broadcast of one bucket
 LATE_S = 10.0  # how much longer engines have
 
-
-class Filled(Protocol):
-    """One rank's copy of a bucket: whole tensors under Hugging Face names."""
-
-    entries: list[Entry]
-    handle: bytes
-    last: bool
-
-
-Stream = Callable[[], AsyncIterator[Sequence[Filled]]]
-Sender = Callable[..., Awaitable[Any]]
-"""Calls a method of trainer rank 0 by its name."""
+Clients = Mapping[int, EngineClient]  # by engine index
+Results = list[Any]  # of each engine, in the order of the clients: an error, or anything else for success
+Load = Callable[[Clients, int], Awaitable[Results]]
+"""Loads a weight version into engines."""
+BucketStream = Callable[[], AsyncIterator[Sequence[WeightBucket]]]
+"""One pass over all weights: every rank's copy of one bucket after the other."""
+_SendBucket = Callable[[Sequence[WeightBucket], list[int], int | None], Awaitable[Results]]
 
 
-def load_by_ipc(stream: Stream, gpus: int, seconds: dict[str, float]) -> Load:
-    """Loads what `stream` yields: for each bucket all ranks' copies, rank i on GPU i. An engine has `gpus` GPUs.
+def each(call: Callable[[EngineClient], Awaitable[Any]]) -> Load:
+    """Calls every engine at once."""
 
-    Adds to `seconds` what went into filling buckets (gather) and into engines taking them (transfer).
+    async def load(clients: Clients, version: int) -> Results:
+        return list(await asyncio.gather(*map(call, clients.values()), return_exceptions=True))
+
+    return load
+
+
+def load_from_folder(directory: str) -> Load:
+    """Loads a Hugging Face folder that every engine can read."""
+
+    async def load(clients: Clients, version: int) -> Results:
+        update = each(lambda client: client.weights.update_from_disk(directory, version))
+        return await update(clients, version)
+
+    return load
+
+
+async def load_from_storage(url: str, handles: Mapping[int, EngineHandle], seconds: dict[str, float]) -> Load:
+    """Copies a folder in storage to each engine's node, while it still generates; loads the copies, then removes them.
+
+    Adds to `seconds` what the copies took (fetch). Raises StorageError, with no engine touched, if the URL cannot be read.
+    """
+    started = time.perf_counter()
+    results = await asyncio.gather(
+        *(_download(index, handle, url) for index, handle in handles.items()), return_exceptions=True
+    )
+    seconds["fetch"] = seconds.get("fetch", 0.0) + time.perf_counter() - started
+    copies = dict(zip(handles, results, strict=True))
+    for copy in results:
+        if isinstance(copy, BaseException) and not isinstance(copy, EngineLostError):
+            removals = [_remove_download(index, handle) for index, handle in handles.items()]
+            await asyncio.gather(*removals, return_exceptions=True)
+            raise copy
+
+    async def load_one(index: int, client: EngineClient, version: int) -> None:
+        copy = copies[index]
+        if isinstance(copy, BaseException):
+            raise copy
+        try:
+            await client.weights.update_from_disk(copy, version)
+        finally:
+            await _remove_download(index, handles[index])
+
+    async def load(clients: Clients, version: int) -> Results:
+        loads = [load_one(index, client, version) for index, client in clients.items()]
+        return await asyncio.gather(*loads, return_exceptions=True)
+
+    return load
+
+
+async def _download(index: int, handle: EngineHandle, url: str) -> str:
+    try:
+        return await handle.download(url)
+    except ActorLostError as error:
+        raise EngineLostError(f"engine-{index}: {error}") from None
+
+
+async def _remove_download(index: int, handle: EngineHandle) -> None:
+    try:
+        await handle.remove_download()
+    except ActorLostError as error:
+        raise EngineLostError(f"engine-{index}: {error}") from None
+
+
+def load_by_ipc(stream: BucketStream, gpus: int, seconds: dict[str, float]) -> Load:
+    """Hands each GPU of each engine its rank's copy of every bucket: rank i on GPU i. An engine has `gpus` GPUs.
+
+    Adds to `seconds` the time to fill buckets (gather) and the time until engines have taken them (transfer).
     """
 
-    async def load(clients: Mapping[int, EngineClient], version: int) -> list[Any]:
-        async def hand(copies: Sequence[Filled], left: list[int], known: int | None) -> list[Any]:
+    async def load(clients: Clients, version: int) -> Results:
+        async def send(copies: Sequence[WeightBucket], left: list[int], known: int | None) -> Results:
             return await asyncio.gather(
                 *(
-                    clients[index].update_weights_from_tensor(
+                    clients[index].weights.update_from_tensor(
                         [
                             payload(copy.entries, copy.handle)
                             for copy in copies[index * gpus : (index + 1) * gpus]
@@ -65,53 +128,51 @@ def load_by_ipc(stream: Stream, gpus: int, seconds: dict[str, float]) -> Load:
                 return_exceptions=True,
             )
 
-        return await _load(clients, version, stream, hand, seconds)
+        return await _load_buckets(clients, version, stream, send, seconds)
 
     return load
 
 
-def load_by_broadcast(stream: Stream, sender: Sender, gpus: int, seconds: dict[str, float]) -> Load:
-    """Broadcasts what `stream` yields from trainer rank 0 to all GPUs of all engines, each of which has `gpus`.
+def load_by_broadcast(
+    stream: BucketStream, source: BroadcastSource, gpus: int, seconds: dict[str, float]
+) -> Load:
+    """Broadcasts every bucket from trainer rank 0 to all GPUs of all engines, `gpus` each.
 
-    Adds to `seconds` as `load_by_ipc` does, and what it took to form the group (group), which is kept while the engines
-    are the same. An engine that is lost amid a broadcast leaves the others waiting for it: those are given up as well.
+    Adds to `seconds` as `load_by_ipc` does, and the time to form the group (group), which stays while the engines are the
+    same. An engine lost during a broadcast leaves the others waiting for it: they are given up as well.
     """
 
-    async def load(clients: Mapping[int, EngineClient], version: int) -> list[Any]:
+    async def load(clients: Clients, version: int) -> Results:
         started = time.perf_counter()
-        group, refused = await _group(clients, sender, gpus)
+        group, refusals = await _joined_group(clients, source, gpus)
         seconds["group"] = seconds.get("group", 0.0) + time.perf_counter() - started
-        if refused:
-            return [refused.get(index, _spared(client)) for index, client in clients.items()]
+        if refusals:
+            return [refusals.get(index, _given_up(client)) for index, client in clients.items()]
 
-        async def hand(copies: Sequence[Filled], left: list[int], known: int | None) -> list[Any]:
+        async def send(copies: Sequence[WeightBucket], left: list[int], known: int | None) -> Results:
             if len(left) < len(clients):
-                return [_spared(clients[index]) for index in left]
+                return [_given_up(clients[index]) for index in left]
             entries = copies[0].entries
-            sending = asyncio.ensure_future(sender("send_bucket", BUCKET_TIMEOUT_S))
+            sending = asyncio.ensure_future(source.send(BUCKET_TIMEOUT_S))
             results = await _within(
                 BUCKET_TIMEOUT_S + LATE_S,
-                [clients[i].update_weights_from_distributed(entries, group, known) for i in left],
+                [clients[i].weights.update_from_broadcast(entries, group, known) for i in left],
                 sending,
             )
             if any(results) or sending.exception():
-                await sender("close_engine_group")
-                return [result or _spared(clients[i]) for i, result in zip(left, results, strict=True)]
+                await source.close()
+                return [result or _given_up(clients[i]) for i, result in zip(left, results, strict=True)]
             return results
 
-        return await _load(clients, version, stream, hand, seconds)
+        return await _load_buckets(clients, version, stream, send, seconds)
 
     return load
 
 
-async def _load(
-    clients: Mapping[int, EngineClient],
-    version: int,
-    stream: Stream,
-    hand: Callable[[Sequence[Filled], list[int], int | None], Awaitable[list[Any]]],
-    seconds: dict[str, float],
-) -> list[Any]:
-    """Hand every bucket to the engines that have not failed; the last brings the version."""
+async def _load_buckets(
+    clients: Clients, version: int, stream: BucketStream, send: _SendBucket, seconds: dict[str, float]
+) -> Results:
+    """Send every bucket to the engines that have not failed; the last carries the version."""
     failed: dict[int, BaseException] = {}
     await _bracket(clients, "begin", failed)
     mark = time.perf_counter()
@@ -119,7 +180,7 @@ async def _load(
         filled = time.perf_counter()
         seconds["gather"] = seconds.get("gather", 0.0) + filled - mark
         left = [index for index in clients if index not in failed]
-        _note(left, await hand(copies, left, version if copies[0].last else None), failed)
+        _collect_errors(left, await send(copies, left, version if copies[0].last else None), failed)
         mark = time.perf_counter()
         seconds["transfer"] = seconds.get("transfer", 0.0) + mark - filled
         if len(failed) == len(clients):
@@ -128,38 +189,40 @@ async def _load(
     return [failed.get(index) for index in clients]
 
 
-async def _group(
-    clients: Mapping[int, EngineClient], sender: Sender, gpus: int
+async def _joined_group(
+    clients: Clients, source: BroadcastSource, gpus: int
 ) -> tuple[str, dict[int, BaseException]]:
-    """Name of a group of trainer rank 0 and these engines, formed unless it is there; and the engines that failed to join."""
+    """The name of a group of rank 0 and these engines, formed unless it is open already; and who failed to join."""
     members = [client.url for client in clients.values()]
-    held = await sender("engine_group")
-    if held and held[1] == members:
-        return held[0], {}
+    current = await source.group()
+    if current and current.members == members:
+        return current.name, {}
     name = f"millrace-{uuid.uuid4().hex[:12]}"
-    host, port, backend = await sender("open_engine_group", name, members, all(map(_loopback, members)))
+    group = await source.open(name, members, all(map(_is_loopback, members)))
     size = 1 + gpus * len(clients)
-    entering = asyncio.ensure_future(sender("enter_engine_group", size))
+    entering = asyncio.ensure_future(source.enter(size))
     results = await _within(
         BUCKET_TIMEOUT_S,
         [
-            client.init_weights_update_group(host, port, 1 + gpus * place, size, name, backend)
+            client.weights.join_group(group.host, group.port, 1 + gpus * place, size, name, group.backend)
             for place, client in enumerate(clients.values())
         ],
         entering,
     )
     failed: dict[int, BaseException] = {}
-    _note(list(clients), results, failed)
+    _collect_errors(list(clients), results, failed)
     if failed or entering.exception():
-        await sender("close_engine_group")
-        failed = failed or {index: _spared(client) for index, client in clients.items()}
+        await source.close()
+        failed = failed or {index: _given_up(client) for index, client in clients.items()}
     return name, failed
 
 
-async def _within(seconds: float, calls: list[Awaitable[None]], main: asyncio.Future[Any]) -> list[Any]:
-    """None or an error of each engine's call, made beside `main`, rank 0's.
+async def _within(
+    seconds: float, calls: list[Coroutine[Any, Any, None]], main: asyncio.Future[None]
+) -> Results:
+    """None or an error for each engine's call, made beside `main`, which is rank 0's.
 
-    What is not done in time, or soon after another failed, has stalled. Raises TrainerStalledError if that is `main`.
+    What is not done in time, or soon after another failed, has stalled. Raises TrainerStalledError if `main` stalls.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     everything = {main, *tasks}
@@ -180,20 +243,20 @@ async def _within(seconds: float, calls: list[Awaitable[None]], main: asyncio.Fu
         main.cancel()
         reasons = "; ".join(str(result) for result in results if isinstance(result, EngineError))
         raise TrainerStalledError(
-            f"trainer rank 0 does not come back from a broadcast of weights; {reasons or 'the engines say nothing'}"
+            f"trainer rank 0 does not return from a broadcast of weights; {reasons or 'no engine reports an error'}"
         )
     error = main.exception()
     if error and (not isinstance(error, TrainerError) or isinstance(error, TrainerMemoryError)):
         raise error
-    stalled = EngineStalledError("an engine did not come to the end of a broadcast of weights")
+    stalled = EngineStalledError("an engine did not finish a broadcast of weights")
     return [stalled if isinstance(result, asyncio.CancelledError) else result for result in results]
 
 
-def _spared(client: EngineClient) -> EngineLostError:
+def _given_up(client: EngineClient) -> EngineLostError:
     return EngineLostError(f"{client.engine_id}: the broadcast of weights to it and others was given up")
 
 
-def _loopback(url: str) -> bool:
+def _is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -201,13 +264,13 @@ def _loopback(url: str) -> bool:
         return host == "localhost"
 
 
-async def _bracket(
-    clients: Mapping[int, EngineClient], what: Literal["begin", "end"], failed: dict[int, BaseException]
-) -> None:
+async def _bracket(clients: Clients, what: Literal["begin", "end"], failed: dict[int, BaseException]) -> None:
     left = [index for index in clients if index not in failed]
-    results = await asyncio.gather(*(clients[i].weight_update(what) for i in left), return_exceptions=True)
-    _note(left, results, failed)
+    results = await asyncio.gather(
+        *(clients[index].weights.bracket_update(what) for index in left), return_exceptions=True
+    )
+    _collect_errors(left, results, failed)
 
 
-def _note(indices: list[int], results: list[Any], failed: dict[int, BaseException]) -> None:
+def _collect_errors(indices: list[int], results: Results, failed: dict[int, BaseException]) -> None:
     failed.update({i: r for i, r in zip(indices, results, strict=True) if isinstance(r, BaseException)})

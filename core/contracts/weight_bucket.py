@@ -1,17 +1,29 @@
-"""One bucket of weights as a rank tells of it. Imports no torch: who drives the ranks need not load it."""
+"""A bucket of weights: whole tensors laid end to end in one flat buffer, as a trainer rank fills it and an engine takes it.
+
+The one description of it. Imports no torch: the process that drives the ranks need not load it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-Entry = tuple[str, tuple[int, ...], str, int, int]
+
+class TensorEntry(NamedTuple):
+    """Where one tensor lies in the buffer."""
+
+    name: str  # its Hugging Face name
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it, without the prefix: "bfloat16"
+    start: int  # first byte
+    end: int  # first byte after it
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Whole tensors laid end to end. `entries`: name, shape, dtype, first and past-the-end byte."""
+class WeightBucket:
+    """Metadata of one bucket, as a rank reports it; the bytes stay in the rank's memory until the next bucket."""
 
-    entries: list[Entry]
-    bytes: int
-    last: bool
-    handle: bytes  # how another process on this GPU opens the buffer; empty where none was asked for
+    entries: list[TensorEntry]
+    size: int  # bytes
+    last: bool  # of one pass over all weights
+    handle: bytes  # how another process on this GPU opens the buffer; empty where it was not asked for

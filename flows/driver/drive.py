@@ -51,7 +51,7 @@ async def drive(
     await _prepare(config)
     runtime, started = Runtime(config), time.perf_counter()
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
-    runtime.recovery["find"] = time.perf_counter() - started
+    runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations:
         log.info(
             "run %s is complete: %d iterations in %s", config.run.name, first, runtime.run_folder.store.url

@@ -80,8 +80,8 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
         check_same_run(record["parent"]["config"], resolved, runtime.config, FIXED_IN_A_BRANCH)
     record["config"], record["config_version"] = resolved, VERSION
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
-    await asyncio.to_thread(runtime.prompts.write_quarantine, store)
-    record["quarantined"] = runtime.prompts.quarantined()
+    await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
+    record["quarantined"] = runtime.prompts.dataset.quarantined()
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["versions"] = versions()
     record["code_revision"] = code_revision()
@@ -102,7 +102,7 @@ async def finish_run_record(runtime: Runtime) -> None:
     store = runtime.run_folder.store
     record = await asyncio.to_thread(store.read_json, "run.json")
     record["completed"] = datetime.now(UTC).isoformat()
-    record["attempts"][-1]["recovery"] = runtime.recovery  # seconds until it worked, by phase
+    record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_json, "run.json", record)
     await report.close_tracking(runtime)
 
@@ -130,7 +130,7 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
     Refuses sources that changed under the run, naming the changes, unless data.allow_changes is set: then the ledger starts
     again at the first open iteration. A file that was only moved is the same data.
     """
-    now = runtime.prompts.fingerprints()
+    now = runtime.prompts.dataset.fingerprints()
     since = 0
     if before:
         recorded = {
@@ -138,7 +138,7 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
         }
         changes = source_changes(recorded, now)
         if not changes:
-            runtime.data_since = before[-1]["since"]
+            runtime.prompts.use_data_since(before[-1]["since"])
             return before
         if not runtime.config.data.allow_changes:
             raise DataError(
@@ -152,7 +152,7 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
             iteration_number(since),
             "; ".join(changes),
         )
-    runtime.data_since = since
+    runtime.prompts.use_data_since(since)
     return [*before, {"since": since, "sources": {name: value.model_dump() for name, value in now.items()}}]
 
 

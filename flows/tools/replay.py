@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import StorageError
 from millrace.flows.tools.browse import run_record
+from millrace.tasks.runtime.trainer import bring_up, make_ranks
 
 FIGURES = ("loss", "grad_norm", "tokens", "samples")
 
@@ -30,7 +33,7 @@ FIGURES = ("loss", "grad_norm", "tokens", "samples")
 class Replay:
     """Steps that were made again, and how they compare with what is stored."""
 
-    started_from: str
+    started_from: str = "the model as it was before the first step"
     steps: list[dict[str, Any]] = field(default_factory=list)  # version, figure -> (stored, again)
     weights: str = ""
     equal: bool = True
@@ -54,33 +57,26 @@ def replay_run(root: str, run: str, first: int, last: int) -> Replay:
 
 async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
     await actors.end()
-    world, steps = config.trainer.world_size, config.steps_per_iteration
-    settings = config.for_actors()
+    steps = config.steps_per_iteration
     try:
         places = placement.Reservation(config, engines=False).places("trainer")
-        group = actors.ActorGroup(
-            [
-                actors.make("trainer", rank, world, TrainerRank, settings, place)
-                for rank, place in enumerate(places)
-            ]
-        )
-        await group.call("setup", await group.actors[0].call("address"))
-        usable = [done for done in folder.complete_checkpoints() if done <= first]
-        held = 0
-        if usable:
-            held = (await group.call("load", folder.store.url_of(folder.checkpoint_path(usable[-1]))))[0]
-        result = Replay(f"checkpoint {usable[-1]}" if usable else "the model as it was before the first step")
-        for version in range(held + 1, last * steps + 1):
+        ranks = make_ranks(config, config.for_actors(), places)
+        await ranks.setup()
+        result = Replay()
+
+        def compare(version: int, figures: StepMetrics) -> None:
+            again: Mapping[str, Any] = figures
             index = (version - 1) // steps
-            answer = (
-                await group.call("train", version, folder.iteration(index).url_of("batch.parquet"), None)
-            )[0]
             if index >= first:
                 stored = folder.iteration(index).read_json("step.json")["steps"][version - index * steps - 1]
-                compared = {name: (stored[name], answer[name]) for name in FIGURES}
+                compared = {name: (stored[name], again[name]) for name in FIGURES}
                 result.steps.append({"version": version, **compared})
                 result.equal = result.equal and all(before == after for before, after in compared.values())
-        await _compare_weights(config, group, folder, last, last * steps, result)
+
+        came = await bring_up(ranks, folder, last * steps, steps, at_most=first * steps, on_step=compare)
+        if came.checkpoint:
+            result.started_from = f"checkpoint {came.checkpoint}"
+        await _compare_weights(config, ranks, folder, last, last * steps, result)
         return result
     finally:
         await actors.end()
@@ -88,19 +84,19 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
 
 
 async def _compare_weights(
-    config: RunConfig, group: actors.ActorGroup, folder: RunFolder, last: int, version: int, result: Replay
+    config: RunConfig, ranks: TrainerHandle, folder: RunFolder, last: int, version: int, result: Replay
 ) -> None:
     """Against the export or the checkpoint after the last iteration, whichever there is."""
     here = None if config.sync.by_url else config.sync.directory
     with tempfile.TemporaryDirectory(dir=here) as name:
         again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
-        await _export(config, group, version, again)
+        await _export(config, ranks, version, again)
         if folder.store.list(f"exports/{last:06d}"):
             folder.store.download_dir(f"exports/{last:06d}", str(stored))
             against = "export"
         elif last in folder.complete_checkpoints():
-            await group.call("load", folder.store.url_of(folder.checkpoint_path(last)))
-            await _export(config, group, version, stored)
+            await ranks.load(folder.store.url_of(folder.checkpoint_path(last)))
+            await _export(config, ranks, version, stored)
             against = "checkpoint"
         else:
             result.weights = (
@@ -117,14 +113,14 @@ async def _compare_weights(
     )
 
 
-async def _export(config: RunConfig, group: actors.ActorGroup, version: int, folder: Path) -> None:
+async def _export(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:
     """The weights of the ranks in a folder of this host, by way of sync.directory where that is a URL."""
     if not config.sync.by_url:
-        await group.call("export", str(folder), version)
+        await ranks.export(str(folder), version)
         return
     between = Store(config.sync.directory or "").child(f"millrace-replay-{uuid.uuid4().hex}")
     try:
-        await group.call("upload", between.url_of("model"), version)
+        await ranks.upload(between.url_of("model"), version)
         between.download_dir("model", str(folder))
     finally:
         between.remove("", recursive=True)

@@ -13,7 +13,7 @@ from millrace.core.config.engines import LOOPBACK
 from millrace.core.errors import ConfigError
 
 
-def check_reach(config: RunConfig, addresses: Iterable[str], served: bool = False) -> None:
+def check_network(config: RunConfig, addresses: Iterable[str], served: bool = False) -> None:
     """Raise ConfigError if actors on these nodes could not be reached (`served`: they are engines) or given weights."""
     here = cluster.node_address()
     elsewhere = sorted(set(addresses) - {here})

@@ -1,6 +1,6 @@
-"""The folder through which the trainer hands weights to the engines, in place or by way of storage (sync.directory).
+"""The folder through which weights go from trainer to engines, shared or in storage (sync.directory).
 
-Owns where it is, which version is in it, and that nothing else stays: neither older versions nor what drivers that died
+Owns where it is, which version it holds, and that nothing else stays in it: no older version, nothing that a dead driver
 left. Knows nothing of engines.
 """
 
@@ -13,27 +13,27 @@ import os
 import socket
 import uuid
 
-from millrace.connectors.ray.actors import ActorGroup
 from millrace.connectors.storage import local
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.errors import StorageError
 
 log = logging.getLogger(__name__)
 
 
 class WeightsFolder:
-    """A driver's own folder, with one version of the weights."""
+    """One driver's folder, with one version of the weights."""
 
     def __init__(self, config: RunConfig) -> None:
         """Raises StorageError if it cannot be made, or what drivers of the run that died left cannot be removed."""
         self.version: int | None = None
-        if config.sync.by_url:
-            self._export, self._store = "upload", _in_storage(config)
+        self._by_url = config.sync.by_url
+        if self._by_url:
+            self._store = _in_storage(config)
         else:
             where = os.path.abspath(config.sync.directory) if config.sync.directory else None
-            self._export = "export"
             self._store = Store(local.own_folder(f"millrace-{config.run.name}", where))
 
     @property
@@ -41,9 +41,10 @@ class WeightsFolder:
         """Path or URL of the Hugging Face folder with the version held."""
         return self._store.url_of(_name(self.version))
 
-    async def take(self, trainer: ActorGroup, version: int) -> None:
-        """Have the trainer write a version, then remove the others."""
-        await trainer.call(self._export, self._store.url_of(_name(version)), version)
+    async def write(self, ranks: TrainerHandle, version: int) -> None:
+        """Have the ranks write a version, then remove the others."""
+        write = ranks.upload if self._by_url else ranks.export
+        await write(self._store.url_of(_name(version)), version)
         self.version = version
         await asyncio.to_thread(self._remove_others)
 

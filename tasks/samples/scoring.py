@@ -28,7 +28,7 @@ async def score(runtime: Runtime, sample: Scorable) -> Score:
     if sample["status"] in ("failed", "aborted"):
         return Score("skipped")
     started = time.perf_counter()
-    outcome = await runtime.score(sample)
+    outcome = await runtime.scoring.score(sample)
     seconds = time.perf_counter() - started
     if outcome.kind == "done":
         parts = list(outcome.value["parts"].items())

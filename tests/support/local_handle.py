@@ -1,15 +1,17 @@
-"""A server's holder in a thread of this process, with the face of an actor's handle."""
+"""Holders of servers in threads of this process, as the handles that stand for actors elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.sglang.process import EngineServer
+from millrace.connectors.sglang.process import EngineServer, RouterServer
 from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import ServerState
 
 COUNT = 2
 
@@ -28,21 +30,60 @@ def fleet_config(model: Path, **changes: dict[str, Any]) -> RunConfig:
 
 
 class LocalHandle:
-    """An EngineServer or RouterServer in a thread of this process, with the face of an actor."""
+    """An EngineServer in a thread of this process, as an EngineHandle."""
 
-    def __init__(self, config: RunConfig, index: int, cls: type = EngineServer) -> None:
-        self.server = cls(config.model_dump(mode="json"), index, COUNT)
+    def __init__(self, config: RunConfig, index: int) -> None:
+        self.server = EngineServer(config.model_dump(mode="json"), index, COUNT)
         self._thread = ThreadPoolExecutor(1)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        function = getattr(self.server, method)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+    async def _run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, method, *args)
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> ServerState:
         return self.server.state()
+
+    async def start(self, model: str) -> ServerState:
+        state: ServerState = await self._run(self.server.start, model)
+        return state
+
+    async def kill(self) -> None:
+        await self._run(self.server.kill)
+
+    async def note_released(self, tags: list[str]) -> None:
+        await self._run(self.server.note_released, tags)
+
+    async def download(self, url: str) -> str:
+        return str(await self._run(self.server.download, url))
+
+    async def remove_download(self) -> None:
+        await self._run(self.server.remove_download)
 
     def signal(self, number: int) -> None:
         os.kill(self.server.state()["pid"], number)
+
+    def close(self) -> None:
+        self._thread.submit(self.server.kill).result()
+        self._thread.shutdown()
+
+
+class LocalRouterHandle:
+    """A RouterServer in a thread of this process, as a RouterHandle."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.server = RouterServer(config.model_dump(mode="json"), 0, 1)
+        self._thread = ThreadPoolExecutor(1)
+
+    async def state(self) -> ServerState:
+        return self.server.state()
+
+    async def start(self, engines: list[str]) -> ServerState:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.server.start, engines)
+
+    async def kill(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self.server.kill)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.server.state()["pid"] or 0, number)
 
     def close(self) -> None:
         self._thread.submit(self.server.kill).result()

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from millrace.core.errors import ConfigError, EngineError, MillraceError, TrainerMemoryError
-from millrace.tasks.runtime.runtime import _both
+from millrace.tasks.runtime.gpu_memory import both
 
 
 async def fails(error: MillraceError) -> None:
@@ -23,10 +23,10 @@ async def test_each_begins_before_the_other_has_ended() -> None:
         await other.wait()
 
     async with asyncio.timeout(10):
-        await _both(meets(first, second), meets(second, first))
+        await both(meets(first, second), meets(second, first))
 
 
-async def test_nothing_goes_on_after_an_error_is_told() -> None:
+async def test_nothing_goes_on_after_an_error_is_raised() -> None:
     ended = []
 
     async def ends_late() -> None:
@@ -34,16 +34,16 @@ async def test_nothing_goes_on_after_an_error_is_told() -> None:
         ended.append(True)
 
     with pytest.raises(EngineError, match="no engine"):
-        await _both(fails(EngineError("no engine")), ends_late())
+        await both(fails(EngineError("no engine")), ends_late())
     assert ended
 
 
 @pytest.mark.parametrize("lasting", [ConfigError("field x"), TrainerMemoryError("lower y")])
-async def test_the_error_that_another_start_does_not_mend_is_raised(
+async def test_the_error_that_another_start_does_not_fix_is_raised(
     lasting: MillraceError, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(type(lasting), match=str(lasting)):
-        await _both(fails(EngineError("no engine")), fails(lasting))
+        await both(fails(EngineError("no engine")), fails(lasting))
     assert "EngineError: no engine" in caplog.text
 
 
@@ -57,7 +57,7 @@ async def test_both_end_with_the_task_that_waits_for_them() -> None:
             cancelled.append(True)
             raise
 
-    task = asyncio.create_task(_both(waits(), waits()))
+    task = asyncio.create_task(both(waits(), waits()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()

@@ -38,9 +38,11 @@ def context(make_config: MakeConfig, engines: ScriptedEngines) -> IterationConte
 
     runtime: Any = SimpleNamespace(
         run_folder=RunFolder(config.storage.root, config.run.name),
-        engines=ready,
-        score=score,
-        held_out=lambda held_out: PromptSet(held_out.name, ROWS, [[n] for n in range(len(ROWS))]),
+        memory=SimpleNamespace(for_engines=ready),
+        scoring=SimpleNamespace(score=score),
+        prompts=SimpleNamespace(
+            held_out=lambda held_out: PromptSet(held_out.name, ROWS, [[n] for n in range(len(ROWS))])
+        ),
     )
     return IterationContext(config, 1, runtime)
 

@@ -17,35 +17,25 @@ from millrace.tasks.train_step import train_step
 LIMIT, CLOSE, FAR = 0.02, 0.001, 0.5
 
 
-class Trainer:
-    """Stands where the ranks do: applies their check to a gap of each version."""
+class Ranks:
+    """Trainer ranks that apply their check to a given gap of each version, and train nothing."""
 
     def __init__(self, gaps: dict[int, float]) -> None:
         self.gaps = gaps
         self.made: list[int] = []
 
-    async def call(self, method: str, version: int, url: str, guard: float | None) -> list[dict[str, Any]]:
-        assert method == "train"
+    async def at(self, version: int, ahead: int = 0) -> Ranks:
+        return self
+
+    async def train(self, version: int, url: str, max_logprob_gap: float | None) -> dict[str, Any]:
         gap = self.gaps[version]
-        TrainerRank({}, 0, 1)._check(
-            {"loss": 0.0, "logprob_gap_mean": gap, "logprob_gap_max": gap}, version, guard
-        )
+        metrics = {"loss": 0.0, "logprob_gap_mean": gap, "logprob_gap_max": gap}
+        TrainerRank({}, 0, 1)._check(metrics, version, max_logprob_gap)
         self.made.append(version)
-        return [{"version": version}]
+        return {"version": version}
 
 
-class TrainerOnly(Runtime):
-    """A run's live parts of which only the trainer lives."""
-
-    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
-        super().__init__(config)
-        self.only = trainer
-
-    async def trainer(self, version: int, ahead: int = 0) -> Any:
-        return self.only
-
-
-def live(root: Path, trainer: Trainer, **algorithm: Any) -> Runtime:
+def runtime_with(root: Path, ranks: Ranks, **algorithm: Any) -> Runtime:
     config = RunConfig.model_validate(
         {
             "run": {"name": "a", "iterations": 2},
@@ -58,20 +48,22 @@ def live(root: Path, trainer: Trainer, **algorithm: Any) -> Runtime:
             "sync": {"max_logprob_gap": LIMIT},
         }
     )
-    return TrainerOnly(config, trainer)
+    runtime = Runtime(config)
+    runtime.memory._trainer = ranks  # type: ignore[assignment]
+    return runtime
 
 
 async def test_a_gap_in_a_later_iteration_of_a_process_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer({1: CLOSE, 2: FAR, 3: FAR})
-    held = live(tmp_path, trainer)
-    await train_step.fn(IterationContext(held.config, 0, held))
+    ranks = Ranks({1: CLOSE, 2: FAR, 3: FAR})
+    runtime = runtime_with(tmp_path, ranks)
+    await train_step.fn(IterationContext(runtime.config, 0, runtime))
     with pytest.raises(RefusedStepError, match=r"step 3: .*sync.max_logprob_gap is 0.02"):
-        await train_step.fn(IterationContext(held.config, 1, held))
-    assert trainer.made == [1, 2]
+        await train_step.fn(IterationContext(runtime.config, 1, runtime))
+    assert ranks.made == [1, 2]
 
 
-async def test_reference_answers_were_sampled_by_nobody(tmp_path: Path) -> None:
-    trainer = Trainer({1: FAR, 2: FAR})
-    held = live(tmp_path, trainer, loss="sft")
-    await train_step.fn(IterationContext(held.config, 0, held))
-    assert trainer.made == [1, 2]
+async def test_reference_answers_have_no_gap_to_an_engine(tmp_path: Path) -> None:
+    ranks = Ranks({1: FAR, 2: FAR})
+    runtime = runtime_with(tmp_path, ranks, loss="sft")
+    await train_step.fn(IterationContext(runtime.config, 0, runtime))
+    assert ranks.made == [1, 2]

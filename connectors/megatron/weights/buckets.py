@@ -18,7 +18,7 @@ from torch import Tensor
 
 from millrace.connectors.megatron.model.policy_model import PolicyModel
 from millrace.connectors.megatron.weights.hf_tensors import hf_names, hf_tensors, writes
-from millrace.core.contracts.weight_bucket import Bucket, Entry
+from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 
 DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
 
@@ -52,7 +52,7 @@ class BucketStream:
         self._device = next(model.parameters()).device
         self._buffer: Tensor | None = None
 
-    def __iter__(self) -> Iterator[Bucket]:
+    def __iter__(self) -> Iterator[WeightBucket]:
         sections = _sections(self._model, self._hf)
         for section in sections:
             for entries, more in self._buckets(section):
@@ -61,9 +61,9 @@ class BucketStream:
                 if self.flat.is_cuda:
                     torch.cuda.current_stream().synchronize()
                 handle = _ipc_handle(self._buffer_of(end)) if self._share else b""
-                yield Bucket(entries, end, not more and section is sections[-1], handle)
+                yield WeightBucket(entries, end, not more and section is sections[-1], handle)
 
-    def _buckets(self, section: Section) -> Iterator[tuple[list[Entry], bool]]:
+    def _buckets(self, section: Section) -> Iterator[tuple[list[TensorEntry], bool]]:
         """Fill the buffer with one bucket of a section after the other: its entries, and whether more buckets follow."""
         tensors: Iterator[tuple[str, Tensor]] = iter(())
         if dist.get_rank() in section.gatherers:
@@ -82,9 +82,9 @@ class BucketStream:
 
     def _fill(
         self, pending: tuple[str, Tensor] | None, tensors: Iterator[tuple[str, Tensor]]
-    ) -> tuple[list[Entry], tuple[str, Tensor] | None]:
+    ) -> tuple[list[TensorEntry], tuple[str, Tensor] | None]:
         """Put as many tensors as fit, at least one, into the buffer; returns their entries and the first that did not fit."""
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         start = 0
         while pending is not None:
             name, tensor = pending
@@ -93,7 +93,7 @@ class BucketStream:
                 break
             self._buffer_of(end)[start:end].view(self._dtype).view(tensor.shape).copy_(tensor)
             dtype = str(self._dtype).removeprefix("torch.")
-            entries.append((name, tuple(tensor.shape), dtype, start, end))
+            entries.append(TensorEntry(name, tuple(tensor.shape), dtype, start, end))
             start, pending = end, next(tensors, None)
         return entries, pending
 

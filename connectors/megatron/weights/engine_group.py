@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from millrace.connectors.megatron.process.memory_errors import ran_out
+from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.errors import TrainerError
 
 JOIN_TIMEOUT = timedelta(seconds=120)
@@ -26,7 +27,7 @@ POLL_S = 0.0005
 
 
 class EngineGroup:
-    """Rank 0's side of a group. `members` names the engines for the caller; the group does not read it."""
+    """Rank 0 of a group whose other ranks are the GPUs of the engines at the URLs `members`."""
 
     def __init__(self, name: str, members: list[str], *, loopback: bool, gpu: bool) -> None:
         self.name = name
@@ -46,6 +47,11 @@ class EngineGroup:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
+
+    @property
+    def description(self) -> BroadcastGroup:
+        """What engines need to join."""
+        return BroadcastGroup(self.name, self.members, self.host, self.port, "nccl" if self._gpu else "gloo")
 
     def enter(self, size: int) -> None:
         """Join; on CPUs this returns when all members have joined."""

@@ -42,7 +42,7 @@ def passed(rank: Any) -> list[tuple[dict[str, torch.Tensor], int, bool, int]]:
             name: flat[start:end].view(getattr(torch, dtype)).view(shape).clone()
             for name, shape, dtype, start, end in entries
         }
-        found.append((tensors, bucket.bytes, last, rank._stream._buffer.numel()))
+        found.append((tensors, bucket.size, last, rank._stream._buffer.numel()))
         number += 1
     rank.end_buckets()
     return found

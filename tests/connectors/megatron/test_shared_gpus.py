@@ -16,12 +16,16 @@ import pytest
 import pytest_asyncio
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.prefect.server import ensure_server, stop_server
 from millrace.connectors.ray import actors
+from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
-from millrace.tasks.runtime.runtime import Live
+from millrace.tasks.runtime.proxies import TrainerProxy
+from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.runtime.trainer import Trainer
 from tests.support.ray_nodes import RayNodes, token_of
 from tests.support.trainer_ranks import samples, write_batch
 
@@ -46,28 +50,16 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
             stop_server()
 
 
-class Watched(Live):
-    """Notes what the engine has given back when ranks have been built."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.found: list[list[str]] = []
-
-    async def _build_trainer(self, version: int) -> actors.ActorGroup:
-        group = await super()._build_trainer(version)
-        self.found.append(await released())
-        return group
-
-
 async def released() -> list[str]:
-    engine = await actors.find_alive("engine", 0)
+    engine = await actors.find_alive("engine", 0, EngineServer)
     assert engine is not None
     return sorted((await engine.state())["released"], reverse=True)
 
 
 async def kill(role: str) -> None:
     """`kill -9` of the engine's server, or of the rank."""
-    actor = await actors.find_alive(role, 0)
+    cls: type[Any] = EngineServer if role == "engine" else TrainerRank
+    actor = await actors.find_alive(role, 0, cls)
     assert actor is not None
     state = await actor.state()
     process = psutil.Process(state["pid"] if role == "engine" else state["actor_pid"])
@@ -77,6 +69,21 @@ async def kill(role: str) -> None:
         while process.status() != psutil.STATUS_ZOMBIE:  # until its parent looks
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def asleep_at_build(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the engine had given back each time ranks had been built."""
+    found: list[list[str]] = []
+    build = Trainer._build
+
+    async def watched(self: Trainer, version: int) -> TrainerProxy:
+        ranks = await build(self, version)
+        found.append(await released())
+        return ranks
+
+    monkeypatch.setattr(Trainer, "_build", watched)
+    return found
 
 
 @pytest_asyncio.fixture
@@ -94,86 +101,96 @@ async def drivers(node: RayNodes, tiny_model: Path, tmp_path: Path) -> AsyncIter
         "checkpoint": {"every": 1},
         "placement": {"colocate": True, "ray_address": node.address},
     }
-    made: list[Live] = []
+    made: list[Runtime] = []
 
-    async def start() -> Watched:
-        made.append(driver := Watched(RunConfig.model_validate(values)))
+    async def start() -> Runtime:
+        made.append(driver := Runtime(RunConfig.model_validate(values)))
         await driver.open()
         return driver
 
     yield start
     for driver in made[:-1]:
-        if driver._fleet:
-            await driver._fleet.close()
+        await driver.memory.close()
     await made[-1].close(end_actors=True)
 
 
-async def step(driver: Live, folder: Path, version: int) -> None:
+async def sleep(driver: Runtime) -> None:
+    """What a train step does first."""
+    async with driver.memory.for_trainer():
+        pass
+
+
+async def step(driver: Runtime, folder: Path, version: int) -> None:
     rows = samples(version)
     for row in rows:
         row["tokens"] = [token % VOCAB for token in row["tokens"]]
     batch = write_batch(folder / f"batch-{version}", rows)
-    await (await driver.trainer(version - 1)).call("train", version, batch, None)
+    async with driver.memory.for_trainer() as trainer:
+        await (await trainer.at(version - 1)).train(version, batch, None)
 
 
-async def test_an_engine_rests_from_its_start_until_it_is_asked(drivers: Any, tmp_path: Path) -> None:
+async def test_an_engine_sleeps_from_its_start_until_it_is_needed(
+    drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
+) -> None:
     driver = await drivers()
-    engines = await driver.engines(0)
-    assert driver.found == [BOTH]
+    engines = await driver.memory.for_engines(0)
+    assert asleep_at_build == [BOTH]
     assert await released() == []
     before = await engines.generate([10, 20, 30], GREEDY, rid="a", session=None)
-    await driver.sleep_engines()
+    await sleep(driver)
     assert await released() == BOTH
     await step(driver, tmp_path, 1)
     await kill("engine")
     # to a new engine, which leaves room for whatever the trainer does before the next rollout
-    phases = await driver.publish(1)
+    phases = await driver.memory.update_engines(1)
     assert list(phases)[0] == "offload"
     assert await released() == ["kv_cache"]
-    after = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
+    after = await (await driver.memory.for_engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
     assert await released() == []
     assert len(after.output_ids) == len(before.output_ids)
     assert after.weight_versions[0][1] == 1
 
 
-async def test_engines_rest_while_a_checkpoint_is_saved_and_take_the_weights_again(
-    drivers: Any, tmp_path: Path
+async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_again(
+    drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
     driver = await drivers()
-    await driver.engines(0)
-    await driver.sleep_engines()
+    await driver.memory.for_engines(0)
+    await sleep(driver)
     await step(driver, tmp_path, 1)
-    await driver.publish(1)
+    await driver.memory.update_engines(1)
     assert await released() == ["kv_cache"]
     record = await checkpoint.fn(IterationContext(driver.config, 0, driver))
     assert record["saved"] == "checkpoints/000001"
     assert await released() == BOTH
-    answer = await (await driver.engines(1)).generate([10, 20, 30], GREEDY, rid="d", session=None)
+    answer = await (await driver.memory.for_engines(1)).generate([10, 20, 30], GREEDY, rid="d", session=None)
     assert answer.weight_versions[0][1] == 1
 
 
-async def test_engines_that_an_earlier_driver_left_awake_rest_before_ranks_work(
-    drivers: Any, tmp_path: Path
+async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work(
+    drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
-    await (await drivers()).engines(0)
+    await (await drivers()).memory.for_engines(0)
     assert await released() == []
     second = await drivers()
-    await second.sleep_engines()  # what a train step asks first; the rollout was committed
+    await sleep(second)  # what a train step asks first; the rollout was committed
     assert await released() == BOTH
-    await second.engines(0)
+    await second.memory.for_engines(0)
     await kill("trainer")
     third = await drivers()
     assert await released() == []
     await step(third, tmp_path, 1)
-    assert third.found == [BOTH]
+    assert asleep_at_build == [BOTH]
 
 
-async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_with_it(drivers: Any) -> None:
+async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_with_it(
+    drivers: Any, asleep_at_build: list[list[str]]
+) -> None:
     driver = await drivers()
-    await driver.engines(0)
+    await driver.memory.for_engines(0)
     await kill("trainer")
-    engines = await driver.engines(0)
-    assert driver.found == [BOTH, BOTH]
+    engines = await driver.memory.for_engines(0)
+    assert asleep_at_build == [BOTH, BOTH]
     assert await released() == []
     answer = await engines.generate([10, 20, 30], GREEDY, rid="c", session=None)
     assert answer.weight_versions[0][1] == 0

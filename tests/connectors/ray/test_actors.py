@@ -28,7 +28,7 @@ from tests.support.held_parts import Counter
 async def main():
     cluster.start_or_join(None, "left-behind")
     made = [actors.make("counter", i, 2, Counter, {"start": 10}) for i in range(2)]
-    print([await actor.call("add", i) for i, actor in enumerate(made)], flush=True)
+    print([await actor.call(Counter.add, i) for i, actor in enumerate(made)], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -36,15 +36,17 @@ asyncio.run(main())
 
 
 @pytest_asyncio.fixture
-async def group(joined: str) -> AsyncIterator[actors.ActorGroup]:
+async def group(joined: str) -> AsyncIterator[actors.ActorGroup[Counter]]:
     made = [actors.make("counter", index, 2, Counter, {"start": 1}) for index in range(2)]
     yield actors.ActorGroup(made)
     await actors.end()
 
 
-async def test_calls_go_to_all_and_a_busy_actor_still_tells_its_state(group: actors.ActorGroup) -> None:
-    assert await group.call("add", 4) == [5, 5]
-    working = asyncio.create_task(group.call("work", 1.5))
+async def test_calls_go_to_all_and_a_busy_actor_still_tells_its_state(
+    group: actors.ActorGroup[Counter],
+) -> None:
+    assert await group.call(Counter.add, 4) == [5, 5]
+    working = asyncio.create_task(group.call(Counter.work, 1.5))
     for _ in range(100):
         states = await group.states()
         if all(state["busy"] for state in states):
@@ -57,28 +59,30 @@ async def test_calls_go_to_all_and_a_busy_actor_still_tells_its_state(group: act
     assert await working == [state["actor_pid"] for state in states]
 
 
-async def test_typed_errors_come_as_they_are_and_others_as_rays(group: actors.ActorGroup) -> None:
+async def test_typed_errors_come_as_they_are_and_others_as_rays(group: actors.ActorGroup[Counter]) -> None:
     with pytest.raises(TrainerError, match=r"trainer\.parallel\.tensor = 3"):
-        await group.actors[0].call("refuse")
+        await group.actors[0].call(Counter.refuse)
     with pytest.raises(ZeroDivisionError, match="by chance"):
-        await group.actors[0].call("break_down")
-    assert await group.actors[0].call("add", 1) == 2
+        await group.actors[0].call(Counter.break_down)
+    assert await group.actors[0].call(Counter.add, 1) == 2
 
 
-async def test_an_actor_that_dies_in_a_call_is_lost_and_can_be_made_again(group: actors.ActorGroup) -> None:
+async def test_an_actor_that_dies_in_a_call_is_lost_and_can_be_made_again(
+    group: actors.ActorGroup[Counter],
+) -> None:
     with pytest.raises(ActorLostError, match="counter-1"):
-        await group.actors[1].call("die")
+        await group.actors[1].call(Counter.die)
     with pytest.raises(ActorLostError, match="counter-1"):
         await group.actors[1].state()
-    assert await group.actors[0].call("add", 1) == 2
-    assert actors.find_group("counter", 2) is None
+    assert await group.actors[0].call(Counter.add, 1) == 2
+    assert actors.find_group("counter", 2, Counter) is None
     again = actors.make("counter", 1, 2, Counter, {"start": 7})
-    assert await again.call("add", 0) == 7
+    assert await again.call(Counter.add, 0) == 7
 
 
-async def test_an_actor_killed_while_it_works_is_lost_at_once(group: actors.ActorGroup) -> None:
+async def test_an_actor_killed_while_it_works_is_lost_at_once(group: actors.ActorGroup[Counter]) -> None:
     pid = (await group.actors[0].state())["actor_pid"]
-    working = asyncio.create_task(group.actors[0].call("work", TIMEOUT_S * 2))
+    working = asyncio.create_task(group.actors[0].call(Counter.work, TIMEOUT_S * 2))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(TIMEOUT_S):
@@ -98,29 +102,31 @@ async def test_actors_are_found_again_after_their_driver_was_killed(ray_home: Pa
     assert done.stdout.strip() == "[10, 11]", done.stderr
     assert done.returncode == -signal.SIGKILL
     cluster.start_or_join(None, "left-behind")
-    found = actors.find_group("counter", 2)
+    found = actors.find_group("counter", 2, Counter)
     assert found is not None
-    assert await found.call("add", 5) == [15, 16]
+    assert await found.call(Counter.add, 5) == [15, 16]
     pids = [state["actor_pid"] for state in await found.states()]
     assert await actors.end_others({"start": 10}) == 0
     assert await actors.end_others({"start": 11}) == 2
-    assert actors.find("counter", 0) is None
+    assert actors.find("counter", 0, Counter) is None
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert not any(map(psutil.pid_exists, pids))
 
 
-async def test_ending_a_role_leaves_the_others_and_other_runs(group: actors.ActorGroup, joined: str) -> None:
+async def test_ending_a_role_leaves_the_others_and_other_runs(
+    group: actors.ActorGroup[Counter], joined: str
+) -> None:
     other = actors.make("judge", 0, 1, Counter, {"start": 3})
-    await other.call("add", 0)
+    await other.call(Counter.add, 0)
     assert await actors.end("counter") == 2
-    assert actors.find_group("counter", 2) is None
-    assert await other.call("add", 1) == 4
+    assert actors.find_group("counter", 2, Counter) is None
+    assert await other.call(Counter.add, 1) == 4
     cluster.start_or_join(None, "another-run")
     assert await actors.end() == 0
     cluster.start_or_join(None, joined)
-    found = actors.find("judge", 0)
+    found = actors.find("judge", 0, Counter)
     assert found is not None
-    assert await found.call("add", 1) == 5
+    assert await found.call(Counter.add, 1) == 5
 
 
 async def test_the_head_listens_on_loopback_only_and_is_found_again(joined: str) -> None:

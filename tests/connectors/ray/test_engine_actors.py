@@ -13,6 +13,7 @@ from millrace.connectors.ray import actors
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
+from millrace.tasks.runtime.proxies import EngineProxy
 
 PARAMS = {"max_new_tokens": 1000, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
 
@@ -30,9 +31,12 @@ async def test_engines_as_actors_survive_the_loss_of_one_and_of_their_driver(
     )
     settings = config.model_dump(mode="json")
 
-    async def handle(index: int) -> actors.Actor:
-        found = actors.find("engine", index)
+    def actor(index: int) -> actors.Actor[EngineServer]:
+        found = actors.find("engine", index, EngineServer)
         return found or actors.make("engine", index, 2, EngineServer, settings)
+
+    async def handle(index: int) -> EngineProxy:
+        return EngineProxy(actor(index))
 
     fleet = Fleet(config, handle)
     lock = asyncio.Lock()
@@ -42,7 +46,7 @@ async def test_engines_as_actors_survive_the_loss_of_one_and_of_their_driver(
             await fleet.ensure(str(tiny_model))
             missing = fleet.unconfirmed(version)
             if missing:
-                await fleet.publish(str(tiny_model), version, missing)
+                await fleet.update_weights(str(tiny_model), version, missing)
 
     await recover(1)
     dispatcher = fleet.dispatcher(1, recover)
@@ -51,7 +55,7 @@ async def test_engines_as_actors_survive_the_loss_of_one_and_of_their_driver(
         for n in range(4)
     ]
     await asyncio.sleep(0.3)
-    state = await (await handle(1)).state()
+    state = await actor(1).state()
     os.kill(state["actor_pid"], signal.SIGKILL)
     found = await asyncio.gather(*running)
     assert len({tuple(g.output_ids) for g in found}) == 1

@@ -12,8 +12,7 @@ import pytest_asyncio
 
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.fleet import Fleet
-from millrace.connectors.sglang.process import RouterServer
-from tests.support.local_handle import COUNT, LocalHandle, fleet_config
+from tests.support.local_handle import COUNT, LocalHandle, LocalRouterHandle, fleet_config
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +26,9 @@ def handles(tiny_model: Path) -> Iterator[list[LocalHandle]]:
 
 
 @pytest.fixture(scope="session")
-def routers() -> Iterator[dict[str, LocalHandle]]:
+def routers() -> Iterator[dict[str, LocalRouterHandle]]:
     """Router processes by their configuration."""
-    made: dict[str, LocalHandle] = {}
+    made: dict[str, LocalRouterHandle] = {}
     yield made
     for handle in made.values():
         handle.close()
@@ -37,7 +36,7 @@ def routers() -> Iterator[dict[str, LocalHandle]]:
 
 @pytest_asyncio.fixture
 async def make_fleet(
-    handles: list[LocalHandle], routers: dict[str, LocalHandle], tiny_model: Path
+    handles: list[LocalHandle], routers: dict[str, LocalRouterHandle], tiny_model: Path
 ) -> AsyncIterator[Callable[..., Fleet]]:
     """make_fleet(make_room, section={...}): a fleet over the two engines, behind a router where engines.router is given."""
     made: list[Fleet] = []
@@ -51,7 +50,7 @@ async def make_fleet(
 
         async def router() -> LocalHandle:
             if key not in routers:
-                routers[key] = LocalHandle(config, 0, RouterServer)
+                routers[key] = LocalRouterHandle(config)
             return routers[key]
 
         made.append(Fleet(config, handle, router, make_room))

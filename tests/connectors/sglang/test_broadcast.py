@@ -6,7 +6,6 @@ import asyncio
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.connectors.megatron.weights.engine_group import EngineGroup
-from millrace.connectors.sglang import weight_update as handover
-from millrace.connectors.sglang.bucket_payload import Entry
+from millrace.connectors.sglang import weight_update
 from millrace.connectors.sglang.fleet import Fleet
+from millrace.core.contracts.handles import BroadcastGroup
+from millrace.core.contracts.weight_bucket import TensorEntry, WeightBucket
 from millrace.core.errors import EngineError, TrainerStalledError
 from tests.support.local_handle import LocalHandle
 
@@ -25,82 +25,73 @@ MakeFleet = Callable[..., Fleet]
 BUCKETS = 3
 
 
-@dataclass
-class Copy:
-    entries: list[Entry]
-    last: bool
-    handle: bytes = b""
-
-
 class Sending:
-    """What trainer rank 0 does, from a folder: fills buckets and sends them, calls in a thread one after the other."""
+    """Trainer rank 0 with the weights of a folder: fills buckets and, as a BroadcastSource, sends them from a thread."""
 
     def __init__(self, model: Path) -> None:
         self.tensors = sorted(load_file(model / "model.safetensors").items())
-        self.group: EngineGroup | None = None
+        self.engines: EngineGroup | None = None
         self.groups: list[str] = []
         self.disturb: Callable[[int], None] = lambda number: None  # called when a bucket was filled
         self._flat = torch.empty(0, dtype=torch.uint8)
 
-    async def stream(self) -> AsyncIterator[Sequence[Copy]]:
+    async def stream(self) -> AsyncIterator[Sequence[WeightBucket]]:
         for number in range(BUCKETS):
             part, entries, at = self.tensors[number::BUCKETS], [], 0
             for name, tensor in part:
-                entries.append((name, tuple(tensor.shape), "float32", at, at + tensor.nbytes))
+                entries.append(TensorEntry(name, tuple(tensor.shape), "float32", at, at + tensor.nbytes))
                 at += tensor.nbytes
             self._flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in part])
             self.disturb(number)
-            yield [Copy(entries, last=number == BUCKETS - 1)]
+            yield [WeightBucket(entries, at, number == BUCKETS - 1, b"")]
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await asyncio.to_thread(getattr(self, method), *args)
+    async def group(self) -> BroadcastGroup | None:
+        return self.engines.description if self.engines else None
 
-    def engine_group(self) -> tuple[str, list[str]] | None:
-        return (self.group.name, self.group.members) if self.group else None
-
-    def open_engine_group(self, name: str, members: list[str], loopback: bool) -> tuple[str, int, str]:
-        self.close_engine_group()
-        self.group = EngineGroup(name, members, loopback=loopback, gpu=False)
+    async def open(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
+        await self.close()
+        self.engines = EngineGroup(name, members, loopback=loopback, gpu=False)
         self.groups.append(name)
-        return self.group.host, self.group.port, "gloo"
+        return self.engines.description
 
-    def enter_engine_group(self, size: int) -> None:
-        assert self.group is not None
-        self.group.enter(size)
+    async def enter(self, size: int) -> None:
+        assert self.engines is not None
+        await asyncio.to_thread(self.engines.enter, size)
 
-    def send_bucket(self, timeout_s: float) -> None:
-        assert self.group is not None
-        self.group.send(self._flat, timeout_s)
+    async def send(self, timeout_s: float) -> None:
+        assert self.engines is not None
+        await asyncio.to_thread(self.engines.send, self._flat, timeout_s)
 
-    def close_engine_group(self) -> None:
-        if self.group:
-            self.group.close()
-        self.group = None
+    async def close(self) -> None:
+        if self.engines:
+            self.engines.close()
+        self.engines = None
 
 
 @pytest.fixture
 def sending(other_model: Path) -> Iterator[Sending]:
     made = Sending(other_model)
     yield made
-    made.close_engine_group()
+    if made.engines:
+        made.engines.close()
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch, bucket_s: float, late_s: float) -> None:
     """Give broadcasts up soon."""
-    monkeypatch.setattr(handover, "BUCKET_TIMEOUT_S", bucket_s)
-    monkeypatch.setattr(handover, "LATE_S", late_s)
+    monkeypatch.setattr(weight_update, "BUCKET_TIMEOUT_S", bucket_s)
+    monkeypatch.setattr(weight_update, "LATE_S", late_s)
 
 
 async def publish(fleet: Fleet, sending: Sending, version: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    await fleet.publish(handover.load_by_broadcast(sending.stream, sending.call, 1, seconds), version)
+    await fleet.update_weights(weight_update.load_by_broadcast(sending.stream, sending, 1, seconds), version)
     return seconds
 
 
 async def holding(fleet: Fleet, model: Path, version: int) -> list[Any]:
     """Checksums of engines that serve other weights, as the folder gives them."""
     await fleet.ensure(str(model))
-    await fleet.publish(str(model), version)
+    await fleet.update_weights(str(model), version)
     return list((await fleet.checksums([0, 1])).values())
 
 
@@ -109,12 +100,12 @@ async def test_engines_hold_what_was_broadcast_and_keep_their_group(
 ) -> None:
     fleet = make_fleet()
     wanted = await holding(fleet, other_model, 30)
-    await fleet.publish(str(tiny_model), 31)
+    await fleet.update_weights(str(tiny_model), 31)
     seconds = await publish(fleet, sending, 32)
     assert set(seconds) == {"group", "gather", "transfer"}
     assert fleet.unconfirmed(32) == []
     assert list((await fleet.checksums([0, 1])).values()) == wanted
-    await fleet.publish(str(tiny_model), 33)
+    await fleet.update_weights(str(tiny_model), 33)
     await publish(fleet, sending, 34)
     assert list((await fleet.checksums([0, 1])).values()) == wanted
     assert len(sending.groups) == 1
@@ -134,7 +125,7 @@ async def test_an_engine_lost_amid_a_broadcast_is_replaced_and_all_hold_the_weig
     hurry(monkeypatch, 3.0, 2.0)
     fleet = make_fleet(rollout={"progress_timeout_s": 5.0})
     wanted = await holding(fleet, other_model, 40)
-    await fleet.publish(str(tiny_model), 41)
+    await fleet.update_weights(str(tiny_model), 41)
 
     def once(bucket: int) -> None:
         if bucket == 1 and len(sending.groups) == 1:
@@ -162,7 +153,7 @@ async def test_what_engines_refuse_is_told_and_they_go_on_generating(
         assert not (await client.server_info())["paused"]
 
 
-async def test_a_rank_that_does_not_come_back_is_told_with_the_engines_reasons(
+async def test_a_rank_that_does_not_return_is_reported_with_the_engines_reasons(
     make_fleet: MakeFleet, sending: Sending, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch, 1.0, 0.5)
@@ -170,9 +161,13 @@ async def test_a_rank_that_does_not_come_back_is_told_with_the_engines_reasons(
     await fleet.ensure(str(tiny_model))
     sending.tensors = [("no.such.weight", torch.zeros(8)), *sending.tensors]
     returned = threading.Event()
-    monkeypatch.setattr(sending, "send_bucket", lambda timeout_s: returned.wait(60))
+
+    async def stall(timeout_s: float) -> None:
+        await asyncio.to_thread(returned.wait, 60)
+
+    monkeypatch.setattr(sending, "send", stall)
     try:
-        with pytest.raises(TrainerStalledError, match="rank 0 does not come back.*no.such.weight"):
+        with pytest.raises(TrainerStalledError, match="rank 0 does not return.*no.such.weight"):
             await publish(fleet, sending, 44)
     finally:
         returned.set()

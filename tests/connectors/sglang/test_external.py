@@ -44,7 +44,7 @@ async def test_an_external_engine_serves_only_what_this_run_gave_it(
         closing.push_async_callback(fleet.close)
         await fleet.ensure(str(tiny_model))
         assert fleet.unconfirmed(3) == [0]  # its 3 is not this run's
-        await fleet.publish(str(tiny_model), 3)
+        await fleet.update_weights(str(tiny_model), 3)
         assert fleet.unconfirmed(3) == []
 
         async def recover(_: int) -> None:
@@ -65,11 +65,11 @@ async def test_an_external_engine_that_is_gone_is_waited_for_and_given_the_weigh
         fleet = fleet_at(tiny_model, url)
         closing.push_async_callback(fleet.close)
         await fleet.ensure(str(tiny_model))
-        await fleet.publish(str(tiny_model), 1)
+        await fleet.update_weights(str(tiny_model), 1)
     (client,) = fleet._clients.values()
     with pytest.raises(EngineError) as lost:
         await client.flush()
-    fleet.doubt(client, lost.value)  # type: ignore[arg-type]
+    fleet.mark_suspect(client, lost.value)  # type: ignore[arg-type]
     waiting = asyncio.create_task(fleet.ensure(str(tiny_model)))
     await asyncio.sleep(0.2)
     assert not waiting.done()
@@ -77,7 +77,7 @@ async def test_an_external_engine_that_is_gone_is_waited_for_and_given_the_weigh
     with embedded_engine(tiny_model, "--port", port, log=tmp_path / "second"):
         await waiting
         assert fleet.unconfirmed(1) == [0]
-        await fleet.publish(str(tiny_model), 1)
+        await fleet.update_weights(str(tiny_model), 1)
         assert fleet.unconfirmed(1) == []
 
 

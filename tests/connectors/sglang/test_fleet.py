@@ -35,7 +35,7 @@ def recovery(fleet: Fleet, model: Path) -> Callable[[int], Awaitable[None]]:
             await fleet.ensure(str(model))
             missing = fleet.unconfirmed(version)
             if missing:
-                await fleet.publish(str(model), version, missing)
+                await fleet.update_weights(str(model), version, missing)
 
     return recover
 
@@ -79,7 +79,7 @@ async def test_an_engine_serves_only_after_it_confirmed_the_version(
     dispatcher = fleet.dispatcher(1, no_recovery)
     with pytest.raises(EngineError, match="no engine serves"):
         await dispatcher.generate(PROMPT, SHORT, rid="early", session=None)
-    seconds = await fleet.publish(str(tiny_model), 1)
+    seconds = await fleet.update_weights(str(tiny_model), 1)
     assert set(seconds) == {"wake", "pause", "load", "resume", "confirm"}
     assert fleet.unconfirmed(1) == []
     found = await dispatcher.generate(PROMPT, SHORT, rid="late", session=None)
@@ -220,7 +220,7 @@ async def test_a_request_that_finds_no_engine_waits_until_they_serve_again(
     fleet = make_fleet()
     dispatcher = await serving(fleet, tiny_model, 3)
     for engine in dispatcher._engines():  # other requests were lost on them
-        fleet.doubt(engine, EngineLostError("lost"))
+        fleet.mark_suspect(engine, EngineLostError("lost"))
     assert not dispatcher._engines()
     found = await asyncio.gather(
         *(dispatcher.generate(PROMPT, SHORT, rid=f"r{n}", session=None) for n in range(4))
@@ -250,7 +250,7 @@ async def test_a_sample_of_another_version_is_never_returned(
     fleet = make_fleet(rollout={"attempts": 2})
     dispatcher = await serving(fleet, tiny_model, 6)
     for engine in dispatcher._engines():  # behind the fleet's back
-        await engine.update_weights_from_disk(str(other_model), 99)
+        await engine.weights.update_from_disk(str(other_model), 99)
     with pytest.raises(EngineError, match="weight version 99, 6 is expected"):
         await dispatcher.generate(PROMPT, SHORT, rid="r", session=None)
 
@@ -293,7 +293,7 @@ async def test_a_stalled_engine_is_replaced_although_it_answers(
     fleet = make_fleet()
     dispatcher = await serving(fleet, tiny_model, 9)
     engine = next(e for e in dispatcher._engines() if e.engine_id == "engine-1")
-    fleet.doubt(engine, EngineStalledError("no token"))
+    fleet.mark_suspect(engine, EngineStalledError("no token"))
     assert fleet.unconfirmed(9) == [1]
     found = await dispatcher.generate(PROMPT, SHORT, rid="r", session=None)
     assert found.engine_id == "engine-0"
@@ -308,7 +308,7 @@ async def test_an_engine_killed_while_weights_are_published_is_rebuilt_with_them
     fleet = make_fleet()
     await serving(fleet, tiny_model, 9)
     handles[0].signal(signal.SIGKILL)
-    await fleet.publish(str(tiny_model), 10)
+    await fleet.update_weights(str(tiny_model), 10)
     assert fleet.unconfirmed(10) == []
     assert fleet.restarts == 1
 
@@ -318,13 +318,13 @@ async def test_weights_come_by_url_to_every_engine_and_no_copy_stays(
 ) -> None:
     fleet = make_fleet()
     await fleet.ensure(str(tiny_model))
-    await fleet.publish(str(other_model), 50)
+    await fleet.update_weights(str(other_model), 50)
     wanted = await fleet.checksums([0, 1])
-    await fleet.publish(str(tiny_model), 51)
+    await fleet.update_weights(str(tiny_model), 51)
     with pytest.raises(MissingFileError, match="no such folder"):
-        await fleet.publish(f"file://{other_model}/nothing", 52)
+        await fleet.update_weights(f"file://{other_model}/nothing", 52)
     assert fleet.unconfirmed(51) == []  # nothing was asked of them
-    seconds = await fleet.publish(f"file://{other_model}", 52)
+    seconds = await fleet.update_weights(f"file://{other_model}", 52)
     assert seconds["fetch"] > 0
     assert fleet.unconfirmed(52) == []
     assert await fleet.checksums([0, 1]) == wanted
@@ -337,7 +337,7 @@ async def test_tensors_that_are_not_those_of_the_export_are_named(
 ) -> None:
     fleet = make_fleet()
     await fleet.ensure(str(tiny_model))
-    await fleet.publish(str(tiny_model), 60)
+    await fleet.update_weights(str(tiny_model), 60)
     await fleet.verify(str(tiny_model), 60, [0, 1])
     with pytest.raises(
         EngineError, match=r"version 60 .*: engine-0 in \S*model\.\S+, .* and \d+ more; engine-1 in"
@@ -368,7 +368,7 @@ async def test_requests_left_behind_are_ended_before_new_weights_come(
         for engine in dispatcher._engines()
     ]
     await until_generating(dispatcher)
-    await fleet.publish(str(tiny_model), 12)
+    await fleet.update_weights(str(tiny_model), 12)
     for ended in await asyncio.gather(*left):
         assert ended.finish == "abort"
         assert [version for _, version in ended.weight_versions] == [11]
@@ -387,7 +387,7 @@ async def test_refused_weights_leave_the_engines_generating(
     dispatcher = await serving(fleet, tiny_model, 11)
     engines = dispatcher._engines()
     with pytest.raises(EngineError, match="config.json"):
-        await fleet.publish(str(tmp_path), 12)
+        await fleet.update_weights(str(tmp_path), 12)
     assert fleet.unconfirmed(12) == [0, 1]
     for engine in engines:
         assert not (await engine.server_info())["paused"]

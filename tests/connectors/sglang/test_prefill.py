@@ -184,7 +184,7 @@ async def test_neither_part_is_done_by_another_version(
     fleet, _ = pairs(rollout={"attempts": 2})
     dispatcher = await serving(fleet, tiny_model, 55)
     for index in (stale, stale + 1):  # behind the fleet's back
-        await fleet._clients[index].update_weights_from_disk(str(other_model), 99)
+        await fleet._clients[index].weights.update_from_disk(str(other_model), 99)
     with pytest.raises(EngineError, match="weight version 99, 55 is expected"):
         await generate(dispatcher, 1, SHORT)
 
@@ -197,8 +197,8 @@ async def test_a_lost_decoder_is_not_used_until_it_has_the_version_again(
     await recover(56)
     dispatcher = fleet.dispatcher(56, recover)
     decoder = fleet._clients[2]
-    await decoder.update_weights_from_disk(str(tiny_model), 7)
-    fleet.doubt(decoder, EngineClient(decoder.url, "x").no_progress(1.0, paused=True))
+    await decoder.weights.update_from_disk(str(tiny_model), 7)
+    fleet.mark_suspect(decoder, EngineClient(decoder.url, "x").no_progress(1.0, paused=True))
     await generate(dispatcher, 4, SHORT)
     assert list(rooms.decodes.values()) == [4]
     await recover(56)

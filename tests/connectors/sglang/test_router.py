@@ -16,10 +16,9 @@ from test_fleet import LONG, SHORT, generate, serving, until_generating
 from millrace.connectors.sglang.client import SESSION
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
-from millrace.connectors.sglang.process import RouterServer
 from millrace.connectors.sglang.router import PASSED, Router
 from millrace.core.errors import EngineError
-from tests.support.local_handle import LocalHandle, fleet_config
+from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
 
 pytest.importorskip("sglang_router")
 
@@ -106,7 +105,7 @@ async def test_a_sample_of_another_version_is_never_returned(
 ) -> None:
     dispatcher = await serving(make_fleet(**ROUND_ROBIN, rollout={"attempts": 2}), tiny_model, 34)
     for engine in dispatcher._engines():  # behind the fleet's back
-        await engine.update_weights_from_disk(str(other_model), 99)
+        await engine.weights.update_from_disk(str(other_model), 99)
     with pytest.raises(EngineError, match="weight version 99, 34 is expected"):
         await generate(dispatcher, 1, SHORT)
 
@@ -219,7 +218,7 @@ async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> No
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    handle = LocalHandle(fleet_config(tiny_model, engines={"router": {"policy": "manual"}}), 0, RouterServer)
+    handle = LocalRouterHandle(fleet_config(tiny_model, engines={"router": {"policy": "manual"}}))
 
     async def find() -> LocalHandle:
         return handle

@@ -1,0 +1,83 @@
+"""HTTP to one server: JSON requests, and which answer is an error of which kind. Knows no endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from millrace.core.errors import EngineError, EngineLostError
+
+CONTROL_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Connection:
+    """A server at a base URL. `engine_id` names it in errors."""
+
+    def __init__(self, url: str, engine_id: str) -> None:
+        self.url = url
+        self.engine_id = engine_id
+        self._closed = False
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str, timeout_s: float) -> Any:
+        """The answer to a GET. Raises as `send` does."""
+        return await self.send("GET", path, None, timeout_s)
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout_s: float | None = CONTROL_TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """The answer to a POST. Raises as `send` does."""
+        return await self.send("POST", path, body, timeout_s, headers)
+
+    async def send(
+        self,
+        verb: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """The answer: parsed if it is JSON, else its text.
+
+        Raises EngineLostError if the server cannot be reached, is too slow or answers 5xx; EngineError for other statuses.
+        """
+        if self._closed:
+            raise EngineLostError(f"{self.engine_id}: this connection is closed")
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            request = self._http.request(verb, self.url + path, json=body, timeout=timeout, headers=headers)
+            async with request as answer:
+                if answer.status in (200, 202):
+                    return (
+                        orjson.loads(await answer.read())
+                        if answer.content_type == "application/json"
+                        else await answer.text()
+                    )
+                message = (await answer.text())[:500]
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise EngineLostError(
+                f"{self.engine_id}: {path} failed: {type(error).__name__}: {error}"
+            ) from error
+        if answer.status >= 500:
+            raise EngineLostError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+        raise EngineError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+
+    async def close(self) -> None:
+        """Close the connection; requests in flight are lost."""
+        self._closed = True
+        if self._session:
+            await self._session.close()
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session

@@ -1,0 +1,156 @@
+"""What the driver may ask of parts that live in other processes: trainer ranks, engine servers, the router's server.
+
+One Protocol a kind of part, with real methods. Proxies of Ray actors implement them (tasks/runtime/proxies.py), and whatever
+else stands for such a part: an engine that is only known by its address, a server in a test's own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, NotRequired, Protocol, TypedDict
+
+from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.contracts.weight_bucket import WeightBucket
+
+
+class ServerState(TypedDict):
+    """What the holder of a server process reports of it."""
+
+    alive: bool  # the process lives and has answered
+    url: str | None  # None unless alive
+    pid: int | None
+    starts: int  # how often it was started
+    log: str  # where its log is
+    index: NotRequired[int]
+    released: NotRequired[list[str]]  # tags of GPU memory that the engine has given back
+    address: NotRequired[str]  # of its node
+
+
+class ServerHandle(Protocol):
+    """The holder of one server process. Every call raises ActorLostError if the holder is gone."""
+
+    async def state(self) -> ServerState:
+        """Whether the process lives, and where it answers."""
+        ...
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        ...
+
+
+class EngineHandle(ServerHandle, Protocol):
+    """The holder of one engine's server."""
+
+    async def start(self, model: str) -> ServerState:
+        """Start the server on a model folder unless it lives. Raises EngineError with the end of its log if it fails."""
+        ...
+
+    async def note_released(self, tags: list[str]) -> None:
+        """Remember which GPU memory the engine has given back, for a driver that comes later."""
+        ...
+
+    async def download(self, url: str) -> str:
+        """Copy a folder from storage to the engine's node; returns its path there."""
+        ...
+
+    async def remove_download(self) -> None:
+        """Remove what was downloaded."""
+        ...
+
+
+class RouterHandle(ServerHandle, Protocol):
+    """The holder of the router's server."""
+
+    async def start(self, engines: list[str]) -> ServerState:
+        """Start the router in front of the engines at these URLs unless it lives."""
+        ...
+
+
+class BroadcastGroup(NamedTuple):
+    """A group through which trainer rank 0 broadcasts weights to engines."""
+
+    name: str
+    members: list[str]  # URLs of its engines
+    host: str
+    port: int
+    backend: str  # nccl or gloo
+
+
+class BroadcastSource(Protocol):
+    """Trainer rank 0 as the sender of broadcast buckets."""
+
+    async def group(self) -> BroadcastGroup | None:
+        """The group that is open, if any."""
+        ...
+
+    async def open(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
+        """Open a group that engines can join, in place of any before."""
+        ...
+
+    async def enter(self, size: int) -> None:
+        """Join the group while the engines' `size` - 1 ranks do."""
+        ...
+
+    async def send(self, timeout_s: float) -> None:
+        """Broadcast the bucket that rank 0 holds. Raises TrainerError if that does not end in time."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class TrainerHandle(Protocol):
+    """All ranks of the trainer: every call goes to each of them.
+
+    Raises ActorLostError if a rank is gone, else what the rank raises.
+    """
+
+    @property
+    def broadcast(self) -> BroadcastSource:
+        """Rank 0 as the sender of broadcast buckets."""
+        ...
+
+    async def versions(self) -> set[int | None]:
+        """Weight versions that the ranks hold; {None} if a rank is gone. Answers while they work."""
+        ...
+
+    async def prepare(self) -> None:
+        """Load the libraries; takes no GPU memory."""
+        ...
+
+    async def setup(self) -> None:
+        """Meet, build the model and hold version 0."""
+        ...
+
+    async def load(self, url: str) -> int:
+        """Load a checkpoint; returns the version it holds."""
+        ...
+
+    async def train(self, version: int, batch_url: str, max_logprob_gap: float | None) -> StepMetrics:
+        """Make weight version `version` of the one before; returns the step's figures."""
+        ...
+
+    async def save(self, url: str) -> None:
+        """Save a checkpoint under a URL; complete.json last."""
+        ...
+
+    async def export(self, directory: str, version: int) -> None:
+        """Write the weights as a Hugging Face folder that all ranks see."""
+        ...
+
+    async def upload(self, url: str, version: int) -> None:
+        """Write the weights as a Hugging Face folder in any storage."""
+        ...
+
+    async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:
+        """Each rank's copy of bucket `number` of the weights; 0 begins a new pass."""
+        ...
+
+    async def end_buckets(self) -> None:
+        """Let go of the last bucket."""
+        ...
+
+    async def offload(self) -> None:
+        """Leave GPU memory to engines: all but the weights goes to the host."""
+        ...

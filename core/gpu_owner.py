@@ -1,0 +1,84 @@
+"""Who holds the memory of GPUs that trainer and engines share, as a pure state machine.
+
+Owns the states and what may follow what; knows nothing of ranks, engines or bytes. One side holds the memory at a time:
+the trainer to train, save or be built, the engines to generate. Weights pass while the trainer is offloaded to the host and
+engines have room for weights alone (handing over).
+
+    owner = GpuOwner()                       # free
+    owner = owner.after(Event.TRAINER_TOOK)  # the trainer builds, trains, saves
+    owner.after(Event.ENGINES_WOKE)          # ValueError: the trainer must be offloaded first
+
+A release is allowed in every state: giving back what one does not hold changes nothing. Where the configuration lets a side
+keep its memory because there is room for both (placement.offload_engines, placement.offload_trainer), its release is a
+word only, and the turns stay the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Holder(StrEnum):
+    """Who has the memory."""
+
+    FREE = "free"  # neither: engines asleep or not started, trainer offloaded or not built
+    TRAINER = "trainer"  # weights, gradients, optimizer state and activations
+    HANDING_OVER = (
+        "handing_over"  # the trainer's weights and the engines' weights, or what a driver that died left
+    )
+    ENGINES = "engines"  # weights and KV cache
+
+
+class Event(StrEnum):
+    """What happens to the memory."""
+
+    ENGINES_SLEPT = "engines_slept"  # all engines have given weights and KV cache back
+    TRAINER_OFFLOADED = "trainer_offloaded"  # all but its weights is on the host
+    TRAINER_TOOK = "trainer_took"  # it builds, trains or saves
+    UPDATE_BEGAN = "update_began"  # engines take room for weights, which the trainer sends
+    ENGINES_WOKE = "engines_woke"  # engines take all their memory and serve
+    TRAINER_DIED = "trainer_died"
+    ENGINE_DIED = "engine_died"  # one of them: the others keep what they hold
+
+
+# The transitions that must not exist: the trainer takes memory while engines hold any (engines, handing_over), and engines
+# take memory while the trainer holds it (trainer). Either would end in an out-of-memory error of whichever comes second.
+TRANSITIONS: dict[tuple[Holder, Event], Holder] = {
+    (Holder.FREE, Event.TRAINER_TOOK): Holder.TRAINER,
+    (Holder.TRAINER, Event.TRAINER_TOOK): Holder.TRAINER,
+    (Holder.TRAINER, Event.TRAINER_OFFLOADED): Holder.FREE,
+    (Holder.TRAINER, Event.TRAINER_DIED): Holder.FREE,
+    (Holder.FREE, Event.UPDATE_BEGAN): Holder.HANDING_OVER,
+    (Holder.HANDING_OVER, Event.UPDATE_BEGAN): Holder.HANDING_OVER,
+    (Holder.ENGINES, Event.UPDATE_BEGAN): Holder.HANDING_OVER,
+    (Holder.FREE, Event.ENGINES_WOKE): Holder.ENGINES,
+    (Holder.HANDING_OVER, Event.ENGINES_WOKE): Holder.ENGINES,
+    (Holder.ENGINES, Event.ENGINES_WOKE): Holder.ENGINES,
+    (Holder.HANDING_OVER, Event.ENGINES_SLEPT): Holder.FREE,
+    (Holder.ENGINES, Event.ENGINES_SLEPT): Holder.FREE,
+    # the other side's release, and a death on the side that holds nothing, change nothing
+    (Holder.FREE, Event.ENGINES_SLEPT): Holder.FREE,
+    (Holder.TRAINER, Event.ENGINES_SLEPT): Holder.TRAINER,
+    (Holder.FREE, Event.TRAINER_OFFLOADED): Holder.FREE,
+    (Holder.HANDING_OVER, Event.TRAINER_OFFLOADED): Holder.HANDING_OVER,
+    (Holder.ENGINES, Event.TRAINER_OFFLOADED): Holder.ENGINES,
+    (Holder.FREE, Event.TRAINER_DIED): Holder.FREE,
+    (Holder.HANDING_OVER, Event.TRAINER_DIED): Holder.HANDING_OVER,  # engines may hold weights
+    (Holder.ENGINES, Event.TRAINER_DIED): Holder.ENGINES,
+    **{(holder, Event.ENGINE_DIED): holder for holder in Holder},
+}
+
+
+@dataclass(frozen=True)
+class GpuOwner:
+    """Who holds the memory now."""
+
+    holder: Holder = Holder.FREE
+
+    def after(self, event: Event) -> GpuOwner:
+        """The owner after an event. Raises ValueError for what must not happen in this state."""
+        following = TRANSITIONS.get((self.holder, event))
+        if following is None:
+            raise ValueError(f"{event} while GPU memory is held: {self.holder}")
+        return GpuOwner(following)

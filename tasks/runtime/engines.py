@@ -1,0 +1,91 @@
+"""The engines of a run as one fleet: found again, made, put to sleep.
+
+Owns where an engine's handle comes from. Knows nothing of the trainer: before an engine's process starts, `make_room` is
+awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from millrace.connectors.ray import actors, placement
+from millrace.connectors.sglang.external import ExternalEngine
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.sglang.process import EngineServer, RouterServer
+from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import EngineHandle, RouterHandle
+from millrace.tasks.runtime.cluster import Cluster
+from millrace.tasks.runtime.network_check import check_network
+from millrace.tasks.runtime.proxies import EngineProxy, RouterProxy
+
+
+class Engines:
+    """The engines of one run. They are a cache of storage: lost ones are started again within their budget."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, make_room: Callable[[], Awaitable[None]]) -> None:
+        self.config = config
+        self._cluster = cluster
+        self._make_room = make_room
+        self._fleet: Fleet | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this driver has a fleet already."""
+        return self._fleet is not None
+
+    async def exist(self) -> bool:
+        """Whether an engine outlived an earlier driver, or runs outside the run."""
+        return self.config.engines.kind == "external" or bool(await self._living())
+
+    async def running(self) -> Fleet:
+        """The fleet, with every engine running."""
+        if self._fleet is None:
+            self._fleet = self._new_fleet()
+        await self._fleet.ensure(self._cluster.settings["model"]["path"])
+        return self._fleet
+
+    async def sleep(self) -> None:
+        """Have engines give back their GPU memory, also those that an earlier driver left awake; none is started for it."""
+        if self._fleet is None:
+            living = await self._living()
+            if not living:
+                return
+            self._fleet = self._new_fleet()
+            await self._fleet.attach(living)
+        await self._fleet.sleep()
+
+    async def close(self) -> None:
+        """Close connections; the processes are left to their actors."""
+        if self._fleet:
+            await self._fleet.close()
+
+    def _new_fleet(self) -> Fleet:
+        return Fleet(self.config, self._engine, self._router, self._make_room)
+
+    async def _living(self) -> Mapping[int, EngineHandle]:
+        """Handles on the engines whose actors live, by index."""
+        await self._cluster.join()
+        count = self.config.engines.count
+        living = [await actors.find_alive("engine", index, EngineServer) for index in range(count)]
+        return {index: EngineProxy(actor) for index, actor in enumerate(living) if actor is not None}
+
+    async def _engine(self, index: int) -> EngineHandle:
+        """A handle on an engine: the actor that lives, or a new one; or an external engine's address."""
+        if self.config.engines.kind == "external":
+            return ExternalEngine(self.config, index)
+        await self._cluster.join()
+        actor = await actors.find_alive("engine", index, EngineServer)
+        if actor is not None:
+            check_network(self.config, [(await actor.state())["address"]], served=True)
+            return EngineProxy(actor)
+        place = (await self._cluster.places("engine"))[index]
+        check_network(self.config, [place.address], served=True)
+        settings, count = self._cluster.settings, self.config.engines.count
+        return EngineProxy(actors.make("engine", index, count, EngineServer, settings, place))
+
+    async def _router(self) -> RouterHandle:
+        """A handle on the router: the actor that lives, or a new one."""
+        await self._cluster.join()
+        actor = actors.find("router", 0, RouterServer)
+        settings = self._cluster.settings
+        return RouterProxy(actor or actors.make("router", 0, 1, RouterServer, settings, placement.here()))

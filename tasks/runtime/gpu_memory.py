@@ -1,0 +1,187 @@
+"""Who may use GPU memory, and when: the one module that knows both the trainer and the engines.
+
+On shared GPUs (placement.colocate) the two sides take turns, by the state machine of millrace.core.gpu_owner. Elsewhere each has its
+own, and they may work at the same time.
+
+    async with memory.for_trainer() as trainer:   # engines asleep; the trainer may take everything
+        ranks = await trainer.at(version)
+        await ranks.train(...)
+    await memory.update_engines(version)          # trainer offloaded; engines have room for weights
+    engines = await memory.for_engines(version)   # trainer offloaded; engines awake and at the version
+    await engines.generate(...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.errors import LASTING, TrainerStalledError
+from millrace.core.gpu_owner import Event, GpuOwner, Holder
+from millrace.tasks.runtime.cluster import Cluster
+from millrace.tasks.runtime.engines import Engines
+from millrace.tasks.runtime.recovery import Recovery
+from millrace.tasks.runtime.trainer import Trainer
+from millrace.tasks.runtime.weight_sync import WeightSync
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class GpuMemory:
+    """Hands GPU memory to one side at a time, with that side ready for what a task asks."""
+
+    def __init__(
+        self, config: RunConfig, cluster: Cluster, run_folder: RunFolder, recovery: Recovery
+    ) -> None:
+        self.config = config
+        self._recovery = recovery
+        self._trainer = Trainer(config, cluster, run_folder, self._take_for_trainer, recovery)
+        self._engines = Engines(config, cluster, self._make_room)
+        self._weights = WeightSync(config)
+        self._shared = config.placement.colocate
+        # An earlier driver may have left memory with either side: each side gives back before the other takes.
+        self._owner = GpuOwner(Holder.HANDING_OVER)
+        self._turn = asyncio.Lock()  # of the engines; on shared GPUs of the trainer too
+
+    @property
+    def holder(self) -> Holder:
+        """Who holds the memory of shared GPUs now."""
+        return self._owner.holder
+
+    async def open(self) -> None:
+        """Make what weights may go through."""
+        await self._weights.open()
+
+    async def close(self) -> None:
+        """Close connections to engines, and remove what weights went through."""
+        await self._engines.close()
+        await self._weights.close()
+
+    @contextlib.asynccontextmanager
+    async def for_trainer(self) -> AsyncIterator[Trainer]:
+        """Within, engines sleep on shared GPUs, and the trainer may be built, train and save."""
+        async with self._turn if self._shared else contextlib.nullcontext():
+            await self._take_for_trainer()
+            yield self._trainer
+
+    @contextlib.asynccontextmanager
+    async def for_weights(self, version: int) -> AsyncIterator[TrainerHandle]:
+        """Within, the ranks hold `version` and their weights may be read; engines stay as they are, unless ranks must be built."""
+        async with self._turn if self._shared else contextlib.nullcontext():
+            yield await self._trainer.at(version)
+
+    async def for_engines(self, version: int) -> Dispatcher:
+        """A dispatcher over engines that have all confirmed `version` and have all their memory."""
+        async with self._turn:
+            fleet = await self._running_fleet(version)
+            ranks = await self._offloaded_ranks(version)
+            missing = fleet.unconfirmed(version)
+            if missing:
+                await self._update(fleet, ranks, version, missing)
+                await self._offloaded_ranks(version)  # frees the bucket
+            self._record(Event.ENGINES_WOKE)
+            await fleet.wake()
+            self._recovery.ready()
+            return fleet.dispatcher(version, self._recover)
+
+    async def update_engines(self, version: int) -> dict[str, float]:
+        """Bring every engine to the trainer's weights of `version`; seconds by phase.
+
+        On shared GPUs the trainer is offloaded first: beside its gradients, its optimizer state and the memory that PyTorch keeps
+        of a step there may be no room for the engines' weights.
+        """
+        async with self._turn:
+            fleet = await self._running_fleet(version)
+            started = time.perf_counter()
+            ranks = await self._offloaded_ranks(version)
+            offload_s = time.perf_counter() - started
+            seconds = {"offload": offload_s} if self.config.trainer_offloads else {}
+            missing = fleet.unconfirmed(version)
+            if missing:
+                seconds |= await self._update(fleet, ranks, version, missing)
+            return seconds
+
+    async def _recover(self, version: int) -> None:
+        """Have every engine running and at `version` again, after a request was lost."""
+        await self.for_engines(version)
+
+    async def _take_for_trainer(self) -> None:
+        """On shared GPUs, put the engines to sleep: the trainer takes the memory."""
+        if not self._shared:
+            return
+        if self.config.engines_sleep:
+            await self._engines.sleep()
+        self._record(Event.ENGINES_SLEPT)
+        self._record(Event.TRAINER_TOOK)
+
+    async def _offloaded_ranks(self, version: int) -> TrainerHandle | None:
+        """On shared GPUs, ranks that hold `version` and have left all but their weights to the engines; else None.
+
+        Ranks that must be built for it put every engine to sleep.
+        """
+        if not self._shared:
+            return None
+        ranks = await self._trainer.at(version)
+        if self.config.trainer_offloads:
+            await ranks.offload()
+        self._record(Event.TRAINER_OFFLOADED)
+        return ranks
+
+    async def _make_room(self) -> None:
+        """On shared GPUs, have ranks that live leave their memory to an engine that starts."""
+        if self.config.trainer_offloads:
+            await self._trainer.leave_room()
+            self._record(Event.TRAINER_OFFLOADED)
+
+    async def _running_fleet(self, version: int) -> Fleet:
+        """The fleet, with every engine running. Where all are new, the trainer, whose weights they need, starts with them.
+
+        On shared GPUs it is only prepared: a new engine takes its share of the memory that is free.
+        """
+        first_start = not self._engines.is_known and not self._trainer.is_known
+        if first_start and not await self._engines.exist():
+            trainer: Awaitable[Any] = self._trainer.prepare() if self._shared else self._trainer.at(version)
+            fleet, _ = await both(self._engines.running(), trainer)
+            return fleet
+        return await self._engines.running()
+
+    async def _update(
+        self, fleet: Fleet, ranks: TrainerHandle | None, version: int, engines: list[int]
+    ) -> dict[str, float]:
+        ranks = ranks or await self._trainer.at(version)
+        self._record(Event.UPDATE_BEGAN)
+        started = time.perf_counter()
+        try:
+            seconds = await self._weights.send(ranks, fleet, version, engines)
+        except TrainerStalledError:
+            await self._trainer.end()
+            self._record(Event.TRAINER_DIED)
+            raise
+        self._recovery.add(sync=time.perf_counter() - started)
+        return seconds
+
+    def _record(self, event: Event) -> None:
+        if self._shared:
+            self._owner = self._owner.after(event)
+
+
+async def both(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:
+    """Wait for both results. Of two errors the one that another start does not fix is raised, and the other logged."""
+    results = await asyncio.gather(first, second, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    errors.sort(key=lambda error: not isinstance(error, LASTING))
+    for error in errors[1:]:
+        log.error("%s: %s", type(error).__name__, error)
+    if errors:
+        raise errors[0]
+    return results[0], results[1]  # type: ignore[return-value]  # neither is an exception

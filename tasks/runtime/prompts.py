@@ -1,0 +1,62 @@
+"""The prompts of a run: tokenizer, training data, held-out sets and the ledger over them.
+
+Owns reading each of them once. What is drawn when is the ledger's decision (millrace.core.ledger).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.config.evaluation import EvalSet
+from millrace.core.contracts.ids import derived_seed
+from millrace.core.ledger import Ledger
+from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
+
+
+class Prompts:
+    """What a run samples prompts from."""
+
+    def __init__(self, config: RunConfig, run_folder: RunFolder) -> None:
+        self.config = config
+        self._run_folder = run_folder
+        self._held_out: dict[str, PromptSet] = {}
+        self._ledger: Ledger | None = None
+        self._data_since = 0
+
+    @cached_property
+    def tokenizer(self) -> PromptTokenizer:
+        """Tokenizer and chat template of the model."""
+        return PromptTokenizer.load(self.config.model)
+
+    @cached_property
+    def dataset(self) -> PromptDataset:
+        """The usable training prompts."""
+        return PromptDataset(self.config, self.tokenizer)
+
+    def held_out(self, held_out: EvalSet) -> PromptSet:
+        """The usable prompts of an evaluation set."""
+        if held_out.name not in self._held_out:
+            limit = self.config.data.max_prompt_tokens
+            self._held_out[held_out.name] = load_prompts(held_out, self.tokenizer, limit)
+        return self._held_out[held_out.name]
+
+    def use_data_since(self, iteration: int) -> None:
+        """From the iteration with this index on, the sources hold what they hold now: epochs begin again there."""
+        assert self._ledger is None, "the ledger has drawn already"
+        self._data_since = iteration
+
+    def ledger(self) -> Ledger:
+        """The ledger over the committed manifests."""
+        if self._ledger is None:
+            sizes = self.dataset.sizes()
+            sources = {
+                source.name: (source.weight, sizes[source.name]) for source in self.config.data.sources
+            }
+            seed = self.config.run.seed
+            if self._data_since:
+                seed = derived_seed(seed, "data", self._data_since)
+            self._ledger = Ledger(seed, sources, shuffle=self.config.data.shuffle, first=self._data_since)
+        return self._ledger.extend(self._run_folder.history())

@@ -1,0 +1,161 @@
+"""Proxies of the run's Ray actors, with the real methods of the handles in millrace.core.contracts.handles.
+
+Each method here names the method of the held class that runs in the actor: go to its definition to see what happens there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.ray.actors import Actor, ActorGroup
+from millrace.connectors.sglang.process import EngineServer, RouterServer
+from millrace.core.contracts.handles import BroadcastGroup, ServerState
+from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.contracts.weight_bucket import WeightBucket
+from millrace.core.errors import ActorLostError
+
+log = logging.getLogger(__name__)
+
+
+class EngineProxy:
+    """An EngineHandle on an actor that holds an EngineServer."""
+
+    def __init__(self, actor: Actor[EngineServer]) -> None:
+        self._actor = actor
+
+    async def state(self) -> ServerState:
+        """Whether the server lives, and where it answers."""
+        return server_state(await self._actor.state())
+
+    async def start(self, model: str) -> ServerState:
+        """Start the server on a model folder unless it lives."""
+        return await self._actor.call(EngineServer.start, model)
+
+    async def kill(self) -> None:
+        """End the server at once."""
+        await self._actor.call(EngineServer.kill)
+
+    async def note_released(self, tags: list[str]) -> None:
+        """Remember which GPU memory the engine has given back."""
+        await self._actor.call(EngineServer.note_released, tags)
+
+    async def download(self, url: str) -> str:
+        """Copy a folder from storage to the engine's node."""
+        return await self._actor.call(EngineServer.download, url)
+
+    async def remove_download(self) -> None:
+        """Remove what was downloaded."""
+        await self._actor.call(EngineServer.remove_download)
+
+
+class RouterProxy:
+    """A RouterHandle on an actor that holds a RouterServer."""
+
+    def __init__(self, actor: Actor[RouterServer]) -> None:
+        self._actor = actor
+
+    async def state(self) -> ServerState:
+        """Whether the server lives, and where it answers."""
+        return server_state(await self._actor.state())
+
+    async def start(self, engines: list[str]) -> ServerState:
+        """Start the router in front of the engines at these URLs unless it lives."""
+        return await self._actor.call(RouterServer.start, engines)
+
+    async def kill(self) -> None:
+        """End the server at once."""
+        await self._actor.call(RouterServer.kill)
+
+
+class BroadcastProxy:
+    """A BroadcastSource on the actor of trainer rank 0."""
+
+    def __init__(self, actor: Actor[TrainerRank]) -> None:
+        self._actor = actor
+
+    async def group(self) -> BroadcastGroup | None:
+        """The group that is open, if any."""
+        return await self._actor.call(TrainerRank.broadcast_group)
+
+    async def open(self, name: str, members: list[str], loopback: bool) -> BroadcastGroup:
+        """Open a group that engines can join."""
+        return await self._actor.call(TrainerRank.open_broadcast, name, members, loopback)
+
+    async def enter(self, size: int) -> None:
+        """Join the group while the engines' ranks do."""
+        await self._actor.call(TrainerRank.enter_broadcast, size)
+
+    async def send(self, timeout_s: float) -> None:
+        """Broadcast the bucket that rank 0 holds."""
+        await self._actor.call(TrainerRank.broadcast_bucket, timeout_s)
+
+    async def close(self) -> None:
+        """Leave the group."""
+        await self._actor.call(TrainerRank.close_broadcast)
+
+
+class TrainerProxy:
+    """A TrainerHandle on the actors of all trainer ranks."""
+
+    def __init__(self, ranks: ActorGroup[TrainerRank]) -> None:
+        self._ranks = ranks
+        self.broadcast = BroadcastProxy(ranks.actors[0])
+
+    async def versions(self) -> set[int | None]:
+        """Weight versions that the ranks hold; {None} if a rank is gone."""
+        try:
+            return {state["version"] for state in await self._ranks.states()}
+        except ActorLostError as error:
+            log.warning("%s", error)
+            return {None}
+
+    async def prepare(self) -> None:
+        """Load the libraries; takes no GPU memory."""
+        await self._ranks.call(TrainerRank.prepare)
+
+    async def setup(self) -> None:
+        """Meet at rank 0's address, build the model and hold version 0."""
+        address = await self._ranks.actors[0].call(TrainerRank.address)
+        await self._ranks.call(TrainerRank.setup, address)
+
+    async def load(self, url: str) -> int:
+        """Load a checkpoint; returns the version it holds."""
+        return (await self._ranks.call(TrainerRank.load, url))[0]
+
+    async def train(self, version: int, batch_url: str, max_logprob_gap: float | None) -> StepMetrics:
+        """Make weight version `version` of the one before; rank 0's figures."""
+        figures = await self._ranks.call(TrainerRank.train, version, batch_url, max_logprob_gap)
+        return cast(StepMetrics, figures[0])
+
+    async def save(self, url: str) -> None:
+        """Save a checkpoint under a URL."""
+        await self._ranks.call(TrainerRank.save, url)
+
+    async def export(self, directory: str, version: int) -> None:
+        """Write the weights as a Hugging Face folder that all ranks see."""
+        await self._ranks.call(TrainerRank.export, directory, version)
+
+    async def upload(self, url: str, version: int) -> None:
+        """Write the weights as a Hugging Face folder in any storage."""
+        await self._ranks.call(TrainerRank.upload, url, version)
+
+    async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:
+        """Each rank's copy of bucket `number` of the weights."""
+        return await self._ranks.call(TrainerRank.bucket, version, number, size, share)
+
+    async def end_buckets(self) -> None:
+        """Let go of the last bucket."""
+        await self._ranks.call(TrainerRank.end_buckets)
+
+    async def offload(self) -> None:
+        """Leave GPU memory to engines: all but the weights goes to the host."""
+        await self._ranks.call(TrainerRank.offload)
+
+
+def server_state(state: dict[str, Any]) -> ServerState:
+    """The part of an actor's state that the server's holder reports."""
+    known = {name: state[name] for name in ServerState.__annotations__ if name in state}
+    return cast(ServerState, known)

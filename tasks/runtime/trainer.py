@@ -1,0 +1,203 @@
+"""The trainer ranks of a run: found or made, and brought to the weight version that a task asks for.
+
+Owns the one way up: newest complete checkpoint, then replay of the committed batches after it. Knows nothing of engines: before
+ranks take GPU memory to be built, `before_build` is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.ray import actors
+from millrace.connectors.ray.placement import Place
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.errors import ActorLostError, TrainerError
+from millrace.tasks.runtime.cluster import Cluster
+from millrace.tasks.runtime.network_check import check_network
+from millrace.tasks.runtime.proxies import TrainerProxy
+from millrace.tasks.runtime.recovery import Recovery
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """The ranks of one run. They are a cache of storage: lost ones are built again."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        run_folder: RunFolder,
+        before_build: Callable[[], Awaitable[None]],
+        recovery: Recovery,
+    ) -> None:
+        self.config = config
+        self._cluster = cluster
+        self._run_folder = run_folder
+        self._before_build = before_build
+        self._recovery = recovery
+        self._built: TrainerProxy | None = None
+        self._prepared: TrainerProxy | None = None  # new ranks, which hold nothing yet
+        self._preparing = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this driver has built the ranks, or found them, before."""
+        return self._built is not None
+
+    async def at(self, version: int, ahead: int = 0) -> TrainerHandle:
+        """The ranks, holding weight version `version`, or one of up to `ahead` steps later; built if they must be."""
+        async with self._lock:
+            await self._cluster.join()
+            ranks = self._built or (None if self._prepared else self._existing())
+            if ranks:
+                versions = await ranks.versions()
+                if _reached(versions, version, ahead):
+                    self._built = ranks
+                    return ranks
+                log.warning("trainer ranks hold versions %s, not %d: rebuilding them", versions, version)
+            if not self._prepared:
+                await actors.end("trainer")
+            await self._before_build()
+            self._built = await self._build(version)
+            return self._built
+
+    async def prepare(self) -> None:
+        """Unless ranks exist, make new ones and have them do the part of their start that takes no GPU memory."""
+        self._preparing = True
+        try:
+            async with self._lock:
+                await self._cluster.join()
+                if not self._existing():
+                    await actors.end("trainer")
+                    self._prepared = await self._make_ranks()
+                    try:
+                        await self._prepared.prepare()
+                    except ActorLostError:
+                        self._prepared = None
+                        raise
+        finally:
+            self._preparing = False
+
+    async def leave_room(self) -> None:
+        """Have whatever ranks exist leave their GPU memory to an engine that starts; end those that cannot."""
+        if self._preparing or self._prepared:
+            return  # ranks that are only prepared hold none
+        ranks = self._built or self._existing()
+        try:
+            if ranks and None not in await ranks.versions():
+                await ranks.offload()
+                return
+        except ActorLostError as error:
+            log.warning("%s", error)
+        await self.end()  # a driver that died left them half built, or some are lost
+
+    async def end(self) -> None:
+        """End the ranks; the next use builds new ones."""
+        self._built = None
+        await actors.end("trainer")
+
+    def _existing(self) -> TrainerProxy | None:
+        group = actors.find_group("trainer", self.config.trainer.world_size, TrainerRank)
+        return TrainerProxy(group) if group else None
+
+    async def _make_ranks(self) -> TrainerProxy:
+        places = await self._cluster.places("trainer")
+        check_network(self.config, [place.address for place in places])
+        return make_ranks(self.config, self._cluster.settings, places)
+
+    async def _build(self, version: int) -> TrainerProxy:
+        """New ranks, brought to `version`."""
+        started = time.perf_counter()
+        ranks, self._prepared = self._prepared or await self._make_ranks(), None
+        await ranks.setup()
+        setup_s = time.perf_counter() - started
+        steps = self.config.steps_per_iteration
+        result = await bring_up(ranks, self._run_folder, version, steps)
+        versions = await ranks.versions()
+        if versions != {version}:
+            raise TrainerError(
+                f"after load and replay the trainer ranks hold versions {versions}, not {version}"
+            )
+        self._recovery.add(find=result.find_s, build=setup_s, load=result.load_s, replay=result.replay_s)
+        log.info(
+            "trainer at version %d: built in %.1f s, checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
+            version,
+            setup_s,
+            result.checkpoint or "none",
+            result.load_s,
+            version - result.loaded_version,
+            result.replay_s,
+        )
+        return ranks
+
+
+@dataclass(frozen=True)
+class BringUp:
+    """How ranks came to a version."""
+
+    checkpoint: (
+        int | None
+    )  # iterations that the loaded checkpoint has seen; None: the model as it was before step 1
+    loaded_version: int
+    find_s: float
+    load_s: float
+    replay_s: float
+
+
+def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> TrainerProxy:
+    """New ranks in their places, which hold nothing yet."""
+    world = config.trainer.world_size
+    return TrainerProxy(
+        actors.ActorGroup(
+            [actors.make("trainer", i, world, TrainerRank, settings, place) for i, place in enumerate(places)]
+        )
+    )
+
+
+async def bring_up(
+    ranks: TrainerHandle,
+    run_folder: RunFolder,
+    version: int,
+    steps: int,
+    *,
+    at_most: int | None = None,
+    on_step: Callable[[int, StepMetrics], None] | None = None,
+) -> BringUp:
+    """Bring ranks that hold version 0 to `version`: newest complete checkpoint, then replay of the batches after it.
+
+    steps: optimizer steps an iteration. at_most: the newest version that a checkpoint may hold, `version` when not given.
+    on_step: called with version and figures of each replayed step.
+    """
+    marks = [time.perf_counter()]
+    complete = await asyncio.to_thread(run_folder.complete_checkpoints)
+    limit = version if at_most is None else at_most
+    usable = [done for done in complete if done * steps <= limit]
+    marks.append(time.perf_counter())
+    loaded = 0
+    if usable:
+        loaded = await ranks.load(run_folder.store.url_of(run_folder.checkpoint_path(usable[-1])))
+    marks.append(time.perf_counter())
+    for replayed in range(loaded + 1, version + 1):
+        batch = run_folder.iteration((replayed - 1) // steps).url_of("batch.parquet")
+        figures = await ranks.train(replayed, batch, None)
+        if on_step:
+            on_step(replayed, figures)
+    marks.append(time.perf_counter())
+    find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
+    return BringUp(usable[-1] if usable else None, loaded, find_s, load_s, replay_s)
+
+
+def _reached(versions: set[int | None], version: int, ahead: int) -> bool:
+    only = next(iter(versions))
+    return len(versions) == 1 and only is not None and version <= only <= version + ahead

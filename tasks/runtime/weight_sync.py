@@ -1,0 +1,80 @@
+"""Moves weights of one version from the trainer's ranks into engines, in the configured way.
+
+Owns the way: by IPC on shared GPUs, by broadcast from rank 0, or through a folder. Knows nothing of who holds GPU memory: it is
+given ranks that hold the version, and engines that run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.connectors.sglang.weight_update import load_by_broadcast, load_by_ipc
+from millrace.core.config import RunConfig
+from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.weight_bucket import WeightBucket
+from millrace.tasks.runtime.weights_folder import WeightsFolder
+
+
+class WeightSync:
+    """The way between trainer and engines of one run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._folder: WeightsFolder | None = None
+
+    async def open(self) -> None:
+        """Make the folder that weights may go through."""
+        self._folder = await asyncio.to_thread(WeightsFolder, self.config)
+
+    async def close(self) -> None:
+        """Remove the folder."""
+        if self._folder:
+            await asyncio.to_thread(self._folder.close)
+
+    async def send(
+        self, ranks: TrainerHandle, fleet: Fleet, version: int, engines: list[int]
+    ) -> dict[str, float]:
+        """Bring these engines to `version`, which the ranks hold, and have each confirm it; seconds by phase.
+
+        Raises TrainerStalledError if rank 0 does not return from a broadcast: the ranks must then be ended.
+        """
+        kind, gpus = self.config.sync_kind, self.config.engines.gpus
+        if kind == "disk":
+            directory, export_s = await self._export(ranks, version)
+            return {"export": export_s, **await fleet.update_weights(directory, version, engines)}
+        seconds: dict[str, float] = {}
+        stream = partial(self._buckets, ranks, version, kind == "ipc")
+        load = (
+            load_by_ipc(stream, gpus, seconds)
+            if kind == "ipc"
+            else load_by_broadcast(stream, ranks.broadcast, gpus, seconds)
+        )
+        phases = await fleet.update_weights(load, version, engines)
+        if self.config.sync.verify:
+            directory, _ = await self._export(ranks, version)
+            await fleet.verify(directory, version, engines)
+        return {**seconds, **phases}
+
+    async def _buckets(
+        self, ranks: TrainerHandle, version: int, share: bool
+    ) -> AsyncIterator[Sequence[WeightBucket]]:
+        """Every rank's copy of one bucket after the other; `share`: for other processes on the ranks' GPUs."""
+        assert self.config.sync.kind != "disk"
+        size, number, last = self.config.sync.bucket_mib * 2**20, 0, False
+        while not last:
+            copies = await ranks.bucket(version, number, size, share)
+            yield copies
+            number, last = number + 1, copies[0].last
+        await ranks.end_buckets()  # a pass that is given up leaves its bucket to the next
+
+    async def _export(self, ranks: TrainerHandle, version: int) -> tuple[str, float]:
+        """A Hugging Face folder with the weights of `version`, and the seconds that writing it took."""
+        started = time.perf_counter()
+        assert self._folder is not None, "open comes first"
+        if self._folder.version != version:
+            await self._folder.write(ranks, version)
+        return self._folder.url, time.perf_counter() - started
