@@ -1,0 +1,72 @@
+"""The pages about extending show code that runs, and the files as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace import GroupSample, RewardInput, TokenBatch
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ["reward", "group_filter", "advantage", "loss"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_an_examples_page_shows_its_module_and_its_configuration(folder: str) -> None:
+    page = ROOT / "examples" / folder / "README.md"
+    (module,) = (ROOT / "examples" / folder).glob("*.py")
+    (config,) = (ROOT / "examples" / folder).glob("*.yaml")
+    assert blocks(page, "python") == [module.read_text()]
+    assert blocks(page, "yaml") == [config.read_text()]
+
+
+def functions() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "extending.md", "python"):
+        exec(block.replace("from __future__ import annotations\n", ""), names)
+    return names
+
+
+def test_the_functions_of_the_extending_page_run() -> None:
+    names = functions()
+    assert names["near_miss"](RewardInput("1+2=", "5", "3"), scale=4.0) == {"reward": 0.5, "error": 2.0}
+    group = [GroupSample("a", 1.0), GroupSample("b", 0.75), GroupSample("c", None, "failed")]
+    assert names["spread"](group) == "rewards are only 0.25 apart"
+    assert names["spread"](group, least=0.2) is None
+    rewards = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    truncated = torch.tensor([True, False, False])
+    shaped = names["half_if_truncated"](rewards, torch.tensor([4, 4, 4]), truncated)
+    assert shaped.tolist() == [0.5, 2.0, 3.0]
+    assert names["best_of_group"](rewards, torch.tensor([0, 0, 1]), push=0.5).tolist() == [0.0, 0.5, 0.5]
+    batch = TokenBatch(
+        logprobs=torch.tensor([0.0, -1.0], requires_grad=True),
+        old_logprobs=torch.tensor([-1.0, -1.0]),
+        rollout_logprobs=torch.tensor([-1.0, -1.0]),
+        ref_logprobs=None,
+        advantages=torch.tensor([1.0, 1.0]),
+        mask=torch.tensor([True, True]),
+        lengths=torch.tensor([2]),
+        weights=torch.tensor([0.5, 0.5]),
+    )
+    loss, metrics = names["bounded"](batch, bound=2.0)
+    assert loss.tolist() == [0.0, 1.0]
+    assert [float(x) for x in metrics["bounded_share"]] == [1.0, 2.0]
+
+
+def test_no_example_or_page_for_users_imports_deeper_than_millrace() -> None:
+    pages = [
+        *(ROOT / "examples").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+    ]
+    deeper = re.compile(r"^\s*(from|import) millrace\.", re.MULTILINE)
+    assert [str(page) for page in pages if deeper.search(page.read_text())] == []
