@@ -17,12 +17,15 @@ COUNT = 2
 
 
 def fleet_config(model: Path, **changes: dict[str, Any]) -> RunConfig:
-    """A configuration with two embedded engines; `changes` by section."""
+    """A configuration with two engines, embedded ones unless `changes`, by section, name another kind."""
+    kind = changes.get("engines", {}).get("kind", "embedded")
+    started: dict[str, Any] = {} if kind == "external" else {"count": COUNT}
+    threads = {"threads": 1} if kind == "embedded" else {}
     values: dict[str, dict[str, Any]] = {
         "run": {"name": "engines-under-test", "iterations": 1},
         "model": {"path": str(model)},
         "data": {"sources": [{"path": "none.jsonl"}]},
-        "engines": {"kind": "embedded", "count": COUNT, "threads": 1, "restarts": 8, "start_timeout_s": 120},
+        "engines": {"kind": kind, "restarts": 8, "start_timeout_s": 120, **started, **threads},
     }
     for section, fields in changes.items():
         values[section] = {**values.get(section, {}), **fields}

@@ -21,7 +21,7 @@ SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
 
 def fleet_at(model: Path, url: str, patience_s: float = 60) -> Fleet:
-    engines = {"kind": "external", "addresses": [url], "count": 1, "start_timeout_s": patience_s}
+    engines = {"kind": "external", "addresses": [url], "start_timeout_s": patience_s}
     config = fleet_config(model, engines=engines)
 
     async def handle(index: int) -> ExternalEngine:

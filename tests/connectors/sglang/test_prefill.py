@@ -121,7 +121,7 @@ async def pairs(engines: list[str], tiny_model: Path) -> AsyncIterator[Pairs]:
             urls.append(gate.url)
 
         def make(**changes: dict[str, Any]) -> tuple[Fleet, Rooms]:
-            settings = {"kind": "external", "addresses": urls, "count": 4, "prefill": 2}
+            settings = {"kind": "external", "addresses": urls, "prefill": 2}
             changes["engines"] = {**settings, **changes.get("engines", {})}
             config = fleet_config(tiny_model, **changes)
 
