@@ -1,6 +1,6 @@
 """A checkpoint folder's tokenizer files and chat template, read without transformers.
 
-Owns what can be said of them in a fraction of a second, before anything starts; nothing here makes a run's tokens.
+Owns the checks that take a fraction of a second, before anything starts. The tokens of a run come from `tokenizer`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class TokenizerFolder:
 
     def template(self) -> str | None:
         """The tokenizer's own chat template."""
-        alone = self.folder / "chat_template.jinja"
-        if alone.is_file():
-            return alone.read_text(encoding="utf-8")
-        found = self.config.get("chat_template") or self._json("chat_template.json").get("chat_template")
-        if isinstance(found, list):
-            named = {item.get("name"): item.get("template") for item in found}
-            found = named.get("default")
-        return found if isinstance(found, str) else None
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = self.config.get("chat_template") or self._json("chat_template.json").get("chat_template")
+        if isinstance(template, list):
+            by_name = {item.get("name"): item.get("template") for item in template}
+            template = by_name.get("default")
+        return template if isinstance(template, str) else None
 
     def load(self) -> Any:
-        """The tokenizer as the tokenizers library has it; None where the folder holds only other formats."""
+        """The tokenizer as an object of the tokenizers library; None if the folder holds other formats alone."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return None
@@ -68,7 +68,7 @@ class TokenizerFolder:
 
 
 class ChatTemplate:
-    """A chat template as transformers would run it. Raises ValueError with the line where it does not parse."""
+    """A chat template, run as transformers runs it. Raises ValueError with the line that does not parse."""
 
     def __init__(self, text: str, special: Mapping[str, str]) -> None:
         self._special = dict(special)
@@ -84,7 +84,7 @@ class ChatTemplate:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
 
     def render(self, prompt: Prompt, system: str | None = None) -> str:
-        """The text of a prompt, ready for an answer. Raises ValueError with what the template says."""
+        """The text of a prompt, ready for an answer. Raises ValueError with the template's own message."""
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
@@ -106,7 +106,7 @@ class ChatTemplate:
 
 
 def last_text(prompt: Prompt) -> str:
-    """Text that a rendered prompt must hold: its last message's, without space around it."""
+    """Text that a rendered prompt must contain: that of its last message, stripped."""
     if isinstance(prompt, str):
         return prompt.strip()
     content = prompt[-1].get("content")
@@ -114,7 +114,7 @@ def last_text(prompt: Prompt) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text; it renders as what it holds."""
+    """{% generation %} marks the assistant's text and renders as its content."""
 
     tags = {"generation"}
 
@@ -136,7 +136,7 @@ def _text(token: Any) -> str:
 
 
 def weight_files(folder: str) -> Sequence[str]:
-    """Files of weights that a checkpoint folder lacks; empty when it is whole. Raises ValueError for a broken index."""
+    """Weight files that are missing from a checkpoint folder. Raises ValueError for a broken index."""
     path = Path(folder)
     index = path / "model.safetensors.index.json"
     if not index.is_file():

@@ -1,6 +1,6 @@
-"""A tiny Qwen3 model and tokenizer made on the spot, for the quickstart, tests and benchmarks.
+"""A tiny Qwen3 model and tokenizer, built locally for the quickstart, tests and benchmarks.
 
-Everything a Hugging Face checkpoint folder holds, so that loading it is loading any checkpoint.
+The folder holds everything that a Hugging Face checkpoint has, and is loaded like any other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if experts:
-            moe = {
+            moe: dict[str, Any] = {
                 "num_experts": experts,
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": intermediate_size,
@@ -64,14 +64,14 @@ def build_tiny_model(
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
     target = Path(folder)
-    progress.disable_progress_bar()  # one file is written at once
+    progress.disable_progress_bar()  # for one small file
     model.save_pretrained(target)
     build_tokenizer().save_pretrained(target)
     return target
 
 
 def build_tokenizer() -> Any:
-    """A tokenizer with a token a character, and role tokens for its chat template."""
+    """A tokenizer with one token per character, and role tokens for its chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
 """Prompts and answers as token ids: the model's tokenizer and its chat template.
 
-Owns the only place where text becomes tokens. What an engine generated is never tokenised again.
+Prompts and reference answers become tokens here. What an engine generated is not tokenised again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, model: Model) -> PromptTokenizer:
-        """Load from model.tokenizer, else from model.path; model.chat_template replaces the template.
+        """Load from model.tokenizer, else from model.path. model.chat_template replaces the template.
 
         Raises ConfigError naming the field.
         """
@@ -34,20 +34,26 @@ class PromptTokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{field} = {folder}: no tokenizer can be loaded: {error}") from error
+            raise ConfigError(
+                f"no tokenizer can be loaded: {error}",
+                where=f"{field} = {folder}",
+                remedy="name a folder with a tokenizer's files",
+            ) from error
         if model.chat_template:
             try:
                 tokenizer.chat_template = Path(model.chat_template).read_text()
             except OSError as error:
                 raise ConfigError(
-                    f"model.chat_template = {model.chat_template}: cannot be read: {error}"
+                    f"cannot be read: {error}",
+                    where=f"model.chat_template = {model.chat_template}",
+                    remedy="correct the path",
                 ) from error
         return cls(tokenizer)
 
     def encode_prompts(
         self, prompts: Sequence[Prompt], *, chat: bool, system: str | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, ready for generation. A string becomes one user message where `chat` is set."""
+        """Token ids of prompts, ready for generation. With `chat`, a string becomes one user message."""
         if not prompts:
             return []
         texts = [self.render(prompt, chat=chat, system=system) for prompt in prompts]
@@ -71,8 +77,9 @@ class PromptTokenizer:
             messages.insert(0, {"role": "system", "content": system})
         if self.tokenizer.chat_template is None:
             raise ConfigError(
-                "model.chat_template: the tokenizer has no chat template; name a template file, or set chat=false for "
-                "sources whose prompts are plain text"
+                "the tokenizer has no chat template",
+                where="model.chat_template",
+                remedy="name a template file, or set chat=false for sources whose prompts are plain text",
             )
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text

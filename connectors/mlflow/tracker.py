@@ -1,7 +1,7 @@
 """One MLflow run per training run: metrics, parameters, tags and artifacts.
 
-Owns the tracking client and where its database lies when none is configured. Importing mlflow takes seconds, so that
-happens inside `start`.
+Owns the tracking client, and where its database is when none is configured. Importing mlflow takes seconds, so `start`
+does it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tracker:
 
     @classmethod
     def start(cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None) -> Tracker:
-        """Start the run of a run folder, by its URL, or resume it by its id, or else by that folder in the experiment.
+        """Start the MLflow run of a run folder, or resume it: by its id, or else by the folder's URL in the experiment.
 
         Raises MillraceError naming tracking.uri if the store cannot be reached.
         """
@@ -43,24 +43,29 @@ class Tracker:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each table that it creates
         where = uri or default_uri()
         try:
             client = MlflowClient(tracking_uri=where)
             experiment_id = _experiment(client, experiment, where)
-            found = (
-                run_id if run_id and _exists(client, run_id) else _by_folder(client, experiment_id, folder)
-            )
-            if found is None:
-                found = client.create_run(experiment_id, run_name=name, tags={FOLDER_TAG: folder}).info.run_id
+            if not (run_id and _exists(client, run_id)):
+                run_id = _by_folder(client, experiment_id, folder)
+            if run_id is None:
+                run_id = client.create_run(
+                    experiment_id, run_name=name, tags={FOLDER_TAG: folder}
+                ).info.run_id
             else:
-                client.update_run(found, status="RUNNING")  # it may have been marked finished or failed
+                client.update_run(run_id, status="RUNNING")  # it may have been marked finished or failed
         except (MlflowException, OSError) as error:
-            raise MillraceError(f"tracking.uri = {where}: {error}") from error
-        return cls(client, where, experiment_id, found)
+            raise MillraceError(
+                str(error),
+                where=f"tracking.uri = {where}",
+                remedy="start the tracking server, or correct the URI",
+            ) from error
+        return cls(client, where, experiment_id, run_id)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one point a metric, in one call; what is not finite, or is there at this step, is left out."""
+        """Append one point per metric. Leaves out values that are not finite, and a step that was logged before."""
         import time
 
         from mlflow.entities import Metric
@@ -71,17 +76,19 @@ class Tracker:
             for name, value in metrics.items()
             if math.isfinite(value)
         ]
-        if points and any(held == step for held, _ in self.history(points[-1].key)):
-            return  # a driver died between this call and the record that it was made
+        if points and any(logged == step for logged, _ in self.history(points[-1].key)):
+            return  # a driver died after this call, before it recorded that it made it
         for at in range(0, len(points), METRIC_BATCH):
             self._client.log_batch(self.run_id, metrics=points[at : at + METRIC_BATCH])
 
     def log_params(self, values: Mapping[str, Any]) -> None:
-        """Keep nested values as flat parameters; ones that are there already stay as they are."""
+        """Log nested values as flat parameters. Parameters that exist already keep their values."""
         from mlflow.entities import Param
 
-        held = self._client.get_run(self.run_id).data.params
-        flat = [Param(name, str(value)[:PARAM_LIMIT]) for name, value in _flatten(values) if name not in held]
+        existing = self._client.get_run(self.run_id).data.params
+        flat = [
+            Param(name, str(value)[:PARAM_LIMIT]) for name, value in _flatten(values) if name not in existing
+        ]
         for at in range(0, len(flat), PARAM_BATCH):
             self._client.log_batch(self.run_id, params=flat[at : at + PARAM_BATCH])
 
@@ -94,16 +101,16 @@ class Tracker:
         )
 
     def log_artifact(self, data: bytes, name: str) -> None:
-        """Keep bytes as a file of the run; `name` may hold folders."""
+        """Store bytes as a file of the run; `name` may contain folders."""
         target = PurePosixPath(name)
-        inside = str(target.parent) if target.parent.name else None
+        subfolder = str(target.parent) if target.parent.name else None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / target.name
             path.write_bytes(data)
-            self._client.log_artifact(self.run_id, str(path), artifact_path=inside)
+            self._client.log_artifact(self.run_id, str(path), artifact_path=subfolder)
 
     def history(self, name: str) -> list[tuple[int, float]]:
-        """Points of a metric by step."""
+        """Points of a metric, as (step, value) by step."""
         points = self._client.get_metric_history(self.run_id, _name(name))
         return sorted({point.step: point.value for point in points}.items())
 
@@ -133,9 +140,9 @@ def ui_command(uri: str | None) -> str:
 
 
 def _experiment(client: Any, name: str, uri: str) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     location = None
     if uri.startswith("sqlite:///"):
         location = (
@@ -148,19 +155,19 @@ def _exists(client: Any, run_id: str) -> bool:
     from mlflow.exceptions import MlflowException
 
     try:
-        found = client.get_run(run_id)
+        run = client.get_run(run_id)
     except MlflowException:
         return False
-    return bool(found.info.lifecycle_stage == "active")
+    return bool(run.info.lifecycle_stage == "active")
 
 
 def _by_folder(client: Any, experiment_id: str, folder: str) -> str | None:
     quoted = folder.replace("'", "''")
-    wanted = f"tags.`{FOLDER_TAG}` = '{quoted}'"
-    found = client.search_runs(
-        [experiment_id], filter_string=wanted, order_by=["start_time ASC"], max_results=1
+    condition = f"tags.`{FOLDER_TAG}` = '{quoted}'"
+    runs = client.search_runs(
+        [experiment_id], filter_string=condition, order_by=["start_time ASC"], max_results=1
     )
-    return found[0].info.run_id if found else None
+    return runs[0].info.run_id if runs else None
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

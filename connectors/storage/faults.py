@@ -1,6 +1,6 @@
-"""Which storage failures pass if one tries again, and what is said of those that do not.
+"""Which storage failures a retry may cure, and the error for those it does not.
 
-Owns the retry of every storage operation, jittered and bounded; knows nothing of what is read or written.
+Owns the retries of every storage operation, with jitter and a bound. Knows nothing of what is read or written.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Result = TypeVar("Result")
 
 
 def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False) -> Result:
-    """The call's result, tried again while it fails transiently; a probe gives up early, since somebody waits for it.
+    """The call's result, after retries of transient failures. A probe gives up early, since a person waits for it.
 
-    Raises MissingFileError if what it reads is not there, StorageError with url, cause and remedy for any other
-    failure of the storage. Defects of ours pass through.
+    Raises MissingFileError if the file to read does not exist, StorageError for any other failure of the storage. Other
+    exceptions are defects of millrace and pass through.
     """
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(PROBE_S if probe else math.inf),
@@ -65,7 +65,7 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
         retry=retry_if_exception(is_transient),
         before_sleep=None
         if probe
-        else lambda state: log.warning("%s: cannot %s, trying again: %s", url, verb, _cause(state)),
+        else lambda state: log.warning("%s: cannot %s, retrying: %s", url, verb, _cause(state)),
         reraise=True,
     )
     try:
@@ -87,12 +87,12 @@ def retried(verb: str, url: str, call: Callable[[], Result], probe: bool = False
 
 
 def is_storage_fault(error: BaseException) -> bool:
-    """Whether an exception comes from the storage rather than from a defect of ours."""
+    """Whether an exception comes from the storage and is not a defect of millrace."""
     return isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help."""
+    """Whether a retry may help."""
     return (
         is_storage_fault(error)
         and getattr(error, "errno", None) not in FINAL
@@ -114,4 +114,4 @@ def _remedy(error: BaseException) -> str:
         return "check the permissions and the credentials in the environment"
     if not is_transient(error):
         return "correct the path"
-    return "it failed repeatedly: mend the storage and start again; nothing committed is lost"
+    return "it failed repeatedly: repair the storage and start again; nothing committed is lost"

@@ -1,6 +1,6 @@
-"""Storage faults on demand, for tests: what a bad network or a full disk does to every operation of a Store.
+"""Storage faults on demand, for tests: every operation of a Store fails as on a bad network or a full disk.
 
-Off unless the environment says otherwise, and then said by actors too. MILLRACE_STORAGE_FAULTS=<share>[:<seed>] fails
+Off unless environment variables turn it on, which actors inherit. MILLRACE_STORAGE_FAULTS=<share>[:<seed>] fails
 that share of operations with an I/O error, half of them after they took effect. MILLRACE_STORAGE_FULL=<file> fails
 every write with "no space left on device" for as long as that file exists.
 """
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def injected(verb: str, call: Callable[[], Result]) -> Callable[[], Result]:
-    """The call, failing as the environment says."""
+    """The call, which fails as the environment variables say."""
     faults, full = os.environ.get("MILLRACE_STORAGE_FAULTS"), os.environ.get("MILLRACE_STORAGE_FULL")
     if not faults and not full:
         return call

@@ -1,7 +1,7 @@
-"""One driver a run: a lease in the run folder with a fencing token that only grows.
+"""One driver per run: a lease in the run folder with a fencing token that only grows.
 
-Owns the lease file; knows nothing of what the driver does. A driver that died on this host is replaced at once, one
-that died elsewhere when its lease has run out.
+Owns the lease file. Knows nothing of what the driver does. A driver that died on this host is replaced at once, one that
+died on another host when its lease has expired.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Record(BaseModel):
 
 
 class Lease:
-    """The right to drive a run. `token` counts the drivers there have been; the newest token wins."""
+    """The right to drive a run. `token` counts the run's drivers so far; the newest wins."""
 
     def __init__(self, store: Store, record: _Record) -> None:
         self._store = store
@@ -45,17 +45,17 @@ class Lease:
 
     @property
     def token(self) -> int:
-        """Number of this driver among all that ever held the lease; first is 1."""
+        """Number of this driver among all of the run; the first is 1."""
         return self._record.token
 
     @classmethod
     def take(cls, store: Store) -> Lease:
         """Take the lease of a run folder.
 
-        Raises LeaseHeldError, naming host and process, while another driver lives.
+        Raises LeaseHeldError, naming host and process, while another driver is alive.
         """
         before = _read(store)
-        if before and _lives(before):
+        if before and _is_alive(before):
             raise LeaseHeldError(
                 f"{store.url}: driven by process {before.pid} on {before.host} (renewed {time.time() - before.renewed:.0f} s ago). "
                 "Stop that process, or start under another run.name. A driver lost on another host frees the run after "
@@ -72,7 +72,7 @@ class Lease:
         )
         store.write_json(PATH, record.model_dump())
         lease = cls(store, record)
-        lease.check()  # two that took it at the same moment: the later write stands, the other sees it here or at its next renewal
+        lease.check()  # if two took it at once, the later write wins; the other driver sees it here or at its next renewal
         return lease
 
     def check(self) -> None:
@@ -91,7 +91,7 @@ class Lease:
         self._store.write_json(PATH, self._record.model_dump())
 
     def release(self) -> None:
-        """Give the run free; does nothing if it was lost already."""
+        """Release the run; does nothing if the lease was lost already."""
         now = _read(self._store)
         if now and now.owner == self._record.owner:
             self._store.write_json(PATH, self._record.model_copy(update={"released": True}).model_dump())
@@ -105,7 +105,7 @@ def _read(store: Store) -> _Record | None:
     return _Record.model_validate(content)
 
 
-def _lives(record: _Record) -> bool:
+def _is_alive(record: _Record) -> bool:
     if record.released:
         return False
     if record.host == socket.gethostname():

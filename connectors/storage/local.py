@@ -1,7 +1,6 @@
-"""Writing a file of a local disk whole or not at all: aside, fsync, rename, fsync of the folder; a lock by a file; and
-folders that end with their process.
+"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), a lock file, and folders of a process.
 
-Owns the names of files that are still being written; knows nothing of stores.
+Owns the names of files that are still being written. Knows nothing of stores.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that they outlive a power cut."""
+    """Make a folder and its parents, so that they survive a power cut."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -47,9 +46,9 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, older_than_s: float) -> list[Path]:
-    """Remove what interrupted writes left below a folder; returns what was removed.
+    """Remove temporary files of interrupted writes below a folder; returns their paths.
 
-    Only files untouched for `older_than_s` go: a younger one may be another process's write in progress.
+    Keeps files younger than `older_than_s`: another process may still write them.
     """
     removed = []
     for aside in folder.rglob(f"{ASIDE}*"):
@@ -64,7 +63,7 @@ def sweep(folder: Path, older_than_s: float) -> list[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process of this host at a time; the lock of one that died is free."""
+    """Within, no other process of this host holds the lock. A process that dies releases it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -72,7 +71,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def own_folder(prefix: str, where: str | None = None) -> str:
-    """A new folder of this process, in `where` or shared memory; those of the same prefix whose process died are removed."""
+    """A new folder for this process, in `where` or shared memory. Removes folders of the prefix whose process has died."""
     where = where or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
     for old in Path(where).glob(f"{prefix}-*.*"):
         pid = old.name.removeprefix(f"{prefix}-").split(".")[0]

@@ -1,6 +1,6 @@
-"""What an iteration's manifest.json holds: the files that count, what their tasks said, what became of each group.
+"""The content of an iteration's manifest.json: its files, its tasks' records, and the outcome of each group.
 
-Owns the manifest's own hash, so that a changed bit in it is noticed too; knows nothing of where it lies.
+Owns the manifest's hash of itself, which reveals a changed bit. Knows nothing of where the file lies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.core.ledger import IterationHistory
 
 
 class Manifest(BaseModel):
-    """Names, row counts and hashes of every file of an iteration. A reader trusts nothing else."""
+    """Names, row counts and hashes of every file of an iteration. Readers trust no file that it does not name."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ class Manifest(BaseModel):
         return self.model_copy(update={"sha256": self.content_hash()})
 
     def content_hash(self) -> str:
-        """Hash of everything but the hash itself, as JSON."""
+        """Hash of the content as JSON, without the hash."""
         content = json.dumps(self.model_dump(mode="json", exclude={"sha256"}), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 

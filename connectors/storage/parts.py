@@ -1,7 +1,7 @@
-"""Parts: tables appended to a folder under names of their own, whole or not there.
+"""Parts: tables appended to a folder, each a file with a unique name, written atomically.
 
-A name is never used twice, so a task that starts again adds to what it finds and overwrites nothing. It carries the
-beginning of the content's hash, so that a part is checked before any manifest names it.
+Names are never reused, so a task that starts again adds parts and overwrites none. A name contains the first digits of the
+content's hash, so that a part can be verified before a manifest names it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def list_parts(store: Store, folder: str) -> list[str]:
 def read_parts(
     store: Store, folder: str, kind: str, *, columns: list[str] | None = None, ignore_incomplete: bool = False
 ) -> pa.Table:
-    """All rows of a folder's parts, by path.
+    """All rows of a folder's parts, in the order of their paths.
 
     A broken part raises CorruptFileError; with `ignore_incomplete` it is removed with a log line.
     """
@@ -53,5 +53,5 @@ def read_parts(
             return None
 
     empty = schema.schema(kind).empty_table()
-    found = [table for table in in_threads(read, list_parts(store, folder)) if table is not None]
-    return pa.concat_tables([empty.select(columns) if columns else empty, *found])
+    tables_read = [table for table in in_threads(read, list_parts(store, folder)) if table is not None]
+    return pa.concat_tables([empty.select(columns) if columns else empty, *tables_read])

@@ -1,6 +1,6 @@
-"""Reading data sources: JSONL and Parquet from any fsspec URL, block by block, row by row.
+"""Data sources: JSONL and Parquet files at any fsspec URL, read block by block and row by row.
 
-A row that cannot be used is quarantined with its reason; only a source that cannot be read at all is an error.
+A row that cannot be used is quarantined with the reason. A source that cannot be read at all is an error.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ HEAD = 1 << 20
 
 
 class Located(Keys, Protocol):
-    """A source: where it lies and which columns hold what."""
+    """A data source: its path and the names of its columns."""
 
     @property
     def path(self) -> str: ...
 
 
 def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
-    """All rows of a source: those that can be used, and those that cannot with the reason, both in file order.
+    """The usable rows of a source, and the quarantined ones with their reasons, both in file order.
 
-    Raises DataError naming the file if it is missing, of no known format or no Parquet file.
+    Raises DataError naming the file if it is missing, of an unknown format or a broken Parquet file.
     """
     store, name = _locate(source)
-    rows, refused = _sorted_out(source, _items(source, store, name))
+    rows, quarantined = _separate(source, _items(source, store, name))
     rows, unlabelled = require_labels(rows, source)
-    return rows, sorted(refused + unlabelled, key=lambda item: item.row)
+    return rows, sorted(quarantined + unlabelled, key=lambda item: item.row)
 
 
 def first_rows(source: Located, count: int) -> tuple[list[PromptRow], list[Quarantined]]:
-    """The first rows of a source, read quickly or not at all: for a check before anything starts.
+    """The first rows of a source, for a quick check before anything starts.
 
-    Raises as `read_source` does, and StorageError where the storage does not answer.
+    Raises as `read_source` does, and StorageError if the storage does not answer soon.
     """
     store, name = _locate(source)
 
@@ -68,23 +68,23 @@ def first_rows(source: Located, count: int) -> tuple[list[PromptRow], list[Quara
         with store.fs.open(path, "rb") as file:
             return list(islice(_parquet(source, file, buffered=HEAD), count))
 
-    return _sorted_out(source, lambda: retried("read", store.url_of(name), head, probe=True))
+    return _separate(source, lambda: retried("read", store.url_of(name), head, probe=True))
 
 
-def _sorted_out(
+def _separate(
     source: Located, items: Callable[[], Iterable[PromptRow | Quarantined]]
 ) -> tuple[list[PromptRow], list[Quarantined]]:
     rows: list[PromptRow] = []
-    refused: list[Quarantined] = []
+    quarantined: list[Quarantined] = []
     try:
         for item in items():
             if isinstance(item, PromptRow):
                 rows.append(item)
             else:
-                refused.append(item)
+                quarantined.append(item)
     except MissingFileError as error:
         raise DataError("no such file", where=_where(source), remedy="correct the source's path") from error
-    return rows, refused
+    return rows, quarantined
 
 
 def _items(source: Located, store: Store, name: str) -> Callable[[], Iterable[PromptRow | Quarantined]]:
@@ -96,7 +96,7 @@ def _items(source: Located, store: Store, name: str) -> Callable[[], Iterable[Pr
 def fingerprint(
     source: Located, usable: Iterable[PromptRow], quarantined: Iterable[Quarantined]
 ) -> SourceFingerprint:
-    """What a source holds, given which of its rows can be used and which cannot."""
+    """Size, hash and row counts of a source, from its rows as read."""
     store, name = _locate(source)
     hashed, size = hashlib.sha256(), 0
     for block in store.blocks(name):
@@ -125,7 +125,7 @@ def _jsonl(source: Located, store: Store, name: str) -> Iterator[PromptRow | Qua
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file that comes in blocks; what follows the last line end is a line unless it is empty."""
+    """Lines of a file that is read in blocks. Text after the last newline is a line too."""
     rest: list[bytes] = []
     for block in blocks:
         first, *others = block.split(b"\n")

@@ -1,6 +1,6 @@
-"""The folder of one run: where iterations, checkpoints and exports lie, and which of them count.
+"""The folder of one run: where iterations, checkpoints and exports lie, and which of them are complete.
 
-Owns the layout, the commit of manifests and the completeness of checkpoints; knows nothing of what the files mean.
+Owns the layout, the commit of manifests and the completeness of checkpoints. Knows nothing of what the files mean.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from pydantic import ValidationError
 
 from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.store import Store, in_threads
+from millrace.connectors.storage.store import FileEntry, Store, in_threads
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
@@ -24,7 +24,7 @@ ABANDONED_S = 3600.0
 
 
 class RunFolder:
-    """`<storage.root>/<run>/` as DESIGN lays it out."""
+    """`<storage.root>/<run>/`."""
 
     def __init__(self, root: str, run: str) -> None:
         self.store = Store(root).child(run)
@@ -41,9 +41,9 @@ class RunFolder:
         return self.store.child(self.iteration_path(index))
 
     def commit_manifest(self, index: int, manifest: Manifest) -> None:
-        """Make an iteration final. What became of its groups is added from its verdicts, if it has any.
+        """Make an iteration final. Adds the outcome of its groups from its verdicts, if it has any.
 
-        A committed manifest is never overwritten: committing the same files again does nothing, others raise
+        A committed manifest is never overwritten: committing the same files again does nothing, committing others raises
         StorageError.
         """
         assert manifest.iteration == index
@@ -85,17 +85,17 @@ class RunFolder:
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """All committed manifests by iteration. What was read once is kept: a manifest never changes.
+        """All committed manifests by iteration. Each is read once: a manifest never changes.
 
         Raises CorruptFileError if one is broken, MissingFileError if one is missing before a committed one.
         """
         start = len(self._manifests)
         numbers = [number for number in self._numbers("iterations") if number >= start]
-        found = dict(zip(numbers, in_threads(self.manifest, numbers), strict=True))
+        by_number = dict(zip(numbers, in_threads(self.manifest, numbers), strict=True))
         committed: list[Manifest] = []
-        while manifest := found.pop(start + len(committed), None):
+        while manifest := by_number.pop(start + len(committed), None):
             committed.append(manifest)
-        if any(found.values()):
+        if any(by_number.values()):
             raise MissingFileError(
                 f"{self._manifest_url(start + len(committed))}: no such file, though later iterations are committed; "
                 "restore it, or remove the later iterations' folders"
@@ -108,7 +108,7 @@ class RunFolder:
         return len(self.manifests())
 
     def history(self) -> list[IterationHistory]:
-        """What the ledger folds: each committed iteration's groups and what became of them."""
+        """The groups of each committed iteration and their outcomes, from which the ledger is computed."""
         return [manifest.history for manifest in self.manifests().values() if manifest.history]
 
     def outcomes(self, index: int) -> IterationHistory:
@@ -125,19 +125,19 @@ class RunFolder:
             samples.setdefault(row["group_id"], []).append(row)
         groups = []
         for row in prompts.to_pylist():
-            mine = samples.get(row.pop("group_id"))
-            if mine is None:
+            group = samples.get(row.pop("group_id"))
+            if group is None:
                 raise CorruptFileError(
-                    f"{folder.url_of('verdicts.parquet')}: says nothing of the group of {row}; restore the file"
+                    f"{folder.url_of('verdicts.parquet')}: has no verdict on the group of {row}; restore the file"
                 )
-            kept = [sample for sample in mine if sample["verdict"] == "kept"]
-            shown = (kept or mine)[0]
+            kept = [sample for sample in group if sample["verdict"] == "kept"]
+            shown = (kept or group)[0]
             steps = sorted({sample["train_step"] for sample in kept})  # type: ignore[type-var]
             groups.append(GroupOutcome(**row, verdict=shown["verdict"], reason=shown["reason"], steps=steps))
         return IterationHistory.of(index, groups)
 
     def verify(self, index: int) -> list[str]:
-        """What is wrong with a committed iteration: each file that is missing or not as its manifest says."""
+        """Problems of a committed iteration: each file that is missing or differs from its manifest."""
         try:
             manifest = self.manifest(index)
         except StorageError as error:
@@ -148,14 +148,14 @@ class RunFolder:
             ]
         folder = self.iteration(index)
 
-        def problem(entry: object) -> str | None:
+        def problem(entry: FileEntry) -> str | None:
             try:
-                folder.verify(entry)  # type: ignore[arg-type]
+                folder.verify(entry)
             except StorageError as error:
                 return str(error)
             return None
 
-        return [found for found in in_threads(problem, manifest.files) if found]
+        return [text for text in in_threads(problem, manifest.files) if text]
 
     # checkpoints
 
@@ -164,16 +164,16 @@ class RunFolder:
         return f"checkpoints/{done:06d}"
 
     def complete_checkpoints(self) -> list[int]:
-        """Checkpoints with a completeness marker, by iterations seen, oldest first."""
+        """Checkpoints with a completeness marker, by the number of iterations done, oldest first."""
         return [done for done in self._numbers("checkpoints") if self._is_complete(done)]
 
     def remove_checkpoint(self, done: int) -> None:
-        """Remove a checkpoint, its marker first: interrupted half-way, it no longer counts."""
+        """Remove a checkpoint, its marker first: if interrupted, the checkpoint is incomplete."""
         self.store.remove(f"{self.checkpoint_path(done)}/{COMPLETE}")
         self.store.remove(self.checkpoint_path(done), recursive=True)
 
     def clean(self) -> list[str]:
-        """Remove what interrupted writes left, with a log line; returns the paths. Nothing that counts is touched."""
+        """Remove temporary files of interrupted writes, with a log line each; returns the paths."""
         removed = self.store.sweep(ABANDONED_S)
         for path in removed:
             log.warning("removed %s: an interrupted write left it", self.store.url_of(path))

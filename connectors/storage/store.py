@@ -1,7 +1,7 @@
-"""Files under one fsspec root: whole writes, hashes, named errors.
+"""Files under one fsspec root: atomic writes, hashes, and errors that name the file.
 
-Owns how a file gets to and from a local disk, memory or an object store (there one put is atomic by itself). Knows
-nothing of runs or tasks. A store may be used from many threads and may be pickled into another process.
+Owns how a file gets to and from a local disk, memory or an object store (where a put is atomic). Knows nothing of runs or
+tasks. A store may be used from many threads and pickled into another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK = 8 << 20
 THREADS = 8
 CONNECT_TIMEOUT_S = 2
 READ_TIMEOUT_S = 60
-Names = list[str]  # within Store, `list` is its method
+Names = list[str]  # inside Store, `list` is a method
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
 
 Item = TypeVar("Item")
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class FileEntry(BaseModel):
-    """A committed file: what a manifest says of it."""
+    """A committed file, as a manifest describes it."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,10 +62,10 @@ class Store:
     """A folder on a local disk or an object store; paths are relative and use slashes."""
 
     def __init__(self, root: str) -> None:
-        head, found, rest = root.partition("://")
-        self.protocol = head if found else "file"
+        head, separator, rest = root.partition("://")
+        self.protocol = head if separator else "file"
         self.local = self.protocol in ("file", "local")
-        rest = rest if found else root
+        rest = rest if separator else root
         self.root = os.path.abspath(os.path.expanduser(rest)) if self.local else rest.strip("/")
         if not rest:
             raise StorageError(
@@ -77,12 +77,12 @@ class Store:
 
     @property
     def fs(self) -> Any:
-        """The fsspec filesystem; one a process."""
+        """The fsspec filesystem, one per process."""
         return _filesystem(self.protocol, os.getpid(), os.environ.get("AWS_ENDPOINT_URL"))
 
     @property
     def url(self) -> str:
-        """The root as a URL, or as a path where it is local."""
+        """The root as a URL, or as a path if it is local."""
         return self.root if self.local else f"{self.protocol}://{self.root}"
 
     def url_of(self, path: str) -> str:
@@ -105,44 +105,44 @@ class Store:
         return data
 
     def blocks(self, path: str, size: int = BLOCK) -> Iterator[bytes]:
-        """The file, a block at a time, so that it need not fit in memory."""
+        """The file, one block at a time, so that it need not fit in memory."""
         length = int(self._retried("read", path, lambda: self.fs.size(self._full(path))))
         for start in range(0, length, size):
             yield self._retried("read", path, partial(self._range, path, start, min(start + size, length)))
 
     def exists(self, path: str) -> bool:
-        """Whether the file or folder is there."""
+        """Whether the file or folder exists."""
         return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))
 
     def list(self, path: str = "") -> Names:
-        """Paths of all files below a folder, sorted; none if it is not there."""
+        """Paths of all files below a folder, sorted; none if it does not exist."""
         try:
-            found = self._retried("list", path, lambda: self.fs.find(self._full(path)))
+            names = self._retried("list", path, lambda: self.fs.find(self._full(path)))
         except MissingFileError:
             return []
         prefix = self.root.strip("/") + "/"
-        relative = sorted(name.strip("/").removeprefix(prefix) for name in found)
+        relative = sorted(name.strip("/").removeprefix(prefix) for name in names)
         return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(local.ASIDE)]
 
     def folders(self, path: str = "") -> Names:
-        """Names of the folders right below a folder, sorted."""
+        """Names of the folders directly below a folder, sorted."""
         try:
-            found = self._retried("list", path, lambda: self.fs.ls(self._full(path), detail=True))
+            items = self._retried("list", path, lambda: self.fs.ls(self._full(path), detail=True))
         except MissingFileError:
             return []
         return sorted(
-            item["name"].rstrip("/").rsplit("/", 1)[-1] for item in found if item["type"] == "directory"
+            item["name"].rstrip("/").rsplit("/", 1)[-1] for item in items if item["type"] == "directory"
         )
 
     def remove(self, path: str, recursive: bool = False) -> None:
-        """Remove a file, or with `recursive` a folder; nothing happens if it is not there."""
+        """Remove a file, or with `recursive` a folder; does nothing if it does not exist."""
         try:
             self._retried("remove", path, lambda: self.fs.rm(self._full(path), recursive=recursive))
         except MissingFileError:
             return
 
     def sweep(self, older_than_s: float) -> Names:
-        """Remove what interrupted writes left on a local disk; returns the paths. Object stores show no such files."""
+        """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none."""
         if not self.local:
             return []
         root = Path(self.root)
@@ -154,7 +154,7 @@ class Store:
     # JSON and tables
 
     def read_json(self, path: str) -> Any:
-        """Parsed JSON. Raises CorruptFileError if it is none."""
+        """Parsed JSON. Raises CorruptFileError if the file is not JSON."""
         try:
             return json.loads(self.read(path))
         except (ValueError, RecursionError) as error:
@@ -183,9 +183,9 @@ class Store:
         Raises MissingFileError or CorruptFileError, naming file and remedy.
         """
         data = self.read(path)
-        found = self._named(_entry(path, data))
+        actual = self._check_name(_entry(path, data))
         if entry:
-            self._check(path, found, entry)
+            self._check(path, actual, entry)
         table = tables.decode(data, kind, self.url_of(path), columns)
         if entry and entry.rows is not None and table.num_rows != entry.rows:
             raise CorruptFileError(
@@ -196,7 +196,7 @@ class Store:
     # entries
 
     def entry(self, path: str) -> FileEntry:
-        """What a manifest says of a file that is there; rows and kind for millrace's tables."""
+        """The entry of an existing file; with rows and kind for millrace's tables."""
         if not path.endswith(".parquet"):
             hashed, size = hashlib.sha256(), 0
             for block in self.blocks(path):
@@ -204,9 +204,9 @@ class Store:
                 size += len(block)
             return FileEntry(path=path, sha256=hashed.hexdigest(), size=size)
         data = self.read(path)
-        found = self._named(_entry(path, data))
+        actual = self._check_name(_entry(path, data))
         rows, kind = tables.describe(data, self.url_of(path))
-        return found.model_copy(update={"rows": rows, "table": kind})
+        return actual.model_copy(update={"rows": rows, "table": kind})
 
     def entries(self, paths: Iterable[str]) -> Entries:
         """Entries of several files, in order."""
@@ -219,7 +219,7 @@ class Store:
     # folders
 
     def upload_dir(self, folder: str, path: str) -> Entries:
-        """Copy a local folder here, each file whole or not at all; returns their entries."""
+        """Copy a local folder here, each file atomically; returns their entries."""
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         return in_threads(
             lambda file: self._upload(file, f"{path}/{file.relative_to(folder).as_posix()}"), files
@@ -238,7 +238,7 @@ class Store:
         in_threads(fetch, names)
 
     def check_writable(self, field: str = "storage.root") -> None:
-        """Write and remove a small file. Raises StorageError naming the field that the root stands in."""
+        """Write and remove a small file. Raises StorageError naming the field that holds the root."""
         probe = f".millrace-probe-{uuid.uuid4().hex}"
         try:
             self._write(probe, b"probe", probe=True)
@@ -273,29 +273,29 @@ class Store:
             hashed.update(block)
         return FileEntry(path=path, sha256=hashed.hexdigest(), size=file.stat().st_size)
 
-    def _check(self, path: str, found: FileEntry, wanted: FileEntry) -> None:
+    def _check(self, path: str, actual: FileEntry, wanted: FileEntry) -> None:
         for what in ("size", "sha256", "rows", "table"):
-            expected, got = getattr(wanted, what), getattr(found, what)
+            expected, got = getattr(wanted, what), getattr(actual, what)
             if expected is not None and got is not None and got != expected:
                 raise CorruptFileError(
                     f"{self.url_of(path)}: its {what} is {got}, the manifest says {expected}; restore the file"
                 )
 
-    def _named(self, found: FileEntry) -> FileEntry:
-        """Check a file that carries the beginning of its hash in its name, as parts do."""
-        named = HASH_IN_NAME.search(found.path)
-        if named and not found.sha256.startswith(named[1]):
+    def _check_name(self, entry: FileEntry) -> FileEntry:
+        """The entry, checked against the first digits of the hash if the name contains them, as parts' names do."""
+        match = HASH_IN_NAME.search(entry.path)
+        if match and not entry.sha256.startswith(match[1]):
             raise CorruptFileError(
-                f"{self.url_of(found.path)}: its content does not have the hash in its name; {tables.REMEDY}"
+                f"{self.url_of(entry.path)}: its content does not have the hash in its name; {tables.REMEDY}"
             )
-        return found
+        return entry
 
     def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
         return retried(verb, self.url_of(path), call)
 
 
 def split_url(url: str) -> tuple[Store, str]:
-    """The store of the folder that a file lies in, and the file's name there."""
+    """The store of a file's folder, and the file's name in it."""
     folder, slash, name = url.rpartition("/")
     if folder.endswith(":/"):
         raise StorageError(f"{url}: names no file; give a file below a bucket or folder")
@@ -303,7 +303,7 @@ def split_url(url: str) -> tuple[Store, str]:
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The call's results in the order of the items; several calls run at once, since each waits for storage."""
+    """The call's results in the order of the items; calls run in parallel, since each waits for storage."""
     listed = list(items)
     if len(listed) < 2:
         return [call(item) for item in listed]
@@ -323,9 +323,9 @@ def _file_blocks(file: Path) -> Iterator[bytes]:
 
 @lru_cache(maxsize=16)
 def _filesystem(protocol: str, process: int, endpoint: str | None) -> Any:
-    """One filesystem a process: a forked child may not use its parent's connections.
+    """One filesystem per process: a forked child must not use its parent's connections.
 
-    No listing is cached, since other processes write too, and a library's own retries are off: `faults` owns them.
+    Listings are not cached, since other processes write too. The libraries' own retries are off: `faults` retries.
     """
     if protocol in ("file", "local", "memory"):
         return fsspec.filesystem(protocol)

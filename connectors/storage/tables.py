@@ -1,7 +1,7 @@
 """Parquet bytes of tables whose schemas millrace.core.contracts.schema owns.
 
-zstd level 1, no dictionaries, byte-stream split for log-probabilities, a checksum a page. Kind and version travel in
-the file.
+zstd level 1, no dictionaries, byte-stream split for log-probabilities, a checksum per page. The file's metadata holds kind
+and version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REMEDY = "restore it, or remove it if it is a part"
 
 
 def encode(table: pa.Table, kind: str) -> bytes:
-    """A table as Parquet bytes. A table that does not fit its schema is a defect and raises ValueError or KeyError."""
+    """A table as Parquet bytes. Raises ValueError or KeyError for a table that does not fit its schema: that is a defect."""
     wanted = schema.schema(kind)
     cast = table.select(wanted.names).cast(wanted)
     for name, column in zip(wanted.names, cast.columns, strict=True):
@@ -36,30 +36,30 @@ def encode(table: pa.Table, kind: str) -> bytes:
 
 
 def decode(data: bytes, kind: str | None, name: str, columns: list[str] | None = None) -> pa.Table:
-    """A table from Parquet bytes; any kind of millrace's tables if none is given.
+    """A table from Parquet bytes, of any of millrace's kinds if `kind` is None.
 
-    Raises CorruptFileError naming the file and what is wrong with it.
+    Raises CorruptFileError naming the file and the problem.
     """
     try:
         file = _open(data)
-        found = file.schema_arrow
-        held = _kind(found)
-        wanted = schema.schema(kind or held) if (kind or held) in schema.SCHEMAS else None
-        version = (found.metadata or {}).get(b"millrace.version", b"none").decode(errors="replace")
-        if wanted is None or held != wanted.metadata[b"millrace.table"].decode():
+        stored = file.schema_arrow
+        stored_kind = _kind(stored)
+        wanted = schema.schema(kind or stored_kind) if (kind or stored_kind) in schema.SCHEMAS else None
+        version = (stored.metadata or {}).get(b"millrace.version", b"none").decode(errors="replace")
+        if wanted is None or stored_kind != wanted.metadata[b"millrace.table"].decode():
             raise CorruptFileError(
-                f"{name}: holds {held or 'no table of millrace'}, wanted {kind or 'any of its tables'}; {REMEDY}"
+                f"{name}: holds {stored_kind or 'no table of millrace'}, wanted {kind or 'any of its tables'}; {REMEDY}"
             )
         if version != str(schema.VERSION):
             raise CorruptFileError(
-                f"{name}: {held} of schema version {version}, wanted {schema.VERSION}; "
+                f"{name}: {stored_kind} of schema version {version}, wanted {schema.VERSION}; "
                 "read it with the release that wrote it"
             )
-        added = [column for column in schema.ADDED.get(held, ()) if column not in found.names]
-        if not found.equals(_without(wanted, added)):
-            differing = [field.name for field in wanted if field not in list(found)]
+        added = [column for column in schema.ADDED.get(stored_kind, ()) if column not in stored.names]
+        if not stored.equals(_without(wanted, added)):
+            differing = [field.name for field in wanted if field not in list(stored)]
             raise CorruptFileError(
-                f"{name}: {held}: columns {differing} are not as the schema says; {REMEDY}"
+                f"{name}: {stored_kind}: columns {differing} are not as the schema says; {REMEDY}"
             )
         table = file.read(columns=columns, use_threads=False)
         return _with_nulls(table, wanted, added, columns) if added else table
@@ -81,7 +81,7 @@ def _without(wanted: pa.Schema, columns: list[str]) -> pa.Schema:
 
 
 def _with_nulls(table: pa.Table, wanted: pa.Schema, added: list[str], columns: list[str] | None) -> pa.Table:
-    """The table with the columns that it was written without, all null."""
+    """The table with the columns that are newer than its file, all null."""
     for column in added:
         if columns is None or column in columns:
             field = wanted.field(column)
@@ -93,8 +93,8 @@ def _open(data: bytes) -> pq.ParquetFile:
     return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
 
 
-def _kind(found: pa.Schema) -> str:
-    return str((found.metadata or {}).get(b"millrace.table", b""), errors="replace")
+def _kind(stored: pa.Schema) -> str:
+    return str((stored.metadata or {}).get(b"millrace.table", b""), errors="replace")
 
 
 def _floats(wanted: pa.Schema) -> list[str]:

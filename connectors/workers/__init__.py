@@ -1,1 +1,1 @@
-"""Worker processes that can be killed one by one."""
+"""Worker processes that can be killed one at a time."""

@@ -1,7 +1,7 @@
 """A pool of CPU processes for user code that may hang or crash.
 
-Owns the processes and the outcome of each call; knows nothing of what is called. A call that outlives its
-deadline loses its process, not the pool (pebble replaces it).
+Owns the processes and the outcome of each call. Knows nothing of what is called. A call that passes its deadline costs its
+process, which pebble replaces, and not the pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one call: a value, or why there is none."""
+    """The outcome of one call: a value, or the reason why there is none."""
 
     kind: Literal["done", "failed", "timed_out", "died"]
     value: Any = None
@@ -33,7 +33,7 @@ class WorkerPool:
         self._pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Outcome:
-        """Run one call; the deadline counts from the moment a process takes it up. Never raises for what the call did."""
+        """Run one call. The timeout counts from when a process starts it. An error in the call is an outcome, not raised."""
         future = self._pool.schedule(_run, args=(function, *args), timeout=timeout_s)
         try:
             kind, value = await asyncio.wrap_future(future)
@@ -42,7 +42,7 @@ class WorkerPool:
         except ProcessExpired as error:
             return Outcome("died", reason=f"the worker process died of {_cause(error.exitcode)}")
         except (CancelledError, asyncio.CancelledError):
-            future.cancel()
+            future.cancel()  # type: ignore[no-untyped-call]
             raise
         except Exception as error:  # noqa: BLE001 - arguments or results that cannot be pickled raise anything
             return Outcome("failed", reason=f"{type(error).__name__}: {error}")
@@ -50,12 +50,12 @@ class WorkerPool:
 
     def close(self) -> None:
         """Stop all processes at once."""
-        self._pool.stop()
+        self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
 
 
 def _run(function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """In the worker. Only text comes back of an error: exceptions of user code need not survive pickling."""
+    """Runs in the worker. Returns an error as text: exceptions of user code may not survive pickling."""
     try:
         return "done", function(*args)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - kept with its sample

@@ -13,7 +13,7 @@ def test_a_run_on_storage_that_fails_now_and_then_ends_the_same(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     out = workplace.train(tmp_path, MILLRACE_STORAGE_FAULTS="0.05:1")
-    assert out.count("trying again: [Errno 5]") > 10
+    assert out.count("retrying: [Errno 5]") > 10
     assert trained(tmp_path / "a") == trained(whole)
     assert final_weights(tmp_path / "a") == final_weights(whole)
 

@@ -1,7 +1,7 @@
 """Writes megatron's torch_dist checkpoints in the calling thread.
 
-megatron's own writer starts a manager process and forks one process a file, which takes seconds however small the
-checkpoint is, and forks a process that runs communication threads. The files are the same. Owns nothing else.
+megatron's own writer starts a manager process and forks a process per file. That takes seconds even for a small checkpoint,
+and it forks a process that runs communication threads. The files are the same.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from millrace.core.errors import StorageError
 
 
-class SynchronousSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class SynchronousSave(TorchDistSaveShardedStrategy):
     """The torch_dist strategy over PyTorch's plain file writer: one file a rank, synced to disk."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any, **__: Any) -> None:
-        """Write this rank's shards; every rank must call it. Raises StorageError on all of them if one cannot."""
+        """Write this rank's shards; every rank must call it. Raises StorageError on all ranks if one fails."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=False,
@@ -40,10 +40,11 @@ class SynchronousSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
                 storage_writer=FileSystemWriter(checkpoint_dir),
                 planner=planner,
             )
-        except CheckpointException as error:  # on every rank, whichever could not write
+        except CheckpointException as error:  # raised on every rank, whichever failed
             cause = next((failure for failure, _ in error.failures.values()), error)
             free = shutil.disk_usage(checkpoint_dir).free / 2**20  # PyTorch's writer does not say "full"
             raise StorageError(
-                f"{checkpoint_dir}: cannot write the checkpoint, {free:,.0f} MiB are free there: {cause}; "
-                "free space or mend the disk and start again; nothing committed is lost"
+                f"cannot write the checkpoint, {free:,.0f} MiB are free there: {cause}",
+                where=str(checkpoint_dir),
+                remedy="free space or repair the disk and start again; nothing committed is lost",
             ) from error

@@ -207,7 +207,7 @@ def test_verdicts_that_leave_a_group_out_are_named(root: str) -> None:
     short = store.read_table("verdicts.parquet", "verdicts").slice(SAMPLES)
     entry = store.write_table("verdicts.parquet", short, "verdicts")
     files = [entry if file.path == entry.path else file for file in manifest.files]
-    with pytest.raises(CorruptFileError, match=r"verdicts\.parquet: says nothing of the group"):
+    with pytest.raises(CorruptFileError, match=r"verdicts\.parquet: has no verdict on the group"):
         folder.commit_manifest(0, manifest.model_copy(update={"files": files}))
     assert folder.manifests() == {}
 
