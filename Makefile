@@ -41,6 +41,7 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m tests.house
 
 docs: $(READY)
 	$(VENV)/bin/python -m millrace.core.config.reading.docs_page

@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "embedded_engine",
         "command": " ".join(["python -m benchmarks.embedded_engine", *sys.argv[1:]]),
         "torch": torch.__version__,
-        **vars(args),
+        **{name: value for name, value in vars(args).items() if name != "out"},
         "engine_tokens_per_second": served,
         "generate_tokens_per_second": plain,
         "ratio": fast / slow,

@@ -35,7 +35,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 
 SAMPLE_S = 0.1
 GROUP = 8
-PHASES = ("fetch", "prepare", "compute", "apply")  # of a train step
+PHASES = ("reload", "prepare", "compute", "apply")  # of a train step
 
 
 def main() -> None:

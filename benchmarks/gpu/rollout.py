@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,13 @@ import orjson
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
-from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import rollout
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.stream import Stream
+from tests.support.local_handle import LocalHandle
 
 GROUP = 8
 
@@ -73,8 +72,12 @@ async def _measured(options: argparse.Namespace, model: Path, folder: Path) -> d
             placement={"colocate": False},
         )
     )
-    handle = _Handle(config)
-    fleet = Fleet(config, handle.made)
+    handle = LocalHandle(config, 0)
+
+    async def made(_: int) -> LocalHandle:
+        return handle
+
+    fleet = Fleet(config, made)
     try:
         await fleet.ensure(str(model))
         await fleet.update_weights(str(model), 0)
@@ -168,39 +171,25 @@ async def _ours(ctx: IterationContext) -> tuple[int, float]:
 
 
 class _RolloutOnly(Runtime):
-    """A run's live parts of which only the engines live."""
+    """The live parts of a run whose only engines are those of one fleet."""
 
     def __init__(self, config: RunConfig, fleet: Fleet) -> None:
         super().__init__(config)
-        self._only = fleet
-
-    async def engines(self, version: int) -> Dispatcher:
-        async def recover(_: int) -> None:
-            raise RuntimeError("an engine was lost in a benchmark")
-
-        return self._only.dispatcher(0, recover)
+        self.memory = _RunningEngines(fleet)  # type: ignore[assignment]
 
 
-class _Handle:
-    """An EngineServer in a thread of this process, with the face of an actor's handle."""
+class _RunningEngines:
+    """Stands where GpuMemory does: engines run already and hold the only version."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.server = EngineServer(config.model_dump(mode="json"), 0, 1)
-        self._thread = ThreadPoolExecutor(1)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
-    async def made(self, index: int) -> _Handle:
-        return self
+    async def for_engines(self, version: int) -> Dispatcher:
+        """A dispatcher over the fleet."""
+        return self._fleet.dispatcher(version, self._recover)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        function = getattr(self.server, method)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    async def state(self) -> dict[str, Any]:
-        return self.server.state()
-
-    def close(self) -> None:
-        self._thread.submit(self.server.kill).result()
-        self._thread.shutdown()
+    async def _recover(self, version: int) -> None:
+        raise RuntimeError("an engine was lost in a benchmark")
 
 
 if __name__ == "__main__":

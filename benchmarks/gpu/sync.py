@@ -2,16 +2,17 @@
 
     python -m benchmarks.gpu.sync [--shapes 0.6b 4b] [--repeats 5] [--bucket-mib 512] [--out FILE]
 
-Random weights; the engine starts with weights of its own. A pass is what an iteration does after its train step: the
-engines rest, then the held weights are published through the buckets of CUDA IPC (wake, pause, load = gather + transfer,
-resume, confirm). The trainer is offloaded before; benchmarks.gpu.end_to_end shows what that takes. `serve` is what
-follows when the next rollout asks for engines: the KV cache comes back. JSON to stdout.
+Weights are random on both sides. A pass is what an iteration does after its train step: engines sleep, then the trainer's
+weights go to them in buckets by CUDA IPC (wake, pause, load = gather + transfer, resume, confirm). The trainer is offloaded
+before; benchmarks.gpu.end_to_end shows what that takes. `serve` is what follows when the next rollout asks for engines: the
+KV cache comes back. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.shapes import (
     SGLANG,
@@ -30,6 +31,9 @@ from benchmarks.gpu.shapes import (
     versions,
     weight_bytes,
 )
+
+if TYPE_CHECKING:
+    from millrace.tasks.runtime.runtime import Runtime
 
 TARGETS = {"0.6b": 0.15, "4b": 0.6}
 KV_SHARE = {"0.6b": 0.2, "1.7b": 0.2, "4b": 0.25}
@@ -81,7 +85,7 @@ async def _measured(shape: str, model: Path, folder: Path, options: argparse.Nam
     await runtime.open()
     try:
         started = time.perf_counter()
-        await runtime.engines(0)
+        await runtime.memory.for_engines(0)
         first = time.perf_counter() - started
         passes = [await _one_pass(runtime) for _ in range(options.repeats)]
     finally:
@@ -100,16 +104,16 @@ async def _measured(shape: str, model: Path, folder: Path, options: argparse.Nam
     }
 
 
-async def _one_pass(runtime: Any) -> dict[str, float]:
+async def _one_pass(runtime: Runtime) -> dict[str, float]:
     marks = [time.perf_counter()]
-    await runtime.sleep_engines()
+    async with runtime.memory.for_trainer():  # engines sleep
+        marks.append(time.perf_counter())
+    phases = await runtime.memory.update_engines(0)
     marks.append(time.perf_counter())
-    phases = await runtime.publish(0)
+    await runtime.memory.for_engines(0)
     marks.append(time.perf_counter())
-    await runtime.engines(0)
-    marks.append(time.perf_counter())
-    rest, sync, serve = (b - a for a, b in zip(marks[:-1], marks[1:], strict=True))
-    return {"rest": rest, "sync": sync, "serve": serve, **phases}
+    sleep, sync, serve = (b - a for a, b in itertools.pairwise(marks))
+    return {"sleep": sleep, "sync": sync, "serve": serve, **phases}
 
 
 def device_copy(mib: int = 512, times: int = 20) -> float:
