@@ -303,7 +303,8 @@ def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor
     kv_heads = keys.shape[1]
     scores = q.view(count, kv_heads, heads // kv_heads, width) @ keys.transpose(-1, -2) * width**-0.5
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
-    return weights @ values
+    attended: Tensor = weights @ values
+    return attended
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

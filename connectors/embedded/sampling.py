@@ -120,7 +120,8 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 def _check_type(name: str, value: Any) -> None:
     kinds = KINDS[name]
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+    fits = isinstance(value, kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise RequestError(f"sampling_params.{name}: {type(value).__name__} given, {wanted} wanted")
     inner = {"stop": str, "stop_token_ids": int}.get(name)

@@ -306,9 +306,9 @@ class Server:
 
 
 @web.middleware
-async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        return await handler(http)
+        return await handler(request)
     except (RequestError, ModelError) as error:
         message = {"object": "error", "message": str(error), "type": "BadRequestError", "code": 400}
         return web.json_response({**message, "success": False, "error": message}, status=400)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # torch's stubs hide TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from millrace.connectors.embedded.sampling import RequestError
