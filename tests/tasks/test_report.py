@@ -15,7 +15,8 @@ from millrace.tasks.report import _headline, _name, _summary
 def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     folder = RunFolder(config.storage.root, config.run.name)
-    runtime: Any = SimpleNamespace(run_folder=folder, tracker=SimpleNamespace(url=lambda: "mlflow"))
+    tracking = SimpleNamespace(tracker=SimpleNamespace(url=lambda: "mlflow"))
+    runtime: Any = SimpleNamespace(run_folder=folder, tracking=tracking)
     ctx = IterationContext(config, config.run.iterations - 1, runtime)
     assert _name(ctx) == "iteration 2 of 2"
     lines = _summary(ctx, {"reward/mean": 0.5, "time/rollout_s": 1.25, "other": 1.0}).splitlines()
