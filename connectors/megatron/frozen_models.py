@@ -91,7 +91,8 @@ class Teacher:
         highest = max((int(row.tokens.max()) for row in batch.rows), default=0)
         if highest >= self._vocab:
             raise TrainerError(
-                f"algorithm.teacher: a sample has token {highest}, the teacher's vocabulary {self._vocab} tokens; "
-                "take a teacher with the model's own tokenizer"
+                f"a sample has token {highest}, the teacher's vocabulary {self._vocab} tokens",
+                where="algorithm.teacher",
+                remedy="take a teacher with the model's own tokenizer",
             )
         return self._passes.logprobs(batch.packs)

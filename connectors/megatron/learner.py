@@ -104,7 +104,8 @@ class Learner:
         if (old or self.critic is not None) and version != steps[0]:
             raise TrainerError(
                 f"step {version} of {batch_url} needs log-probabilities or values under the weights from before the "
-                f"iteration, which began at step {steps[0]}; rebuild the trainer from a checkpoint and replay the iteration"
+                f"iteration, which began at step {steps[0]}",
+                remedy="rebuild the trainer from a checkpoint and replay the iteration",
             )
         rewards = self._rewards(rows)
         batches = {}

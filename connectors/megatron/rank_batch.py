@@ -94,7 +94,8 @@ def _sample_advantages(rows: Sequence[Row], rank_rows: Sequence[Row], device: An
     if len(missing) < len(rows):
         raise TrainerError(
             f"{len(missing)} of the step's {len(rows)} samples have no advantage, {missing[0]} for one; "
-            "the batch was not written whole: run the filter again"
+            "the batch was not written whole",
+            remedy="run the filter again",
         )
     return None
 
