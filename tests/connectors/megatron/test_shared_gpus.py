@@ -180,7 +180,7 @@ async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work
     third = await drivers()
     assert await released() == []
     await step(third, tmp_path, 1)
-    assert asleep_at_build == [BOTH]
+    assert asleep_at_build == [BOTH, BOTH]
 
 
 async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_with_it(
