@@ -202,7 +202,10 @@ def _read() -> dict[str, Any] | None:
 
 
 def _python_path() -> str:
-    """Where workers find millrace, also when it is not installed, and what the driver imports from its own folder."""
-    package = str(Path(__file__).parents[3])  # holds the package millrace and nothing else
+    """Where actors find what the driver imports: its PYTHONPATH, its working folder, and millrace itself.
+
+    millrace comes last: from a wheel its folder is site-packages, whose other packages must not hide a user's.
+    """
+    package = str(Path(__file__).parents[3])
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys([package, *inherited, os.getcwd()]))
+    return os.pathsep.join(dict.fromkeys([*inherited, os.getcwd(), package]))

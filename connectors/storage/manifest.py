@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from millrace.connectors.storage.store import FileEntry
+from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts import schema
 from millrace.core.ledger import IterationHistory
 

@@ -13,7 +13,8 @@ import uuid
 import pyarrow as pa
 
 from millrace.connectors.storage import tables
-from millrace.connectors.storage.store import FileEntry, Store, in_threads
+from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError
 

@@ -9,8 +9,9 @@ import logging
 
 from pydantic import ValidationError
 
+from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.store import FileEntry, Store, in_threads
+from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError

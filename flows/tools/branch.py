@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from millrace.connectors.storage.files import in_threads
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
-from millrace.connectors.storage.store import in_threads
 from millrace.core.errors import StorageError
 from millrace.flows.tools.browse import run_record
 

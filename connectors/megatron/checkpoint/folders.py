@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
-from millrace.connectors.storage.store import FileEntry, Store
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.store import Store
 
 
 @contextlib.contextmanager

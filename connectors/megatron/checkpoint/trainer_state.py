@@ -18,7 +18,8 @@ from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on
 from millrace.connectors.megatron.checkpoint.folders import read_folder, store_files, write_folder
 from millrace.connectors.megatron.checkpoint.writer import SynchronousSave
 from millrace.connectors.megatron.learner import Learner
-from millrace.connectors.storage.store import FileEntry, Store
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, TrainerError
 
 COMPLETE = "complete.json"

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.connectors.storage import tables
+from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
-from millrace.connectors.storage.store import FileEntry, Store
+from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError, MissingFileError
 

@@ -1,0 +1,207 @@
+"""Files under one fsspec root: written whole or not at all, with errors that name the file.
+
+Owns how bytes get to and from a local disk, memory or an object store (where a put is atomic). Knows nothing of what files
+hold. May be used from many threads and pickled into another process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from pydantic import BaseModel, ConfigDict
+
+from millrace.connectors.storage import local
+from millrace.connectors.storage.faults import retried
+from millrace.core.contracts.task_records import FileRecord
+from millrace.core.errors import MissingFileError, StorageError
+
+BLOCK = 8 << 20
+THREADS = 8
+CONNECT_TIMEOUT_S = 2
+READ_TIMEOUT_S = 60
+Names = list[str]  # inside Files, `list` is a method
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class FileEntry(BaseModel):
+    """A committed file, as a manifest describes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    sha256: str
+    size: int
+    rows: int | None = None
+    table: str | None = None
+
+    def record(self) -> FileRecord:
+        """The entry as a task keeps it in its record."""
+        return FileRecord(
+            path=self.path, sha256=self.sha256, size=self.size, rows=self.rows, table=self.table
+        )
+
+
+class Files:
+    """A folder on a local disk or an object store; paths are relative and use slashes."""
+
+    def __init__(self, root: str) -> None:
+        head, separator, rest = root.partition("://")
+        self.protocol = head if separator else "file"
+        self.local = self.protocol in ("file", "local")
+        rest = rest if separator else root
+        self.root = os.path.abspath(os.path.expanduser(rest)) if self.local else rest.strip("/")
+        if not rest:
+            raise StorageError(
+                f"storage root {root!r} names no folder; give a path or URL such as s3://bucket/runs"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def fs(self) -> Any:
+        """The fsspec filesystem, one per process."""
+        return _filesystem(self.protocol, os.getpid(), os.environ.get("AWS_ENDPOINT_URL"))
+
+    @property
+    def url(self) -> str:
+        """The root as a URL, or as a path if it is local."""
+        return self.root if self.local else f"{self.protocol}://{self.root}"
+
+    def url_of(self, path: str) -> str:
+        """URL of a path under the root."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def write(self, path: str, data: bytes) -> FileEntry:
+        """Write a whole file or nothing. Raises StorageError naming the file."""
+        return self._write(path, data)
+
+    def read(self, path: str) -> bytes:
+        """The whole file. Raises MissingFileError or StorageError."""
+        data: bytes = self._retried("read", path, lambda: self.fs.cat_file(self._full(path)))
+        return data
+
+    def blocks(self, path: str, size: int = BLOCK) -> Iterator[bytes]:
+        """The file, one block at a time, so that it need not fit in memory."""
+        length = int(self._retried("read", path, lambda: self.fs.size(self._full(path))))
+        for start in range(0, length, size):
+            yield self._retried("read", path, partial(self._range, path, start, min(start + size, length)))
+
+    def exists(self, path: str) -> bool:
+        """Whether the file or folder exists."""
+        return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))
+
+    def list(self, path: str = "") -> Names:
+        """Paths of all files below a folder, sorted; none if it does not exist."""
+        try:
+            names = self._retried("list", path, lambda: self.fs.find(self._full(path)))
+        except MissingFileError:
+            return []
+        prefix = self.root.strip("/") + "/"
+        relative = sorted(name.strip("/").removeprefix(prefix) for name in names)
+        return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(local.ASIDE)]
+
+    def folders(self, path: str = "") -> Names:
+        """Names of the folders directly below a folder, sorted."""
+        try:
+            items = self._retried("list", path, lambda: self.fs.ls(self._full(path), detail=True))
+        except MissingFileError:
+            return []
+        return sorted(
+            item["name"].rstrip("/").rsplit("/", 1)[-1] for item in items if item["type"] == "directory"
+        )
+
+    def remove(self, path: str, recursive: bool = False) -> None:
+        """Remove a file, or with `recursive` a folder; does nothing if it does not exist."""
+        try:
+            self._retried("remove", path, lambda: self.fs.rm(self._full(path), recursive=recursive))
+        except MissingFileError:
+            return
+
+    def sweep(self, older_than_s: float) -> Names:
+        """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none."""
+        if not self.local:
+            return []
+        root = Path(self.root)
+        return [
+            file.relative_to(root).as_posix()
+            for file in self._retried("remove", "", lambda: local.sweep(root, older_than_s))
+        ]
+
+    def check_writable(self, field: str = "storage.root") -> None:
+        """Write and remove a small file. Raises StorageError naming the field that holds the root."""
+        probe = f".millrace-probe-{uuid.uuid4().hex}"
+        try:
+            self._write(probe, b"probe", probe=True)
+            self.remove(probe)
+        except StorageError as error:
+            reason = error.reason.replace(f"/{probe}", "")
+            raise StorageError(reason, where=f"{field} = {self.url}", remedy=error.remedy) from error
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    def _range(self, path: str, start: int, end: int) -> bytes:
+        data: bytes = self.fs.cat_file(self._full(path), start=start, end=end)
+        return data
+
+    def _write(self, path: str, data: bytes, probe: bool = False) -> FileEntry:
+        full = self._full(path)
+        if self.local:
+            retried("write", self.url_of(path), lambda: local.write_whole(Path(full), [data]), probe)
+        else:
+            retried("write", self.url_of(path), lambda: self.fs.pipe_file(full, data), probe)
+        return entry_of(path, data)
+
+    def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
+        return retried(verb, self.url_of(path), call)
+
+
+def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The call's results in the order of the items; calls run in parallel, since each waits for storage."""
+    listed = list(items)
+    if len(listed) < 2:
+        return [call(item) for item in listed]
+    with ThreadPoolExecutor(min(THREADS, len(listed))) as pool:
+        return list(pool.map(call, listed))
+
+
+def entry_of(path: str, data: bytes) -> FileEntry:
+    return FileEntry(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+
+
+def file_blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            yield block
+
+
+@lru_cache(maxsize=16)
+def _filesystem(protocol: str, process: int, endpoint: str | None) -> Any:
+    """One filesystem per process: a forked child must not use its parent's connections.
+
+    Listings are not cached, since other processes write too. The libraries' own retries are off: `faults` retries.
+    """
+    if protocol in ("file", "local", "memory"):
+        return fsspec.filesystem(protocol)
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if protocol in ("s3", "s3a"):
+        options["config_kwargs"] = {
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": READ_TIMEOUT_S,
+        }
+    filesystem = fsspec.filesystem(protocol, **options)
+    if protocol in ("s3", "s3a"):
+        filesystem.retries = 1
+    return filesystem
