@@ -1,0 +1,177 @@
+"""What the README and the pages name exists: links, paths, commands, fields; sentences stay short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer.main
+from pydantic import BaseModel
+
+from millrace.core.config import RunConfig
+from millrace.flows.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
+SKIMMED = [
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("architecture", "cluster", "durability", "first-run", "gpus", "glossary")
+    ),
+]
+LONGEST_SENTENCE = 30
+FOLDERS = "benchmarks|connectors|core|deployments|docs|examples|flows|src|tasks|tests"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "benchmarks/LOG.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", _text(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in _anchors(path.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_exists(page: str) -> None:
+    for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)[`:]", _text(page)):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w./-]*\w)", "\n".join(_code(_text(page)))):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_line_of_the_readmes_tree_exists() -> None:
+    paths = list(_tree_paths(_text("README.md")))
+    assert len(paths) > 50
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_the_tree_answers_where_each_part_is() -> None:
+    table = _text("docs/architecture.md").split("## Where is ...?")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    answers = [path for row in rows for path in re.findall(r"`([^`]+)`", row.split("|")[2])]
+    assert len(rows) == 20
+    readme = _text("README.md")
+    for path in answers:
+        assert (ROOT / path).is_file(), path
+        assert Path(path).name in readme, path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_exists(page: str) -> None:
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    named = {
+        name for code in _code(_text(page)) for name in re.findall(r"(?:^|\s|`)millrace ([a-z]+)\b", code)
+    }
+    assert named <= commands
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/configuration.md"])
+def test_every_field_exists(page: str) -> None:
+    sections = "|".join(RunConfig.model_fields)
+    text = _text(page)
+    named = set(re.findall(rf"`((?:{sections})\.[a-z0-9_.]*[a-z0-9_])(?:`|:|=)", text))
+    named |= {
+        field
+        for code in _code(text)
+        for field in re.findall(rf"(?:^|\s)((?:{sections})\.[a-z0-9_.]*[a-z0-9_])=", code)
+    }
+    unknown = [
+        name
+        for name in sorted(named)
+        if not name.endswith((".py", ".json", ".md")) and not _is_field(RunConfig, name.split("."))
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", SKIMMED)
+def test_a_skimmed_page_has_short_sentences(page: str) -> None:
+    long = [sentence for sentence in _sentences(_text(page)) if len(sentence.split()) > LONGEST_SENTENCE]
+    assert not long
+
+
+@pytest.mark.parametrize("page", SKIMMED[1:])
+def test_a_page_says_first_whom_it_is_for(page: str) -> None:
+    assert _text(page).split("\n\n")[1].startswith("For ")
+
+
+def test_examples_of_the_pages_import_only_what_users_should() -> None:
+    for page in PAGES:
+        for code in re.findall(r"```python\n(.*?)```", _text(page), re.DOTALL):
+            for line in re.findall(r"^(?:from|import) millrace.*$", code, re.MULTILINE):
+                assert line.startswith("from millrace import "), (page, line)
+
+
+def test_the_glossary_fits_on_a_screen() -> None:
+    words = [
+        line.split("|")[1].strip() for line in _text("docs/glossary.md").splitlines() if line.startswith("| ")
+    ][1:]
+    assert words == sorted(words)
+    assert len(words) <= 30
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def _code(text: str) -> list[str]:
+    """Blocks of shell and code within a line."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    without = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", without)
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-").rstrip("-") for heading in headings}
+
+
+def _tree_paths(text: str) -> Iterator[str]:
+    """Paths of the tree, from its lines and their depth."""
+    tree = text.split("```\nmillrace/\n")[1].split("```")[0]
+    parents: list[str] = []
+    for line in tree.splitlines():
+        drawn, name = re.match(r"([│├└─ ]*)(\S+)", line).groups()  # type: ignore[union-attr]
+        depth = len(drawn) // 4 - 1
+        parents = [*parents[:depth], name.rstrip("/")]
+        yield "/".join(parents)
+
+
+def _is_field(model: type[BaseModel], path: list[str]) -> bool:
+    """Whether a dotted path leads to a field, through lists, unions and mappings."""
+    name, *rest = path
+    if name not in model.model_fields:
+        return False
+    if not rest:
+        return True
+    annotation = model.model_fields[name].annotation
+    inner = list(_models(annotation))
+    if not inner:
+        return "dict" in str(annotation) or "Mapping" in str(annotation)
+    if rest[0].isdigit():
+        rest = rest[1:]
+    return not rest or any(_is_field(other, rest) for other in inner)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Sentences of prose; a cell of a table and an item of a list are read by themselves."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    for block in re.split(r"\n\s*\n|\n(?=[-|#]|\d\. )", text):
+        for cell in block.split("|"):
+            yield from re.split(r"(?<=[.!?])\**\s+(?=\S)", " ".join(cell.split()))
