@@ -151,6 +151,6 @@ class TrainerHandle(Protocol):
         """Let go of the last bucket."""
         ...
 
-    async def offload(self) -> None:
-        """Leave GPU memory to engines: all but the weights goes to the host."""
+    async def offload(self) -> int:
+        """Leave GPU memory to engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
         ...

@@ -150,9 +150,9 @@ class TrainerProxy:
         """Let go of the last bucket."""
         await self._ranks.call(TrainerRank.end_buckets)
 
-    async def offload(self) -> None:
-        """Leave GPU memory to engines: all but the weights goes to the host."""
-        await self._ranks.call(TrainerRank.offload)
+    async def offload(self) -> int:
+        """Leave GPU memory to engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
+        return (await self._ranks.call(TrainerRank.offload))[0]
 
 
 def server_state(state: dict[str, Any]) -> ServerState:

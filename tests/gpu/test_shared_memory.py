@@ -34,7 +34,7 @@ def total() -> int:
 
 
 @pytest_asyncio.fixture
-async def live(
+async def runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Runtime]:
     """A colocated run's live parts; a test's parameter: the engine's share of the GPU, and more of `placement`."""
@@ -61,36 +61,33 @@ async def live(
 
 
 async def stepped(runtime: Runtime, folder: Path, version: int) -> dict[str, Any]:
-    """What a train step to a version answers, with engines at rest as in a run."""
+    """The figures of a train step to a version, with engines asleep as in a run."""
     batch = write_batch(folder / f"batch-{version}", samples(version, logprob=-math.log(151936)))
-    await runtime.sleep_engines()
-    answer: dict[str, Any] = (await (await runtime.trainer(version - 1)).call("train", version, batch, None))[
-        0
-    ]
-    return answer
+    async with runtime.memory.for_trainer() as trainer:
+        ranks = await trainer.at(version - 1)
+        return dict(await ranks.train(version, batch, None))
 
 
 async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: Path) -> None:
     prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    engines = await runtime.engines(0)
+    engines = await runtime.memory.for_engines(0)
     before = await engines.generate([10, 20, 30], prompt, rid="before", session=None)
     serving = used()
 
-    await runtime.sleep_engines()
-    resting = used()
-    assert serving - resting > 0.8 * SHARE * total()  # weights and KV cache
-
-    trainer = await runtime.trainer(0)
     batch = write_batch(tmp_path / "batch", samples(1, logprob=-math.log(151936)))
-    await trainer.call("train", 1, batch, None)
-    training = used()
-    freed = (await trainer.call("offload"))[0]
+    async with runtime.memory.for_trainer() as trainer:
+        asleep = used()
+        assert serving - asleep > 0.8 * SHARE * total()  # weights and KV cache
+        ranks = await trainer.at(0)
+        await ranks.train(1, batch, None)
+        training = used()
+        freed = await ranks.offload()
     offloaded = used()
     parameters = weight_bytes(tmp_path / "0.6b") // 2
     assert freed > 0.95 * STATE_BYTES * parameters
     assert training - offloaded == pytest.approx(freed, rel=0.05)
 
-    engines = await runtime.engines(1)
+    engines = await runtime.memory.for_engines(1)
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
     assert after.weight_versions[0][1] == 1
@@ -99,7 +96,7 @@ async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: 
     answer = await stepped(runtime, tmp_path, 2)
     assert math.isfinite(answer["grad_norm"])  # the optimizer's state came back
     trained, weights, bucket = used(), weight_bytes(tmp_path / "0.6b"), 2**30
-    await runtime.publish(2)
+    await runtime.memory.update_engines(2)
     assert trained - used() > 0.9 * freed - weights - bucket  # the trainer has left
 
 
@@ -109,36 +106,36 @@ def nearly_all() -> float:
     return 1 - 0.8 * trainer / total()
 
 
-@pytest.mark.parametrize("live", [(nearly_all(), {})], indirect=True)
+@pytest.mark.parametrize("runtime", [(nearly_all(), {})], indirect=True)
 async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_built(
     runtime: Runtime, tmp_path: Path
 ) -> None:
     prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    await runtime.engines(0)  # builds the trainer
+    await runtime.memory.for_engines(0)  # builds the trainer
     serving = used()
     assert math.isfinite((await stepped(runtime, tmp_path, 1))["grad_norm"])
     server = server_of(tmp_path / "0.6b")
     assert server is not None
     server.kill()
-    engines = await runtime.engines(1)  # a new engine, which finds as much room as the first
+    engines = await runtime.memory.for_engines(1)  # a new engine, which finds as much room as the first
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
     assert after.weight_versions[0][1] == 1
 
 
 @pytest.mark.parametrize(
-    "live", [(SHARE, {"offload_engines": False, "offload_trainer": False})], indirect=True
+    "runtime", [(SHARE, {"offload_engines": False, "offload_trainer": False})], indirect=True
 )
 async def test_both_keep_their_memory_where_they_are_told_to(runtime: Runtime, tmp_path: Path) -> None:
-    await runtime.engines(0)
+    await runtime.memory.for_engines(0)
     serving = used()
-    await runtime.sleep_engines()
-    assert used() == pytest.approx(serving, rel=0.02)
+    async with runtime.memory.for_trainer():
+        assert used() == pytest.approx(serving, rel=0.02)
     synced = []
     for version in (1, 2, 3):
         assert math.isfinite((await stepped(runtime, tmp_path, version))["grad_norm"])
         training = used()
-        engines = await runtime.engines(version)
+        engines = await runtime.memory.for_engines(version)
         synced.append(used())
         assert synced[-1] == pytest.approx(training, rel=0.02)
     assert synced[-1] == pytest.approx(synced[0], rel=0.005)  # no sync adds to it
