@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch import Tensor
 
 from millrace.connectors.megatron.critic import Critic, explained_variance
 from millrace.connectors.megatron.forward_backward import (
@@ -23,7 +22,7 @@ from millrace.connectors.megatron.forward_backward import (
     sum_over_ranks,
 )
 from millrace.connectors.megatron.frozen_models import Reference, Teacher
-from millrace.connectors.megatron.packing import Row, make_packs
+from millrace.connectors.megatron.packing import Row
 from millrace.connectors.megatron.policy_step import policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
 from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
@@ -145,11 +144,6 @@ class Learner:
     def drop_iteration(self) -> None:
         """Free the batches of the iteration."""
         self._iteration = None
-
-    def logprobs(self, rows: Sequence[Row]) -> tuple[list[Row], Tensor | None]:
-        """This rank's rows and the log-probabilities of their response tokens, on the last stage."""
-        packs = make_packs(rows, self.config, self.architecture, self.device)
-        return [row for pack in packs for row in pack.rows], self.passes.logprobs(packs)
 
     # a step
 

@@ -106,6 +106,26 @@ def write_batch(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     return f"{folder}/batch.parquet"
 
 
+def log_probabilities(rank: Any, batch_url: str) -> dict[str, list[float]]:
+    """Log-probabilities of every sample's response tokens under a rank's weights; from rank 0, {} elsewhere."""
+    import torch.distributed as dist
+
+    from millrace.connectors.megatron.packing import make_packs
+
+    learner = rank.learner
+    with rank._working("score"):
+        packs = make_packs(rank._read(batch_url), rank.config, learner.architecture, rank.device)
+        values = learner.passes.logprobs(packs)
+    scored: dict[str, list[float]] = {}
+    if values is not None:
+        rows = [row for pack in packs for row in pack.rows]
+        parts = values.cpu().split([row.response_length for row in rows])
+        scored = {row.sample_id: part.tolist() for row, part in zip(rows, parts, strict=True)}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, scored)
+    return {name: value for part in everywhere for name, value in part.items()} if rank.rank == 0 else {}
+
+
 class RankFailedError(Exception):
     """A rank's call raised; the message carries its type and text."""
 

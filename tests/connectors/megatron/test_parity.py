@@ -12,7 +12,7 @@ from torch import Tensor
 
 from examples.plain_rl import grpo_loss
 from tests.support.plain_trainer import Plain
-from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
+from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
 
 STEPS = 4
 
@@ -92,7 +92,7 @@ def test_scores_are_log_probabilities_at_the_sampling_temperature(
     config = configuration(model(), 2, parallel={"tensor": 2})
     config["rollout"]["sampling"]["temperature"] = 0.7
     with workers.group(config) as group:
-        found, elsewhere = group.call("score", batch.format(1))
+        found, elsewhere = group.run(log_probabilities, batch.format(1))
     plain = Plain(model())
     with torch.no_grad():
         for row in samples(1):

@@ -15,7 +15,7 @@ import ray
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
-from millrace.tasks.runtime.network_check import check_reach
+from millrace.tasks.runtime.network_check import check_network
 from tests.support.held_parts import Counter
 from tests.support.ray_nodes import RayNodes, ray_nodes, token_of
 
@@ -82,7 +82,7 @@ async def test_apart_every_actor_sees_its_own_gpus_and_is_found_where_it_was_put
     later = placement.Reservation(settings)  # as of a driver that comes after a crash
     assert [place.node for place in later.places("trainer")] == [state["node"] for state in states]
     assert [place.environment for place in later.places("engine")] == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
-    assert await actors.find_alive("engine", 0)
+    assert await actors.find_alive("engine", 0, Counter)
 
 
 async def test_colocated_ranks_and_engine_see_the_same_gpus(joined_nodes: RayNodes) -> None:
@@ -142,14 +142,14 @@ async def test_another_size_takes_the_place_of_what_was_reserved(joined_nodes: R
 async def test_parts_on_other_nodes_need_an_open_address_and_a_shared_folder(joined_nodes: RayNodes) -> None:
     there, here = ["127.0.0.3"], ["127.0.0.2"]
     settings = config(joined_nodes)
-    check_reach(settings, here, served=True)
+    check_network(settings, here, served=True)
     with pytest.raises(
         ConfigError, match=r"engines\.host = 127\.0\.0\.1: .* node 127\.0\.0\.2.*set it to 0\.0\.0\.0"
     ):
-        check_reach(settings, there, served=True)
+        check_network(settings, there, served=True)
     with pytest.raises(ConfigError, match=r"sync\.directory"):
-        check_reach(settings, there)
-    check_reach(
+        check_network(settings, there)
+    check_network(
         config(joined_nodes, engines={"host": "0.0.0.0"}, sync={"directory": "/shared"}), there, served=True
     )
 

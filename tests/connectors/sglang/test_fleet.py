@@ -13,9 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.connectors.sglang.checksums import differing_tensors
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
-from millrace.connectors.sglang.fleet import Fleet, differing
+from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError, MissingFileError
 from tests.support.engine_process import reference_logprobs
 from tests.support.local_handle import LocalHandle
@@ -105,7 +106,7 @@ async def test_an_engine_that_gave_its_weights_back_holds_no_version_for_anybody
     first = make_fleet()
     dispatcher = await serving(first, tiny_model, 21)
     before = await dispatcher.generate(PROMPT, SHORT, rid="before", session=None)
-    await first.rest()
+    await first.sleep()
     for fleet in (first, make_fleet()):  # the same driver, and one that comes after it died
         await fleet.ensure(str(tiny_model))
         assert fleet.unconfirmed(21) == [0, 1]
@@ -352,10 +353,10 @@ def test_checksums_differ_by_tensor_on_any_gpu() -> None:
         return {"success": True, "ranks": [{"checksums": gpu, "per_gpu_checksum": str(gpu)} for gpu in gpus]}
 
     one = answer({"a": "1", "b": "2"}, {"a": "1", "b": "2"})
-    assert differing(one, one) == []
-    assert differing(one, answer({"a": "1", "b": "2"}, {"a": "1", "b": "3"})) == ["b"]
-    assert differing(one, answer({"a": "0", "b": "2"}, {"a": "0"})) == ["a", "b"]
-    assert differing({"message": "1"}, {"message": "2"}) == []
+    assert differing_tensors(one, one) == []
+    assert differing_tensors(one, answer({"a": "1", "b": "2"}, {"a": "1", "b": "3"})) == ["b"]
+    assert differing_tensors(one, answer({"a": "0", "b": "2"}, {"a": "0"})) == ["a", "b"]
+    assert differing_tensors({"message": "1"}, {"message": "2"}) == []
 
 
 async def test_requests_left_behind_are_ended_before_new_weights_come(

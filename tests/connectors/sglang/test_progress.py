@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.sglang.client import LOOKS, EngineClient, Generation
+from millrace.connectors.sglang.client import POLLS, EngineClient, Generation
 from millrace.core.errors import EngineLostError, EngineStalledError
 
 TIMEOUT_S = 0.8
@@ -28,13 +28,13 @@ class Scripted(EngineClient):
         self._state = state
         self._answers_after_s = answers_after_s
 
-    async def _get(self, path: str, timeout_s: float) -> Any:
+    async def get(self, path: str, timeout_s: float) -> Any:
         if path == "/model_info":
             return {"weight_version": "3"}
         self.looks += 1
         return {"internal_states": self._state(self.looks)}
 
-    async def _post(
+    async def post(
         self,
         path: str,
         body: dict[str, Any],
@@ -71,7 +71,7 @@ async def test_one_look_serves_all_requests() -> None:
     engine = Scripted(lambda _: "same")
     found = await asyncio.gather(*(engine.ask() for _ in range(300)), return_exceptions=True)
     assert {type(error) for error in found} == {EngineStalledError}
-    assert engine.looks <= 2 * LOOKS
+    assert engine.looks <= 2 * POLLS
 
 
 async def test_looks_that_fail_in_between_give_nothing_up() -> None:
