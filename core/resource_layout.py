@@ -34,8 +34,8 @@ class ResourceLayout:
         return {kind: sum(bundle.get(kind, 0) for bundle in self.bundles) for kind in ("CPU", "GPU")}
 
 
-def seats(config: RunConfig, gpus: bool, engines: bool = True) -> ResourceLayout:
-    """The seats of a run on a cluster that has `gpus` or none; without `engines`, of its trainer alone."""
+def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> ResourceLayout:
+    """The layout of a run on a cluster that has `gpus` or none; without `engines`, of its trainer alone."""
     t, e = config.trainer, config.engines
     on_gpu = t.device == "cuda" or config.placement.colocate or (t.device == "auto" and gpus)
     served = engines and e.kind != "external" and not config.algorithm.supervised

@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Parse arguments and serve until told to stop."""
+    """Parse arguments and serve until stopped."""
     parser = argparse.ArgumentParser(prog="python -m millrace.connectors.embedded", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; loopback unless told")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; loopback by default")
     parser.add_argument("--port", type=int, default=30000, help="port; 0 takes a free one, see --port-file")
     parser.add_argument("--port-file", type=Path, help="where the port is written once the server listens")
     parser.add_argument("--max-running-requests", type=int, default=64)

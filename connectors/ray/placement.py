@@ -1,7 +1,7 @@
 """Where a run's actors live: a named placement group, found again by a later driver, and the GPUs of each place in it.
 
-Owns the reservation. An actor takes no resources of its own: it is made in its bundle, thus on the bundle's node, and is
-told which GPUs to see. Knows nothing of what actors do.
+Owns the reservation. An actor takes no resources of its own: it is made in its bundle, thus on the bundle's node, and its
+environment names the GPUs that it sees. Knows nothing of what actors do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
-from millrace.core.resource_layout import ResourceLayout, seats
+from millrace.core.resource_layout import ResourceLayout, resource_layout
 
 log = logging.getLogger(__name__)
 GROUP = "seats"  # its name within the run's namespace
@@ -62,23 +62,23 @@ class Reservation:
         nodes = placement_group_table(group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         gpus = _gpus(
-            group, {seat.bundle: wanted.bundles[seat.bundle].get("GPU", 0) for seat in of if seat.gpus}
+            group, {slot.bundle: wanted.bundles[slot.bundle].get("GPU", 0) for slot in of if slot.gpus}
         )
         return [
             Place(
-                {"scheduling_strategy": _in(group, seat.bundle)},
-                nodes[seat.bundle],
-                addresses[nodes[seat.bundle]],
-                {VISIBLE: ",".join(gpus[seat.bundle][number] for number in seat.gpus)},
+                {"scheduling_strategy": _in(group, slot.bundle)},
+                nodes[slot.bundle],
+                addresses[nodes[slot.bundle]],
+                {VISIBLE: ",".join(gpus[slot.bundle][number] for number in slot.gpus)},
             )
-            for seat in of
+            for slot in of
         ]
 
     def _reserved(self) -> tuple[PlacementGroup, ResourceLayout]:
         group = _find()
         held = [] if group is None else _bundles(group)
         had_gpus = any("GPU" in bundle for bundle in held)  # they may be lost: the run does not go on without
-        wanted = seats(self.config, had_gpus or _cluster_has("GPU"), self._engines)
+        wanted = resource_layout(self.config, had_gpus or _cluster_has("GPU"), self._engines)
         if group is not None and held != wanted.bundles:
             log.warning("reserving again: the run needs other room than it has")
             remove_placement_group(group)

@@ -38,7 +38,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Handoff:
-    """Where an engine that decodes meets the one that prefills, and their number for a request."""
+    """Where the decoding engine meets the prefilling one, and their number for a request."""
 
     host: str
     port: int
@@ -46,7 +46,7 @@ class Handoff:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What both are told."""
+        """The fields that both engines get."""
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
@@ -139,7 +139,7 @@ class EngineClient(Connection):
         self._polled_at = time.monotonic()
 
     def no_progress(self, timeout_s: float, paused: bool) -> EngineLostError:
-        """What is told of an engine that generates nothing."""
+        """The error of an engine that generates nothing."""
         message = f"{self.engine_id}: no token for {timeout_s:g} s (rollout.progress_timeout_s)"
         return EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
 

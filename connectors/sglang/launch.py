@@ -21,7 +21,7 @@ from millrace.core.errors import ConfigError
 
 ROUTER_MISSING = (
     "sglang-router is not installed",
-    "pip install 'millrace[router]', or leave it out: the own dispatcher needs nothing",
+    "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
 )
 FOREVER_S = 10 * 365 * 24 * 3600  # deadlines look at progress, not at the clock
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer

@@ -24,7 +24,7 @@ ROOM_BITS = 63
 
 class PairingDispatcher(Dispatcher):
     """Chooses engines that prefill as a Dispatcher does, so that a group's prompt is prefilled once, and the least loaded
-    of those that decode. Both are put in doubt when a request is lost, since either may have failed it."""
+    of those that decode. When a request is lost both become suspect, since either may have failed it."""
 
     def __init__(
         self,

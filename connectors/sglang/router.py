@@ -1,9 +1,9 @@
 """Requests through sglang-router: its process kept running, its workers exactly the engines that serve.
 
-Owns what stands between a dispatcher and the router; which engine gets a request is the router's policy. What 0.3.2 does:
-it reads a request and writes it anew, without the fields that it does not know and with numbers in 32 bits, and hands
-the answer on as it is. It has no control endpoints, does not say which engine answered, and lets what runs on a worker
-finish when that is removed; a request whose client has gone ends at the engine.
+Owns what stands between a dispatcher and the router; the router's policy chooses the engine. Version 0.3.2 parses a request and
+writes it again, without fields that it does not know and with numbers in 32 bits; it passes the answer on unchanged. It has no
+control endpoints and does not say which engine answered. Requests on a removed worker run to their end; a request whose client
+has gone ends at the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 NAME = "sglang-router"
 PROBE_TIMEOUT_S = 10.0
 SETTLE_TIMEOUT_S, SETTLE_WAIT_S = 10.0, 0.005
-# Of sampling_params; the others are dropped without a word.
+# sampling_params that it passes on; it drops the others silently.
 PASSED = {
     *("temperature", "top_p", "top_k", "min_p", "sampling_seed", "n", "max_new_tokens", "min_new_tokens"),
     *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens", "json_schema", "regex"),
@@ -35,7 +35,7 @@ class RouterClient(EngineClient):
     """The router at a base URL."""
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """What it says of its workers, by URL."""
+        """Its workers as it reports them, by URL."""
         answer = await self.get("/workers", PROBE_TIMEOUT_S)
         return {worker["url"]: worker for worker in answer["workers"]}
 
@@ -140,7 +140,7 @@ class Router:
 
 
 class RoutedDispatcher(Dispatcher):
-    """Generates through the router. Nobody knows which engine has a request: a lost one puts all in mark_suspect."""
+    """Generates through the router. Which engine has a request is unknown: a lost one makes all suspect."""
 
     def __init__(
         self,
@@ -185,8 +185,8 @@ class RoutedDispatcher(Dispatcher):
         )
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
-        """See that engines generate, each once in a while whoever asks; one that does not is doubted, and its requests
-        come back lost when it is replaced. Raises EngineLostError if the router is gone."""
+        """Check that engines generate, each once per period for all callers. One that does not becomes suspect; its requests
+        are reported lost when it is replaced. Raises EngineLostError if the router is gone."""
         async with self._checking:
             if time.monotonic() - self._checked_at < timeout_s / POLLS:
                 return
@@ -203,7 +203,7 @@ class RoutedDispatcher(Dispatcher):
             self._checked_at = time.monotonic()
 
     async def _stuck(self, engine: EngineClient, timeout_s: float) -> EngineLostError | None:
-        """What is wrong with an engine that made no token for timeout_s, and makes none now."""
+        """The error of an engine that made no token for timeout_s and makes none now; None if it works."""
         try:
             moved, paused = await engine.last_moved(self._began, timeout_s)
         except EngineLostError as error:

@@ -91,7 +91,7 @@ def _field(name: str, annotation: ast.expr, default: ast.expr | None) -> ServerA
 
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
-    """What of engines.sglang the installed SGLang does not have, or cannot be told on its command line."""
+    """Fields of engines.sglang that the installed SGLang does not have, or does not take on its command line."""
     version, known = server_args() if options else (UNTOLD, {})
     for name, value in options.items() if known else ():
         field, arg = f"engines.sglang.{name}", known.get(name)

@@ -14,7 +14,7 @@ from millrace.connectors.sglang.server_args import sglang_finds
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.plan import visible_gpus
-from millrace.core.resource_layout import seats
+from millrace.core.resource_layout import resource_layout
 
 CONNECT_S = 1.0
 
@@ -51,7 +51,7 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
         yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
     if here and config.placement.colocate and config.trainer.device == "auto" and not gpus:
         yield Problem("placement.colocate", True, "this host has no NVIDIA GPU to share", "set it to false")
-    needed = seats(config, gpus=True).needed["GPU"]
+    needed = resource_layout(config, gpus=True).needed["GPU"]
     if here and 0 < gpus < needed:
         yield Problem(
             "trainer.world_size",

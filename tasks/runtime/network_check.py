@@ -1,6 +1,6 @@
 """What must be configured when parts of a run lie on other nodes than the process that drives it.
 
-Nodes are told apart by their address. Knows nothing of how parts are made or placed.
+An address identifies a node. Knows nothing of how parts are made or placed.
 """
 
 from __future__ import annotations

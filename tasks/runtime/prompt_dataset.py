@@ -104,7 +104,7 @@ def _check_quarantine(prompts: PromptSet, limit: float) -> None:
     if not prompts.rows or bad > limit * total:
         raise DataError(
             f"source {prompts.name}: {bad} of {total} rows are unusable (data.max_quarantined_share is {limit:g}); "
-            f"{_reasons(prompts.quarantined)}. Mend the file or the keys of the source."
+            f"{_reasons(prompts.quarantined)}. Correct the file or the keys of the source."
         )
 
 

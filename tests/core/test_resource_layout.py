@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.resource_layout import Slot, seats
+from millrace.core.resource_layout import Slot, resource_layout
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
@@ -20,15 +20,15 @@ def config(**sections: dict[str, Any]) -> RunConfig:
 
 
 def test_without_gpus_every_rank_and_engine_has_a_cpu_to_itself() -> None:
-    found = seats(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 1}), gpus=False)
+    found = resource_layout(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 1}), gpus=False)
     assert found.bundles == [{"CPU": 1}] * 4
-    assert [seat.bundle for seat in found.of["trainer"]] == [0, 1]
-    assert [seat.bundle for seat in found.of["engine"]] == [2, 3]
-    assert not any(seat.gpus for role in found.of.values() for seat in role)
+    assert [slot.bundle for slot in found.of["trainer"]] == [0, 1]
+    assert [slot.bundle for slot in found.of["engine"]] == [2, 3]
+    assert not any(slot.gpus for role in found.of.values() for slot in role)
 
 
 def test_apart_an_engines_gpus_are_one_bundle_and_ranks_have_bundles_of_their_own() -> None:
-    found = seats(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 4}), gpus=True)
+    found = resource_layout(config(trainer={"world_size": 2}, engines={"count": 2, "gpus": 4}), gpus=True)
     assert found.bundles == [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 4, "GPU": 4}] * 2
     assert found.of["trainer"] == [Slot(0, range(1)), Slot(1, range(1))]
     assert found.of["engine"] == [Slot(2, range(4)), Slot(3, range(4))]
@@ -36,7 +36,7 @@ def test_apart_an_engines_gpus_are_one_bundle_and_ranks_have_bundles_of_their_ow
 
 
 def test_a_tensor_parallel_group_is_one_bundle() -> None:
-    found = seats(config(trainer={"world_size": 4, "parallel": {"tensor": 2}}), gpus=True)
+    found = resource_layout(config(trainer={"world_size": 4, "parallel": {"tensor": 2}}), gpus=True)
     assert found.bundles == [{"CPU": 2, "GPU": 2}] * 2 + [{"CPU": 1, "GPU": 1}]
     assert found.of["trainer"] == [
         Slot(0, range(1)),
@@ -49,7 +49,7 @@ def test_a_tensor_parallel_group_is_one_bundle() -> None:
 @pytest.mark.parametrize(("tensor", "gpus"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 2)])
 def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus: int) -> None:
     world = 12
-    found = seats(
+    found = resource_layout(
         config(
             trainer={"world_size": world, "parallel": {"tensor": tensor}},
             engines={"count": world // gpus, "gpus": gpus},
@@ -59,8 +59,8 @@ def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus
     )
     assert found.needed == {"CPU": world, "GPU": world}
 
-    def of(seat: Slot) -> set[tuple[int, int]]:
-        return {(seat.bundle, number) for number in seat.gpus}
+    def of(slot: Slot) -> set[tuple[int, int]]:
+        return {(slot.bundle, number) for number in slot.gpus}
 
     ranks = found.of["trainer"]
     assert len(set.union(*map(of, ranks))) == world
@@ -87,10 +87,10 @@ def test_colocated_an_engine_has_exactly_the_gpus_of_its_ranks(tensor: int, gpus
 def test_a_gpu_is_reserved_for_what_uses_one(
     sections: dict[str, Any], gpus: bool, bundles: list[dict[str, int]]
 ) -> None:
-    assert seats(config(**sections), gpus).bundles == bundles
+    assert resource_layout(config(**sections), gpus).bundles == bundles
 
 
 def test_a_replay_reserves_nothing_for_engines() -> None:
-    found = seats(config(engines={"count": 3}), gpus=False, engines=False)
+    found = resource_layout(config(engines={"count": 3}), gpus=False, engines=False)
     assert found.bundles == [{"CPU": 1}]
     assert found.of["engine"] == []

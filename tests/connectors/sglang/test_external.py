@@ -1,4 +1,4 @@
-"""Engines that somebody else runs: used by their address, waited for when they are gone, never taken at their word."""
+"""Engines that run outside the run: used by their address, waited for when they are gone, never believed without proof."""
 
 from __future__ import annotations
 
