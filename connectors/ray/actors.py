@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -40,16 +40,6 @@ class HeldPart(Protocol):
 T = TypeVar("T", bound=HeldPart)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class ActorState(TypedDict, total=False):
-    """What every actor reports, besides what the object it holds reports."""
-
-    node: str  # Ray's id
-    address: str  # of its node
-    gpus: str | None  # CUDA_VISIBLE_DEVICES
-    actor_pid: int
-    made_by: str  # digest of the configuration it was made with
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"health": 2})  # type: ignore[call-overload]  # its stubs lack the groups
@@ -108,7 +98,7 @@ class Actor(Generic[T]):
         return result
 
     async def state(self) -> dict[str, Any]:
-        """The held object's state and ActorState. Raises ActorLostError if the actor is dead or does not answer."""
+        """The held object's state, and where the actor runs: node, address, gpus, actor_pid, made_by. Raises ActorLostError if the actor is dead or does not answer."""
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
                 state: dict[str, Any] = await self._result(self._handle.state.remote)

@@ -53,11 +53,6 @@ class GpuMemory:
         self._owner = GpuOwner(Holder.HANDING_OVER)
         self._turn = asyncio.Lock()  # of the engines; on shared GPUs of the trainer too
 
-    @property
-    def holder(self) -> Holder:
-        """Who holds the memory of shared GPUs now."""
-        return self._owner.holder
-
     async def open(self) -> None:
         """Make what weights may go through."""
         await self._weights.open()
