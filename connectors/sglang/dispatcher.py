@@ -53,6 +53,9 @@ class Dispatcher:
         last: EngineError | None = None
         for attempt in range(self.attempts):
             engine = await self._engine(session)
+            if engine is None:  # another request's loss took it since the recovery
+                last = EngineError("no engine serves; see the engines' logs")
+                continue
             try:
                 result = await self._ask(engine, input_ids, params, request_id(rid, attempt), session)
             except EngineLostError as error:
@@ -91,14 +94,12 @@ class Dispatcher:
             input_ids, params, rid=rid, session=session, progress_timeout_s=self.progress_timeout_s
         )
 
-    async def _engine(self, session: str | None) -> EngineClient:
-        """One that serves; if another request's loss has left none, once they are rebuilt."""
+    async def _engine(self, session: str | None) -> EngineClient | None:
+        """One that serves; if another request's loss has left none, once they are rebuilt. None if that left none either."""
         engine = self._choose(session)
         if engine is None:
             await self._recover(self.version)
             engine = self._choose(session)
-        if engine is None:
-            raise EngineError("no engine serves; see the engines' logs")
         return engine
 
     def _choose(self, session: str | None) -> EngineClient | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flow_runs import Workplace, trained, wait_until
+from tests.support.flow_runs import Workplace, failures, trained, wait_until
 from tests.support.gpu_workplace import GROUP, PROMPTS, furnish, server_of, steps_of
 
 ITERATIONS, KILLED_IN = 3, 1
@@ -62,6 +62,7 @@ def test_the_run_in_which_an_engine_was_killed_completes(done: Done) -> None:
 
 
 def test_every_sample_was_trained_once(done: Done) -> None:
+    assert not failures(done.folder), done.out
     pairs = trained(done.folder)
     assert len(pairs) == len({sample for sample, _ in pairs}) == ITERATIONS * PROMPTS * GROUP
 

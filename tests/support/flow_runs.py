@@ -135,6 +135,16 @@ def trained(run: Path) -> list[tuple[str, int]]:
     return pairs
 
 
+def failures(run: Path) -> list[str]:
+    """Why samples failed to generate, a line each."""
+    import pyarrow.parquet as pq
+
+    rows = []
+    for part in sorted((run / "iterations").glob("*/rollouts/part-*.parquet")):
+        rows += pq.read_table(part, columns=["sample_id", "status", "reason"]).to_pylist()
+    return [f"{row['sample_id']}: {row['reason']}" for row in rows if row["status"] == "failed"]
+
+
 def final_weights(run: Path) -> bytes:
     """The bytes of the last Hugging Face export."""
     newest = sorted((run / "exports").iterdir())[-1]

@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
+from tests.support.engine_control import idle, load
 from tests.support.engine_process import embedded_engine
 
 TIMEOUT_S = 120
@@ -108,3 +109,14 @@ def other_model(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Pat
     moved = {name: tensor.roll(1, 0).contiguous() for name, tensor in tensors.items()}
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest_asyncio.fixture
+async def restored(http: Any) -> AsyncIterator[None]:
+    """The engine is idle, and serves its first weights again afterwards."""
+    await idle(http)
+    yield
+    await http.post("/continue_generation")
+    await http.post("/abort_request", {"abort_all": True})
+    await idle(http)
+    await load(http, http.model, http.version)
