@@ -4,7 +4,7 @@
     python -m benchmarks.same_numbers --compare before.json after.json
 
 Trains the quickstart with three seeds and each preset's recipe for three iterations. It starts the command line of the named
-checkout, so one script measures two versions. Runs have the same names in both, since seeds follow from names.
+checkout, so one script measures two versions. Names of runs do not matter to their numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """rollout: generate the samples of the released groups on the engines and append them as parts.
 
 Reads prompts.parquet and the parts already there; writes rollouts/part-*.parquet as samples finish. Generates only samples
-that no part holds. A sample's seed follows from its id, so a sample generated again is the same sample.
+that no part holds. A sample's seed follows from its place in the run, so a sample generated again is the same sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefect import task
 
 from millrace.connectors.storage.parts import read_parts, write_part
 from millrace.core.contracts import schema
-from millrace.core.contracts.ids import iteration_number, sample_id, sample_seed
+from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import RolloutRecord
 from millrace.core.garbage import collect_garbage
@@ -88,7 +88,7 @@ async def _generate(
     ctx: IterationContext, generator: SampleGenerator, group: DrawnGroup, index: int, queue: Queue
 ) -> None:
     sample = sample_id(group.group_id, index)
-    seed = sample_seed(ctx.config.run.seed, sample)
+    seed = ctx.runtime.prompts.sample_seed(group, index)
     answer = await generator.generate(group.prompt_tokens, seed=seed, rid=sample, session=group.group_id)
     await queue.put(generated_sample(group, index, seed, answer))
 

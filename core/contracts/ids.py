@@ -33,9 +33,16 @@ def derived_seed(seed: int, *parts: str | int) -> int:
     return int(digest("seed", seed, *parts), 16) & ((1 << SEED_BITS) - 1)
 
 
-def sample_seed(seed: int, sample: str) -> int:
-    """Sampling seed of a sample; within 31 bits, as engines take it."""
-    return derived_seed(seed, "sample", sample) & 0x7FFFFFFF
+def sample_seed(
+    seed: int, iteration: int, prompt: str, ordinal: int, index: int, *, seed_name: str = ""
+) -> int:
+    """Sampling seed of sample `index` of a draw; within 31 bits, as engines take it.
+
+    `prompt` and `ordinal` name the draw, as for `group_id`. No seed depends on what a run is called: `seed_name` is empty,
+    but for runs that began when seeds followed from the run's name (core/config/reading/stored.py).
+    """
+    place = sample_id(group_id(seed_name, iteration, prompt, ordinal), index)
+    return derived_seed(seed, "sample", place) & 0x7FFFFFFF
 
 
 def iteration_number(index: int) -> int:

@@ -73,12 +73,13 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
         record = lifted(await asyncio.to_thread(store.read_json, "run.json"))
     except MissingFileError:
         name = runtime.config.run.name
-        record = {"name": name, "config": resolved, "mlflow_run_id": None, "attempts": []}
+        record = {"name": name, "config": resolved, "seed_name": "", "mlflow_run_id": None, "attempts": []}
     if record["config"] is not None:
         check_same_run(record["config"], resolved, runtime.config, FIXED)
     else:
         check_same_run(record["parent"]["config"], resolved, runtime.config, FIXED_IN_A_BRANCH)
     record["config"], record["config_version"] = resolved, VERSION
+    runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
     await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()

@@ -53,6 +53,7 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "parent": parent,
         "config": None,
         "config_version": record["config_version"],
+        "seed_name": record["seed_name"],  # the parent's, so that equal weights draw equal samples in both
         "data": [span for span in record.get("data", []) if span["since"] <= at],
         "mlflow_run_id": None,
         "attempts": [],

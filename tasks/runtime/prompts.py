@@ -1,4 +1,4 @@
-"""The prompts of a run: tokenizer, training data, held-out sets and the ledger over them.
+"""The prompts of a run: tokenizer, training data, held-out sets, the ledger over them and the seeds of their samples.
 
 Owns reading each of them once. What is drawn when is the ledger's decision (millrace.core.ledger).
 """
@@ -11,7 +11,8 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet
-from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.ids import derived_seed, sample_seed
+from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.ledger import Ledger
 from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
 
@@ -25,6 +26,7 @@ class Prompts:
         self._held_out: dict[str, PromptSet] = {}
         self._ledger: Ledger | None = None
         self._data_since = 0
+        self._seed_name = ""
 
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
@@ -47,6 +49,21 @@ class Prompts:
         """From the iteration with this index on, the sources hold what they hold now: epochs begin again there."""
         assert self._ledger is None, "the ledger has drawn already"
         self._data_since = iteration
+
+    def use_seed_name(self, name: str) -> None:
+        """Derive the seeds of samples as run.json says: see `lifted` of core/config/reading/stored.py."""
+        self._seed_name = name
+
+    def sample_seed(self, group: DrawnGroup, index: int) -> int:
+        """Sampling seed of a sample of a drawn group."""
+        return sample_seed(
+            self.config.run.seed,
+            group.iteration,
+            group.prompt_id,
+            group.ordinal,
+            index,
+            seed_name=self._seed_name,
+        )
 
     def ledger(self) -> Ledger:
         """The ledger over the committed manifests."""

@@ -25,7 +25,7 @@ def site(workplace: Workplace, whole: Path) -> Site:
 @pytest.mark.parametrize(
     "point", [pytest.param(p, marks=[pytest.mark.slow] if p in LONG else []) for p in REDUCED], ids=str
 )
-def test_a_killed_run_ends_as_an_uninterrupted_one(site: Site, point: Point) -> None:
+def test_a_killed_run_ends_as_an_uninterrupted_one_of_another_name(site: Site, point: Point) -> None:
     outcome = site.kill(point)
     assert not outcome.problems
     assert outcome.survived == (point.victim != "driver")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from millrace.core.contracts.ids import derived_seed
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
 
@@ -150,15 +151,25 @@ def test_data_that_changed_under_the_run_is_refused(workplace: Workplace, whole:
     assert "data.allow_changes" in out
 
 
-def test_a_run_resumes_with_other_data_when_that_is_allowed(
+def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_when_that_is_allowed(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(whole, tmp_path / "a")
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert (
+        record.pop("seed_name") == ""
+    )  # which earlier versions did not store: their seeds followed from sample ids
+    (tmp_path / "a" / "run.json").write_text(json.dumps(record))
     text = (workplace.folder / "train.jsonl").read_text()
     (workplace.folder / "more.jsonl").write_text(text + json.dumps({"prompt": "9+9+1=", "label": "9"}) + "\n")
     workplace.train(tmp_path, "run.iterations=4", "data.allow_changes=true", "data.sources.0.path=more.jsonl")
     assert [span["since"] for span in json.loads((tmp_path / "a" / "run.json").read_text())["data"]] == [0, 3]
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
+    columns = ["sample_id", "seed"]
+    rows = pq.read_table(
+        tmp_path / "a" / "iterations" / "000003" / "batch.parquet", columns=columns
+    ).to_pylist()
+    assert all(row["seed"] == derived_seed(0, "sample", row["sample_id"]) % 2**31 for row in rows)
 
 
 def test_a_refused_step_names_its_limit_and_with_another_limit_the_run_resumes_from_what_was_generated(

@@ -1,6 +1,7 @@
 """One kill: start the run, wait at the kill point, kill, start again until the run is complete, check what it left.
 
-The uninterrupted run and the killed runs share name, model, data and configuration. Each has its own storage root.
+The uninterrupted run and the killed runs share model, data and configuration. Each has its own storage root, and killed
+runs have another name than the uninterrupted one: no number follows from what a run is called.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_
 DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
 __all__ = ["Outcome", "Site", "make_workplace"]
 STARTS = 4  # at most, for one kill
+KILLED = "killed"  # the name of killed runs; the uninterrupted one is `a`, as run.yaml calls it
 
 
 @dataclass
@@ -69,11 +71,11 @@ class Site:
         outcome, seen = Outcome(point), self.finished_log.stat().st_size
         process, log = self._start(root, point, outcome.starts)
         try:
-            state = self._kill_at(point, process, root / "a", outcome, seen)
+            state = self._kill_at(point, process, root / KILLED, outcome, seen)
             self._complete(root, point, process, outcome)
             state.finished_after = self._finished(seen)[len(state.finished_before) :]
             outcome.regenerated = state.regenerated
-            outcome.problems += promises.broken(reference, root / "a", state, outcome.starts)
+            outcome.problems += promises.broken(reference, root / KILLED, state, outcome.starts)
         except (AssertionError, OSError) as error:
             outcome.problems.append(f"{error or type(error).__name__}; see {log.parent}")
         finally:
@@ -92,6 +94,7 @@ class Site:
             environment["MILLRACE_KILL_POINT"] = f"{point.iteration}/{point.task}/{_wait_at(point)}"
             environment["MILLRACE_KILL_POINT_FILE"] = str(root / "held")
         command = [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", f"storage.root={root}"]
+        command += [f"run.name={KILLED}"]
         with log.open("w") as out:
             process = subprocess.Popen(
                 [*command, *_overrides(point.dynamic)],

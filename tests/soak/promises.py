@@ -12,6 +12,10 @@ import pyarrow.parquet as pq
 from millrace.connectors.storage.run_folder import RunFolder
 from tests.support.flow_runs import final_weights
 
+# columns of batch.parquet that tell a sample's name, place and time; all others are numbers of the run
+NAMES = {"sample_id", "group_id", "engine_id", "timings"}
+FIGURES = ("loss", "grad_norm", "lr", "tokens", "samples")
+
 
 @dataclass
 class Killed:
@@ -30,9 +34,7 @@ class Killed:
 
 def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]:
     """Every promise that the run broke, compared with the uninterrupted one. It was started `starts` times."""
-    problems = []
-    if trained(run) != trained(reference):
-        problems.append("the trained (prompt, sample, step) differ from those of the uninterrupted run")
+    problems = different_numbers(reference, run)
     if final_weights(run) != final_weights(reference):
         problems.append("the final weights differ")
     problems += _generated_twice(run, killed)
@@ -43,13 +45,19 @@ def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]
     return problems
 
 
-def trained(run: Path) -> list[tuple[str, int, int]]:
-    """What was trained, in order: (prompt id, sample index, step)."""
-    rows: list[tuple[str, int, int]] = []
-    for folder in sorted((run / "iterations").iterdir()):
-        table = pq.read_table(folder / "batch.parquet", columns=["prompt_id", "index", "train_step"])
-        rows += [(row["prompt_id"], row["index"], row["train_step"]) for row in table.to_pylist()]
-    return rows
+def different_numbers(one: Path, other: Path) -> list[str]:
+    """In what two runs of one configuration differ that no name, place or time decides: columns of samples, figures of steps."""
+    left, right = numbers(one), numbers(other)
+    return [f"{name} differs between the runs" for name in left if left[name] != right[name]]
+
+
+def numbers(run: Path) -> dict[str, list[object]]:
+    """Every number of the trained samples and of the steps, in order."""
+    folders = sorted((run / "iterations").iterdir())
+    rows = [row for folder in folders for row in pq.read_table(folder / "batch.parquet").to_pylist()]
+    steps = [step for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in NAMES}
+    return columns | {f"step {name}": [step[name] for step in steps] for name in FIGURES}
 
 
 def parts(run: Path) -> dict[Path, bytes]:

@@ -4,6 +4,9 @@ A record holds the run's resolved configuration and, as `config_version`, the sh
 through `lifted`, so that an older run is resumed, replayed, shown, verified and branched as before.
 
 Records without a version are of version 1, whose fields were flat: each estimator and loss had the fields of all.
+
+`seed_name` is what seeds of samples are derived from besides run.seed: empty, so that runs of one configuration are equal
+under any names. Runs from before the field derived them from their names, and so they go on.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ OUR_PACKAGES = re.compile(
 
 
 def lifted(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A run.json with its configurations (its own, and its parent's if it is a branch) in today's shape.
+    """A run.json with its configurations (its own, and its parent's if it is a branch) and its seed_name in today's shape.
 
     Raises ConfigError if a later millrace wrote it, or a configuration in it makes no sense.
     """
@@ -54,9 +57,9 @@ def lifted(record: Mapping[str, Any]) -> dict[str, Any]:
             where=f"run.json of {name}",
             remedy="install that one",
         )
+    today = {**record, "config_version": VERSION, "seed_name": record.get("seed_name", name)}
     if version == VERSION:
-        return dict(record)
-    today = {**record, "config_version": VERSION}
+        return today
     if record.get("config") is not None:
         today["config"] = _from_version_1(record["config"], f"run.json of {name}")
     if "parent" in record and record["parent"].get("config") is not None:

@@ -103,6 +103,14 @@ def test_a_branchs_parent_is_lifted_too_and_a_lifted_record_stays() -> None:
     assert lifted(new) == new
 
 
+def test_a_run_from_before_the_field_keeps_the_seeds_of_its_name() -> None:
+    for version in ({}, {"config_version": VERSION}):
+        assert lifted({"name": "a", "config": None, **version})["seed_name"] == "a"
+    assert (
+        lifted({"name": "a", "config": None, "config_version": VERSION, "seed_name": ""})["seed_name"] == ""
+    )
+
+
 def test_what_cannot_be_read_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"run\.json of a.*later millrace"):
         lifted({"name": "a", "config": {}, "config_version": VERSION + 1})

@@ -23,13 +23,22 @@ def test_ids_and_seeds_are_the_same_for_good() -> None:
     assert prompt == "02cb901c961b1eaa59db324d894303af"
     assert group == "1cc766646182be87a45821e0b73cc6f7"
     assert sample == "1cc766646182be87a45821e0b73cc6f7-0002"
-    assert ids.sample_seed(0, sample) == 1314180710
+    assert ids.sample_seed(0, 3, prompt, 5, 2) == 24532868
+    assert (
+        ids.sample_seed(0, 3, prompt, 5, 2, seed_name="run") == 1314180710
+    )  # as when seeds followed from ids
     assert ids.derived_seed(0, "epoch", "default", 1) == 952782787838147960
 
 
 @given(st.integers(0, 2**31 - 1), st.text(max_size=40))
-def test_sampling_seeds_fit_what_engines_take(seed: int, sample: str) -> None:
-    assert 0 <= ids.sample_seed(seed, sample) < 2**31
+def test_sampling_seeds_fit_what_engines_take(seed: int, prompt: str) -> None:
+    assert 0 <= ids.sample_seed(seed, 0, prompt, 0, 0) < 2**31
+
+
+def test_every_sample_has_a_seed_of_its_own() -> None:
+    """Each part of its place changes it."""
+    places = [(0, 1, "p", 2, 3), (1, 1, "p", 2, 3), (0, 2, "p", 2, 3), (0, 1, "q", 2, 3), (0, 1, "p", 3, 3)]
+    assert len({ids.sample_seed(*place) for place in [*places, (0, 1, "p", 2, 4)]}) == 6
 
 
 def test_people_count_iterations_from_one() -> None:
