@@ -71,6 +71,10 @@ class RefusedStepError(TrainerError):
     """A train step was refused because of its batch, and nothing was applied. A retry gives the same."""
 
 
+class ReplayedStepError(TrainerError):
+    """A step that was made again is not the recorded one. A retry gives the same."""
+
+
 class TrainerStalledError(TrainerError):
     """A rank does not return from a call. It must be ended and rebuilt."""
 
@@ -91,7 +95,7 @@ class EngineStalledError(EngineLostError):
     """An engine answers but generates nothing, although it has requests and is not paused."""
 
 
-LASTING = ConfigError | TrainerMemoryError | RefusedStepError
+LASTING = ConfigError | TrainerMemoryError | RefusedStepError | ReplayedStepError
 """Errors that come again as long as nothing is changed."""
 
 

@@ -127,8 +127,8 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
         raise BudgetError(
             f"only {len(kept)} of {need} groups passed the filter out of {len(groups)} generated; dropped: {reasons}",
             where=f"iteration {iteration_number(ctx.index)}",
-            remedy=f"raise filter.refill_factor (now {ctx.config.filter.refill_factor:g}), set "
-            "filter.when_insufficient=keep, or correct what fails. What finished is kept",
+            remedy="set filter.when_insufficient=keep, or correct what fails; a branch may raise filter.refill_factor (now "
+            f"{ctx.config.filter.refill_factor:g}). What finished is kept",
         )
     return kept
 

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 from millrace.connectors.megatron.rank_weights import RankWeights
 from millrace.core.errors import RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
+from millrace.core.replay import check_trainer_fits, numbers_of, settings_again, settings_of
 
 if TYPE_CHECKING:
     from millrace.connectors.megatron.packing import Row
+    from millrace.core.contracts.task_records import StepMetrics
 
 
 class TrainerRank(RankWeights):
@@ -68,6 +70,7 @@ class TrainerRank(RankWeights):
 
         self.config = RunConfig.model_validate(self.settings)
         self.device = world.join(self.config, self.rank, self.world_size, master)
+        self.step_settings = settings_of(self.config, world.numerics(self.config, self.device))
         with self._working("setup"):
             self._build()
             self.version = 0
@@ -85,11 +88,18 @@ class TrainerRank(RankWeights):
         critic = self.learner.critic
         self.offload_state = OptimizerOffload([policy, critic.trainable] if critic else [policy])
 
-    def train(self, version: int, batch_url: str, max_logprob_gap: float | None = None) -> dict[str, Any]:
+    def train(
+        self,
+        version: int,
+        batch_url: str,
+        max_logprob_gap: float | None = None,
+        recorded: StepMetrics | None = None,
+    ) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
         Answers from memory if the version is held already. max_logprob_gap: largest mean |engine - trainer| log-probability
-        difference with which the step is applied. Raises RefusedStepError for a larger gap, a loss or a gradient that is not
+        difference with which the step is applied. recorded: the figures of the step when it was made before: it is then made
+        under the settings of that time. Raises RefusedStepError for a larger gap, a loss or a gradient that is not
         finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
         are then as before.
         """
@@ -101,12 +111,16 @@ class TrainerRank(RankWeights):
                 "rebuild the trainer from its newest checkpoint"
             )
         with self._working("train"):
-            self.last = self._train(version, batch_url, max_logprob_gap)
+            self.last = self._train(version, batch_url, max_logprob_gap, recorded)
             self.version = version
         return self.last
 
-    def _train(self, version: int, batch_url: str, max_logprob_gap: float | None) -> dict[str, Any]:
+    def _train(
+        self, version: int, batch_url: str, max_logprob_gap: float | None, recorded: StepMetrics | None
+    ) -> dict[str, Any]:
         started = time.perf_counter()
+        if recorded is not None:
+            check_trainer_fits(version, recorded, self.step_settings)
         every = self._read(batch_url)
         rows = [row for row in every if row.train_step == version]
         if not rows:
@@ -119,7 +133,7 @@ class TrainerRank(RankWeights):
         computed = time.perf_counter()
         self._check(metrics, version, max_logprob_gap)
         self.learner.check_on_policy(version, metrics)
-        metrics |= self._apply(version, metrics, len(rows))
+        metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
         if version == max(row.train_step for row in every):
             self._rows = None  # the iteration's last step
@@ -138,6 +152,7 @@ class TrainerRank(RankWeights):
                 "apply": finished - computed,
             },
             "tokens_per_second": tokens / (finished - started),
+            "settings": settings_again(recorded, self.step_settings),
         }
 
     def _check(self, metrics: dict[str, float], version: int, max_logprob_gap: float | None) -> None:
@@ -154,7 +169,9 @@ class TrainerRank(RankWeights):
                 "dtype. Where the dtype alone makes the difference, raise sync.max_logprob_gap"
             )
 
-    def _apply(self, version: int, metrics: dict[str, float], samples: int) -> dict[str, float]:
+    def _apply(
+        self, version: int, metrics: dict[str, float], samples: int, recorded: StepMetrics | None
+    ) -> dict[str, float]:
         """Optimizer and schedule steps, unless a gradient is not finite; norms before clipping."""
         figures = {"grad_norm": 0.0}
         moved = self.learner.models_of_step(version)
@@ -168,7 +185,7 @@ class TrainerRank(RankWeights):
             figures[f"{prefix}grad_norm"] = norm
         try:
             for prefix, trained in moved:
-                trained.step()
+                trained.step(numbers_of(recorded, prefix) if recorded is not None else None)
                 if prefix:
                     figures[f"{prefix}lr"] = trained.lr
             self.learner.finish_step(version, metrics, samples)

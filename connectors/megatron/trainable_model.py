@@ -14,8 +14,10 @@ from millrace.connectors.megatron.optim import fused_adamw
 from millrace.connectors.megatron.optim.ddp import wrap
 from millrace.connectors.megatron.optim.optimizer import make_optimizer, make_schedule
 from millrace.connectors.megatron.optim.optimizer_state import load_optimizer, optimizer_state
+from millrace.connectors.megatron.optim.step_numbers import step_numbers
 from millrace.connectors.megatron.weights.hf_folder import load_hf
 from millrace.core.config import RunConfig
+from millrace.core.replay import StepNumbers
 
 
 def model_from_hf(
@@ -39,13 +41,9 @@ class TrainableModel:
         self.schedule = make_schedule(self.optimizer, config, lr)
         inner.config.grad_scale_func = self.optimizer.scale_loss
         self._fused = fused_adamw.applies(self.optimizer)
+        self.lr = 0.0  # learning rate of the last step
         self._norm = 0.0
         self._device_norm: Tensor | None = None  # set by measure_gradient, read by gradient_norm
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last step."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
         """Set gradients to zero, those of a refused step too."""
@@ -70,17 +68,23 @@ class TrainableModel:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def step(self) -> None:
-        """Advance schedule and optimizer, after `gradient_norm`: step n uses the schedule's learning rate at n."""
+    def step(self, made_with: StepNumbers | None = None) -> None:
+        """Advance optimizer and schedule, after `gradient_norm`: step n uses the schedule's rate after n - 1 steps.
+
+        made_with: numbers of a step that is made again, in place of the configuration's.
+        """
+        with step_numbers(self.optimizer, made_with):
+            self.lr = float(self.optimizer.param_groups[0]["lr"])
+            if self._fused:
+                fused_adamw.step(self.optimizer, self._norm)
+            else:
+                done, _, _ = self.optimizer.step()
+                assert done, "the optimizer skipped a step with finite gradients"
         self.schedule.step(increment=1)
-        if self._fused:
-            fused_adamw.step(self.optimizer, self._norm)
-            return
-        done, _, _ = self.optimizer.step()
-        assert done, "the optimizer skipped a step with finite gradients"
 
     def skip(self) -> None:
         """Advance the schedule alone."""
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.schedule.step(increment=1)
 
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
@@ -95,7 +99,10 @@ class TrainableModel:
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
-        """Load a `sharded_state`, with the schedule's state beside it."""
+        """Load a `sharded_state`, and from the schedule's state beside it how many steps were made.
+
+        Learning rate, betas, epsilon, weight decay and schedule stay the configuration's.
+        """
         self.inner.load_state_dict(loaded["model"])
         load_optimizer(self.optimizer, loaded["optimizer"])
-        self.schedule.load_state_dict(loaded["schedule"])
+        self.schedule.step(increment=int(loaded["schedule"]["num_steps"]) - self.schedule.num_steps)

@@ -27,7 +27,7 @@ class KLController:
 
     def __init__(self, config: Algorithm) -> None:
         self._target, self._horizon = config.kl_target, config.kl_horizon
-        self.value = config.kl_coef
+        self.value = self._configured = config.kl_coef
 
     def update(self, current: float, samples: int) -> float:
         """Account for a step over `samples` samples whose mean KL was `current` (nats a token); returns the new coefficient."""
@@ -39,9 +39,14 @@ class KLController:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint must hold."""
-        return {"kl_coef": self.value}
+        return {"kl_coef": self.value, "configured": self._configured}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`. A state without a coefficient leaves the configured one."""
-        if self._target is not None:
+        """Continue from a checkpoint's `state`, unless it began with another configured coefficient than this one.
+
+        A state without a coefficient leaves the configured one.
+        """
+        began_alike = state.get("configured", self._configured) == self._configured
+        self.value = self._configured
+        if self._target is not None and began_alike:
             self.value = state.get("kl_coef", self.value)

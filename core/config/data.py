@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from millrace.core.config.parts.restart import ANY_START, fixed
 from millrace.core.config.parts.section import Section
+
+EPOCHS = "the order of prompts follows from it"
 
 
 class Source(Section):
@@ -13,7 +18,7 @@ class Source(Section):
     name: str = Field(
         "default", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the source in metrics and lineage."
     )
-    path: str = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    path: Annotated[str, ANY_START] = Field(description="JSONL or Parquet file, path or fsspec URL.")
     weight: float = Field(
         1.0, gt=0, description="Share of the prompts drawn from this source, relative to the others."
     )
@@ -31,16 +36,20 @@ class Source(Section):
 class Data(Section):
     """Which prompts are trained on, and in which order."""
 
-    sources: list[Source] = Field(min_length=1, description="Sources of prompts.")
-    shuffle: bool = Field(True, description="Shuffle each epoch by the run's seed and the epoch.")
-    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are quarantined. Tokens.")
-    max_quarantined_share: float = Field(
+    sources: Annotated[list[Source], fixed(EPOCHS)] = Field(min_length=1, description="Sources of prompts.")
+    shuffle: Annotated[bool, fixed(EPOCHS)] = Field(
+        True, description="Shuffle each epoch by the run's seed and the epoch."
+    )
+    max_prompt_tokens: Annotated[int, fixed(EPOCHS)] = Field(
+        1024, ge=1, description="Longer prompts are quarantined. Tokens."
+    )
+    max_quarantined_share: Annotated[float, ANY_START] = Field(
         0.5,
         ge=0,
         le=1,
         description="Stop before training if more than this share of a source's rows is unusable.",
     )
-    allow_changes: bool = Field(
+    allow_changes: Annotated[bool, ANY_START] = Field(
         False,
         description="Continue a run although its data changed: from the first open iteration on, epochs restart with the data as it is now.",
     )

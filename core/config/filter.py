@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
 
@@ -25,7 +26,7 @@ class Filter(Section):
         ge=0,
         description="Extra prompts an iteration may draw in place of dropped ones, in multiples of rollout.prompts.",
     )
-    when_insufficient: Literal["keep", "stop"] = Field(
+    when_insufficient: Annotated[Literal["keep", "stop"], ANY_START] = Field(
         "keep",
         description="When the extra prompts are used up: keep the earliest zero-variance groups, or stop the run.",
     )

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.restart import fixed
 from millrace.core.config.parts.section import Section
+
+TOKENS = "it decides which prompts fit data.max_prompt_tokens, and epochs are drawn from those"
 
 
 class Model(Section):
     """The policy that is trained."""
 
-    path: str = Field(description="Hugging Face checkpoint folder: config.json, safetensors, tokenizer.")
-    tokenizer: str | None = Field(
+    path: Annotated[str, fixed("the weights of the run began as its")] = Field(
+        description="Hugging Face checkpoint folder: config.json, safetensors, tokenizer."
+    )
+    tokenizer: Annotated[str | None, fixed(TOKENS)] = Field(
         None, description="Folder of the tokenizer; the model's own when not given."
     )
-    chat_template: str | None = Field(
+    chat_template: Annotated[str | None, fixed(TOKENS)] = Field(
         None, description="File with a Jinja chat template that replaces the tokenizer's own."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type of the parameters in the trainer's forward pass."
-    )
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        fixed("checkpoints hold it; a new run can begin from an export of this one"),
+    ] = Field("float32", description="Type of the parameters in the trainer's forward pass.")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
+
+STEPS = "the number of steps an iteration follows from it"
 
 
 class Sampling(Section):
@@ -24,17 +29,27 @@ class Sampling(Section):
 class Rollout(Section):
     """How samples are generated."""
 
-    prompts: int = Field(32, ge=1, description="Prompts (groups) that one iteration trains on.")
-    samples_per_prompt: int = Field(8, ge=1, description="Samples per prompt: the group size n.")
-    sampling: Sampling = Sampling()
-    max_concurrency: int = Field(64, ge=1, description="Samples in flight per engine.")
-    part_groups: int = Field(16, ge=1, description="Finished groups gathered before a part is written.")
-    progress_timeout_s: float = Field(
+    prompts: Annotated[int, fixed(STEPS)] = Field(
+        32, ge=1, description="Prompts (groups) that one iteration trains on."
+    )
+    samples_per_prompt: Annotated[int, fixed(STEPS)] = Field(
+        8, ge=1, description="Samples per prompt: the group size n."
+    )
+    sampling: Annotated[
+        Sampling, in_a_branch("an open iteration may hold samples that were drawn with it")
+    ] = Sampling()
+    max_concurrency: Annotated[int, ANY_START] = Field(64, ge=1, description="Samples in flight per engine.")
+    part_groups: Annotated[int, ANY_START] = Field(
+        16, ge=1, description="Finished groups gathered before a part is written."
+    )
+    progress_timeout_s: Annotated[float, ANY_START] = Field(
         600,
         gt=0,
         description="A request that yields no token for this long is aborted and retried on another engine. Seconds.",
     )
-    attempts: int = Field(3, ge=1, description="Tries per sample before it counts as failed.")
-    max_failed_share: float = Field(
+    attempts: Annotated[int, ANY_START] = Field(
+        3, ge=1, description="Tries per sample before it counts as failed."
+    )
+    max_failed_share: Annotated[float, ANY_START] = Field(
         0.1, ge=0, le=1, description="Share of samples that may fail before the run stops."
     )

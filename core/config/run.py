@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
 
@@ -11,18 +14,18 @@ from millrace.core.config.parts.user_function import UserFunction
 class Run(Section):
     """What the run is called and how long it is."""
 
-    name: str = Field(
+    name: Annotated[str, in_a_branch("it names the run's folder")] = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="Name of the run, of its folder, its MLflow run and its Prefect flow runs. The same name resumes.",
     )
-    seed: int = Field(
+    seed: Annotated[int, fixed("the order of prompts follows from it")] = Field(
         0, ge=0, lt=2**31, description="Every random choice of the run is derived from this seed."
     )
-    iterations: int = Field(1, ge=1, description="RL iterations in total.")
-    prepare: UserFunction | None = Field(
+    iterations: Annotated[int, ANY_START] = Field(1, ge=1, description="RL iterations in total.")
+    prepare: Annotated[UserFunction | None, ANY_START] = Field(
         None,
         description="Function called with the configuration before anything else, to make files that are missing.",
     )
-    experiment: str = Field(
+    experiment: Annotated[str, in_a_branch("the MLflow run lies in it")] = Field(
         "millrace", min_length=1, description="MLflow experiment that the run belongs to."
     )

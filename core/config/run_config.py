@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.checkpoint import Checkpoint
@@ -12,6 +12,7 @@ from millrace.core.config.engines import AutoEngines, Engines
 from millrace.core.config.evaluation import Evaluation
 from millrace.core.config.filter import Filter
 from millrace.core.config.model import Model
+from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.placement import Placement
 from millrace.core.config.reward import Reward
@@ -29,18 +30,18 @@ class RunConfig(Section):
     run: Run
     model: Model
     data: Data
-    storage: Storage = Storage()
+    storage: Annotated[Storage, ANY_START] = Storage()
     rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    filter: Filter = Filter()
-    algorithm: Algorithm = Algorithm()
+    reward: Annotated[Reward, in_a_branch("an open iteration may hold samples that it scored")] = Reward()
+    filter: Annotated[Filter, in_a_branch("an open iteration may hold groups that it judged")] = Filter()
+    algorithm: Annotated[Algorithm, in_a_branch("one run has one algorithm")] = Algorithm()
     trainer: Trainer = Trainer()
-    engines: Engines = AutoEngines()
-    placement: Placement = Placement()
-    sync: Sync = AutoSync()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluation: Evaluation = Evaluation()
-    tracking: Tracking = Tracking()
+    engines: Annotated[Engines, ANY_START] = AutoEngines()
+    placement: Annotated[Placement, ANY_START] = Placement()
+    sync: Annotated[Sync, ANY_START] = AutoSync()
+    checkpoint: Annotated[Checkpoint, ANY_START] = Checkpoint()
+    evaluation: Annotated[Evaluation, ANY_START] = Evaluation()
+    tracking: Annotated[Tracking, ANY_START] = Tracking()
 
     def for_actors(self) -> dict[str, Any]:
         """The configuration as actors get it, with absolute paths: their working folder is another."""

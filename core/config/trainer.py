@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
+
+ALGORITHM = "one run has one algorithm"
 
 
 class Parallel(Section):
@@ -27,7 +30,9 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     clip_grad: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
-    distributed: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
+    distributed: Annotated[bool, fixed("checkpoints hold the optimizer in its form")] = Field(
+        True, description="Shard optimizer state over data parallel ranks."
+    )
 
 
 class Schedule(Section):
@@ -44,39 +49,41 @@ class Schedule(Section):
 class Trainer(Section):
     """The Megatron trainer."""
 
-    world_size: int = Field(
+    world_size: Annotated[int, ANY_START] = Field(
         1, ge=1, description="Ranks: one process each, one GPU each where there are GPUs."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Annotated[Literal["auto", "cpu", "cuda"], ANY_START] = Field(
         "auto", description="auto takes the GPU when there is one."
     )
-    parallel: Parallel = Parallel()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    global_batch: int | None = Field(
+    parallel: Annotated[Parallel, ANY_START] = Parallel()
+    optimizer: Annotated[Optimizer, in_a_branch(ALGORITHM)] = Optimizer()
+    schedule: Annotated[Schedule, in_a_branch(ALGORITHM)] = Schedule()
+    global_batch: Annotated[int | None, fixed("the number of steps an iteration follows from it")] = Field(
         None, ge=1, description="Samples per optimizer step; all samples of the iteration when not given."
     )
-    max_pack_tokens: int = Field(8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens.")
-    recompute: Literal["none", "selective", "full"] = Field(
+    max_pack_tokens: Annotated[int, ANY_START] = Field(
+        8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens."
+    )
+    recompute: Annotated[Literal["none", "selective", "full"], ANY_START] = Field(
         "none",
         description="What the backward pass computes again instead of storing it. selective: outputs of norms and activations, "
         "about a quarter of what a dense layer stores, without a matrix product. full: every layer from its input, a third "
         "more time.",
     )
-    logprob_chunk_tokens: int = Field(
+    logprob_chunk_tokens: Annotated[int, ANY_START] = Field(
         1024,
         ge=1,
         description="Tokens whose logits are in memory at once, in fp32 on the CPU; on a GPU four times as many in the model's "
         "type, and more while there is room.",
     )
-    threads: int | None = Field(
+    threads: Annotated[int | None, ANY_START] = Field(
         None,
         ge=1,
         description="CPU threads per rank. When not given: 1 beside a GPU, else cores divided by ranks.",
     )
-    deterministic: bool = Field(
+    deterministic: Annotated[bool, ANY_START] = Field(
         True, description="Deterministic kernels: repeated runs on CPU are equal bit for bit."
     )
-    megatron: dict[str, Any] = Field(
+    megatron: Annotated[dict[str, Any], in_a_branch(ALGORITHM)] = Field(
         {}, description="Fields of megatron-core's TransformerConfig by their own names."
     )

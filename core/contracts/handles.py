@@ -127,8 +127,14 @@ class TrainerHandle(Protocol):
         """Load a checkpoint; returns the version it holds."""
         ...
 
-    async def train(self, version: int, batch_url: str, max_logprob_gap: float | None) -> StepMetrics:
-        """Make weight version `version` of the one before; returns the step's figures."""
+    async def train(
+        self,
+        version: int,
+        batch_url: str,
+        max_logprob_gap: float | None,
+        recorded: StepMetrics | None = None,
+    ) -> StepMetrics:
+        """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures."""
         ...
 
     async def save(self, url: str) -> None:

@@ -6,7 +6,7 @@ never renamed. Plain dictionaries at run time, as they come back from JSON.
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 
 class FileRecord(TypedDict):
@@ -67,6 +67,13 @@ class FilterRecord(TypedDict):
     groups_zero_variance: int
 
 
+class StepSettings(TypedDict):
+    """What an optimizer step was made under, besides its batch and the weights; millrace.core.replay reads it."""
+
+    configuration: dict[str, Any]  # the part that a branch may set otherwise, as in run.json
+    numerics: dict[str, Any]  # device, layout, versions: what the last bits depend on
+
+
 class StepMetrics(TypedDict):
     """Metrics of one optimizer step. The algorithm adds numbers under names of its own."""
 
@@ -81,6 +88,7 @@ class StepMetrics(TypedDict):
     packs: list[int]  # tokens of each pack of the first rank
     seconds: dict[str, float]  # by phase
     tokens_per_second: float
+    settings: NotRequired[StepSettings]
 
 
 class StepFile(TypedDict):

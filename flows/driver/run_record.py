@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from prefect.runtime import flow_run
+from pydantic import ValidationError
 
 from millrace.core.config import RunConfig
+from millrace.core.config.parts.restart import Change, changes
 from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.prompts import SourceFingerprint, source_changes
@@ -27,28 +29,6 @@ from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-FIXED = (
-    "run.seed",
-    "model.path",
-    "data.sources",
-    "data.shuffle",
-    "data.max_prompt_tokens",
-    "rollout",
-    "filter",
-    "algorithm",
-    "trainer.global_batch",
-    "trainer.optimizer",
-)
-FIXED_IN_A_BRANCH = (
-    "run.seed",
-    "model.path",
-    "data.sources",
-    "data.shuffle",
-    "data.max_prompt_tokens",
-    "rollout.prompts",
-    "rollout.samples_per_prompt",
-    "trainer.global_batch",
-)
 VERSIONED = (
     "millrace",
     "torch",
@@ -75,9 +55,11 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
         name = runtime.config.run.name
         record = {"name": name, "config": resolved, "seed_name": "", "mlflow_run_id": None, "attempts": []}
     if record["config"] is not None:
-        check_same_run(record["config"], resolved, runtime.config, FIXED)
+        check_resume(stored_config(record["config"], record["name"]), runtime.config)
     else:
-        check_same_run(record["parent"]["config"], resolved, runtime.config, FIXED_IN_A_BRANCH)
+        check_branch(
+            stored_config(record["parent"]["config"], record["name"]), runtime.config, record["parent"]
+        )
     record["config"], record["config_version"] = resolved, VERSION
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
@@ -108,21 +90,57 @@ async def finish_run_record(runtime: Runtime) -> None:
     await report.close_tracking(runtime)
 
 
-def check_same_run(
-    before: dict[str, Any], now: dict[str, Any], config: RunConfig, fixed: Sequence[str]
-) -> None:
-    """Refuse to go on with a configuration that would make it another run, naming every field that differs."""
-    before, now = _without_paths(before), _without_paths(now)
-    differing = [path for path in fixed if _get(before, path) != _get(now, path)]
-    if differing:
-        lines = [
-            f"  {path}: was {_get(before, path)!r:.200}, now {_get(now, path)!r:.200}" for path in differing
-        ]
+def stored_config(values: dict[str, Any], run: str) -> RunConfig:
+    """The configuration in a run.json; fields that are younger than it have their defaults."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"its configuration cannot be read: {wrong}", where=f"run.json of {run}") from error
+
+
+def check_resume(before: RunConfig, now: RunConfig) -> None:
+    """Refuse to go on with a run if a field differs that a resume may not change, naming every one."""
+    refused = [change for change in changes(before, now) if not change.restart.resume]
+    if refused:
+        branch = all(change.restart.branch for change in refused)
         raise ConfigError(
-            "exists with another configuration:\n" + "\n".join(lines),
-            where=f"run {config.run.name}",
-            remedy="Give the new run another run.name, or put these fields back.",
+            f"exists with another configuration:\n{_lines(refused)}",
+            where=f"run {now.run.name}",
+            remedy="Put these fields back, or change them in a branch: `millrace branch "
+            f"{before.run.name} NEW --at ITERATION`."
+            if branch
+            else "Put these fields back, or give the new run another run.name.",
         )
+
+
+def check_branch(before: RunConfig, now: RunConfig, parent: dict[str, Any]) -> None:
+    """Refuse to begin a branch if a field differs from its parent's that a branch may not change, naming every one."""
+    refused = [change for change in changes(before, now) if not change.restart.branch]
+    if refused:
+        raise ConfigError(
+            f"is a branch of {parent['run']}, which has another configuration:\n{_lines(refused)}",
+            where=f"run {now.run.name}",
+            remedy="Put these fields back, or start a new run: a branch goes on with its parent's iterations.",
+        )
+    then, here = before.algorithm, now.algorithm
+    for field, missing in (
+        ("algorithm.advantage", here.critic is not None and then.critic is None),
+        ("algorithm.reference_update_steps", here.reference_update_steps and not then.reference_update_steps),
+    ):
+        if missing and parent["at"]:
+            raise ConfigError(
+                f"the checkpoints of {parent['run']} hold no model for it",
+                where=field,
+                remedy="put it back, start a new run, or branch at 0",
+            )
+
+
+def _lines(refused: Sequence[Change]) -> str:
+    return "\n".join(
+        f"  {change.path}: was {change.before!r:.200}, now {change.now!r:.200} ({change.restart.because})"
+        for change in refused
+    )
 
 
 def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict[str, Any]]:
@@ -181,16 +199,3 @@ def code_revision() -> str | None:
         [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
     )
     return revision.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
-
-
-def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without where its sources lie: what they hold is compared by fingerprint."""
-    sources = [{**source, "path": None} for source in config["data"]["sources"]]
-    return {**config, "data": {**config["data"], "sources": sources}}
-
-
-def _get(values: dict[str, Any], path: str) -> Any:
-    found: Any = values
-    for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found

@@ -23,8 +23,9 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import StorageError
+from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.tools.browse import run_record
-from millrace.tasks.runtime.trainer import bring_up, make_ranks
+from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
 
 FIGURES = ("loss", "grad_norm", "tokens", "samples")
 
@@ -42,17 +43,26 @@ class Replay:
 def replay_run(root: str, run: str, first: int, last: int) -> Replay:
     """Replay iterations `first` to `last` (exclusive), from the newest complete checkpoint that is not after `first`."""
     record, folder = run_record(root, run), RunFolder(root, run)
-    config = RunConfig.model_validate(record["config"])
     committed = len(folder.manifests())
     if not 0 <= first < last <= committed:
         raise StorageError(
             f"{folder.store.url}: has {committed} committed iterations; ask for 0 <= from < to <= {committed}"
         )
+    config = configuration_of(record, folder, first)
     cluster.start_or_join(config.placement.ray_address, f"{run}-replay")
     try:
         return asyncio.run(_replay(config, folder, first, last))
     finally:
         cluster.leave()
+
+
+def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -> RunConfig:
+    """The configuration under which an iteration was trained: of a branch's first iterations the parent's."""
+    parent = record.get("parent")
+    ours = record["config"] if parent is None or index >= parent["at"] else parent["config"]
+    config = RunConfig.model_validate(ours)
+    recorded = recorded_step(folder.iteration(index), index * config.steps_per_iteration + 1)
+    return with_settings(config, recorded) if recorded else config
 
 
 async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
@@ -64,14 +74,15 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
         await ranks.setup()
         result = Replay()
 
-        def compare(version: int, figures: StepMetrics) -> None:
-            again: Mapping[str, Any] = figures
-            index = (version - 1) // steps
-            if index >= first:
-                stored = folder.iteration(index).read_json("step.json")["steps"][version - index * steps - 1]
-                compared = {name: (stored[name], again[name]) for name in FIGURES}
-                result.steps.append({"version": version, **compared})
-                result.equal = result.equal and all(before == after for before, after in compared.values())
+        def compare(iteration: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
+            if iteration <= first:
+                check_replayed(iteration, recorded, again, exact=exact)
+                return
+            stored: Mapping[str, Any] = recorded
+            made: Mapping[str, Any] = again
+            compared = {name: (stored[name], made[name]) for name in FIGURES}
+            result.steps.append({"version": recorded["version"], **compared})
+            result.equal = result.equal and all(before == after for before, after in compared.values())
 
         came = await bring_up(ranks, folder, last * steps, steps, at_most=first * steps, on_step=compare)
         if came.checkpoint:

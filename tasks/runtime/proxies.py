@@ -125,9 +125,15 @@ class TrainerProxy:
         """Load a checkpoint; returns the version it holds."""
         return (await self._ranks.call(TrainerRank.load, url))[0]
 
-    async def train(self, version: int, batch_url: str, max_logprob_gap: float | None) -> StepMetrics:
-        """Make weight version `version` of the one before; rank 0's figures."""
-        figures = await self._ranks.call(TrainerRank.train, version, batch_url, max_logprob_gap)
+    async def train(
+        self,
+        version: int,
+        batch_url: str,
+        max_logprob_gap: float | None,
+        recorded: StepMetrics | None = None,
+    ) -> StepMetrics:
+        """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures."""
+        figures = await self._ranks.call(TrainerRank.train, version, batch_url, max_logprob_gap, recorded)
         return cast(StepMetrics, figures[0])
 
     async def save(self, url: str) -> None:

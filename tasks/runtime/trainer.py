@@ -11,16 +11,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray import actors
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, TrainerError
+from millrace.core.replay import check_replayed, is_exact
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.network_check import check_network
 from millrace.tasks.runtime.proxies import TrainerProxy
@@ -142,6 +145,13 @@ class Trainer:
         return ranks
 
 
+class OnStep(Protocol):
+    """What is done with a replayed step."""
+
+    def __call__(self, iteration: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
+        """iteration: counted from 1. exact: whether the two must be equal bit for bit."""
+
+
 @dataclass(frozen=True)
 class BringUp:
     """How ranks came to a version."""
@@ -172,12 +182,13 @@ async def bring_up(
     steps: int,
     *,
     at_most: int | None = None,
-    on_step: Callable[[int, StepMetrics], None] | None = None,
+    on_step: OnStep = check_replayed,
 ) -> BringUp:
     """Bring ranks that hold version 0 to `version`: newest complete checkpoint, then replay of the batches after it.
 
+    A replayed step is made under the settings that it was made under, where its iteration's train_step is committed.
     steps: optimizer steps an iteration. at_most: the newest version that a checkpoint may hold, `version` when not given.
-    on_step: called with version and figures of each replayed step.
+    on_step: compares a replayed step with the recorded one; raises ReplayedStepError by default if they differ.
     """
     marks = [time.perf_counter()]
     complete = await asyncio.to_thread(run_folder.complete_checkpoints)
@@ -188,14 +199,28 @@ async def bring_up(
     if usable:
         loaded = await ranks.load(run_folder.store.url_of(run_folder.checkpoint_path(usable[-1])))
     marks.append(time.perf_counter())
+    exact = True
     for replayed in range(loaded + 1, version + 1):
-        batch = run_folder.iteration((replayed - 1) // steps).url_of("batch.parquet")
-        figures = await ranks.train(replayed, batch, None)
-        if on_step:
-            on_step(replayed, figures)
+        index = (replayed - 1) // steps
+        folder = run_folder.iteration(index)
+        recorded = await asyncio.to_thread(recorded_step, folder, replayed)
+        figures = await ranks.train(replayed, folder.url_of("batch.parquet"), None, recorded)
+        if recorded is not None:
+            exact = exact and is_exact(
+                recorded, figures
+            )  # from the first inexact step on the weights differ too
+            on_step(iteration_number(index), recorded, figures, exact=exact)
     marks.append(time.perf_counter())
     find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
     return BringUp(usable[-1] if usable else None, loaded, find_s, load_s, replay_s)
+
+
+def recorded_step(folder: Store, version: int) -> StepMetrics | None:
+    """The figures of the step that made `version`, None if its iteration's train_step is not committed."""
+    if not any(folder.exists(name) for name in ("results/train_step.json", "manifest.json")):
+        return None
+    steps: list[StepMetrics] = folder.read_json("step.json")["steps"]
+    return next(step for step in steps if step["version"] == version)
 
 
 def _reached(versions: set[int | None], version: int, ahead: int) -> bool:

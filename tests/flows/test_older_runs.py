@@ -12,7 +12,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.reading.stored import VERSION
 from millrace.core.errors import ConfigError
-from millrace.flows.driver.run_record import FIXED, check_same_run
+from millrace.flows.driver.run_record import check_resume, stored_config
 from millrace.flows.tools.branch import branch_run
 from millrace.flows.tools.browse import run_record, run_tables, runs_table, settings_of
 
@@ -43,10 +43,10 @@ def test_it_is_listed_and_shown(root: str) -> None:
 def test_the_same_configuration_continues_it_and_another_does_not(root: str) -> None:
     before = settings_of(run_record(root, "old"))
     config = load_config(None, text=SAME)
-    check_same_run(before, config.model_dump(mode="json"), config, FIXED)
+    check_resume(stored_config(before, "old"), config)
     other = load_config(None, ["algorithm.loss.clip_high=0.3"], text=SAME)
-    with pytest.raises(ConfigError, match="algorithm"):
-        check_same_run(before, other.model_dump(mode="json"), other, FIXED)
+    with pytest.raises(ConfigError, match="algorithm.loss.clip_high: was 0.2, now 0.3"):
+        check_resume(stored_config(before, "old"), other)
 
 
 def test_its_branch_has_a_parent_of_todays_shape(root: str) -> None:

@@ -136,7 +136,8 @@ def test_runs_and_show_list_it_with_iterations_counted_from_one(workplace: Workp
 
 def test_another_configuration_under_the_same_name_is_refused(workplace: Workplace, whole: Path) -> None:
     out = workplace.train(whole.parent, "run.iterations=4", "rollout.sampling.temperature=0.5", expect=2)
-    assert "rollout: was" in out
+    assert "rollout.sampling.temperature: was 1.0, now 0.5" in out
+    assert "millrace branch a NEW --at ITERATION" in out
 
 
 def test_data_that_changed_under_the_run_is_refused(workplace: Workplace, whole: Path) -> None:

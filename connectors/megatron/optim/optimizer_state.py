@@ -28,8 +28,12 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a state dict, and add what megatron's optimizers leave out of it without Transformer Engine."""
+    """Load moments, main parameters and step counts, and add what megatron leaves out without Transformer Engine.
+
+    The numbers of the parameter groups (rates, betas, ...) stay the configuration's: a state dict holds the run's that saved it.
+    """
     parts = _parts(optimizer)
+    configured = [_group_numbers(part) for part in parts]
     states = [state] if len(parts) == 1 else [state[number] for number in sorted(state)]
     for part, part_state in zip(parts, states, strict=True):
         if not isinstance(part, DistributedOptimizer):
@@ -39,9 +43,19 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         with patches.steps_kept_on_load(_distributed(parts)), torch.no_grad():
             optimizer.load_state_dict(state)
     finally:
-        for part in parts:
+        for part, numbers in zip(parts, configured, strict=True):
+            for group, own in zip(part.optimizer.param_groups, numbers, strict=True):
+                group.update(own)
             _unshare_steps(part.optimizer)
         fused_adamw.install(optimizer)
+
+
+def _group_numbers(part: Any) -> list[dict[str, Any]]:
+    """Each parameter group without its parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in part.optimizer.param_groups
+    ]
 
 
 def _parts(optimizer: Any) -> list[Any]:

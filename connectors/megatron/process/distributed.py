@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from millrace.connectors.megatron.process import cpu_shim
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
 
+VERSIONED = ("torch", "megatron-core", "millrace")
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -97,3 +100,21 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[An
 def model_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A cheaper context for calls of the model and the loss, which name no device."""
     return cpu_shim.suspended() if device.type == "cpu" else contextlib.nullcontext()
+
+
+def numerics(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """On what the last bits of a step depend besides its input: host, device, layout, sizes of the pieces and versions."""
+    t = config.trainer
+    return {
+        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "host": platform.node(),
+        "threads": torch.get_num_threads(),
+        "world_size": t.world_size,
+        "parallel": t.parallel.model_dump(),
+        "max_pack_tokens": t.max_pack_tokens,
+        "logprob_chunk_tokens": t.logprob_chunk_tokens,
+        "recompute": t.recompute,
+        "deterministic": t.deterministic,
+        "dtype": config.model.dtype,
+        "versions": {name: metadata.version(name) for name in VERSIONED},
+    }

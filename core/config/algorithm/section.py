@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from millrace.core.config.algorithm.loss import Clipped, Loss
 from millrace.core.config.algorithm.presets import PRESETS, Preset
 from millrace.core.config.parts.menu import menu_of, spelled_out
 from millrace.core.config.parts.merge import merged
+from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
 
@@ -86,7 +87,7 @@ class Algorithm(Section):
     )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
-    on_policy_guard: bool = Field(
+    on_policy_guard: Annotated[bool, ANY_START] = Field(
         True,
         description="Refuse an iteration's first step unless its ratio is exactly 1 and its KL from equal weights below 1e-9.",
     )

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from millrace.core.config.parts.menu import Menu, menu_of, variants
+from millrace.core.config.parts.restart import Restart, restart_of
 from millrace.core.config.parts.section import models
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.run_config import RunConfig
@@ -44,6 +45,12 @@ value and remedy. Secrets stand in the environment, never here. Fields that a pr
 
 **A file can build on another.** `base: grpo.yaml` takes all values of that file, whose path is relative to the file that
 names it; what stands beside `base` changes them. Lists are replaced whole.
+
+**Changes.** Started again, a run goes on with what the file says now. *may change in* names where a field may then have
+another value than before: in the *run* itself, in a *branch* of it (`millrace branch`), or in *neither*. A changed field
+acts from the first step, or the first task of its kind, after the start: moments and step counts of the optimizer stay,
+its numbers and the schedule are the file's. A change that is not allowed is refused, with the reason. Steps that are made
+again after a crash use the settings that they were first made under, which stand in `step.json`.
 
 **Choices.** `engines`, `sync`, `algorithm.loss` and `algorithm.advantage` are choices by `kind`: each kind has only the
 fields that act there. A bare word is that kind with its defaults.
@@ -85,46 +92,50 @@ def page() -> str:
     fields = RunConfig.model_fields
     index = " · ".join(f"[{name}](#{name})" for name in [*fields, "functions"])
     sections = "\n".join(line for name, field in fields.items() for line in _section(name, field))
-    functions = "\n".join(_row("functions", name, field) for name, field in UserFunction.model_fields.items())
+    functions = "\n".join(
+        _row("functions", name, field, None) for name, field in UserFunction.model_fields.items()
+    )
     return f"{HEAD}{index}\n\n{sections}\n{FUNCTIONS}{functions}\n"
 
 
-def _section(path: str, field: FieldInfo) -> Iterator[str]:
-    """The section or choice that a field holds, and those below it."""
+def _section(path: str, field: FieldInfo, above: Restart | None = None) -> Iterator[str]:
+    """The section or choice that a field holds, and those below it. above: the decision on a restart of what holds it."""
     yield f"## {path}\n"
-    menu = menu_of(field)
+    menu, restart = menu_of(field), restart_of(field, above)
     if menu:
-        yield from _choice(path, menu, variants(field))
+        yield from _choice(path, menu, variants(field), restart)
         below = {
             name: item for model in variants(field).values() for name, item in model.model_fields.items()
         }
     else:
         model = models(field.annotation)[0]
         yield f"{(model.__doc__ or '').strip()}\n"
-        yield "| field | type | default | meaning |\n|---|---|---|---|"
+        yield "| field | type | default | may change in | meaning |\n|---|---|---|---|---|"
         for name, item in model.model_fields.items():
-            yield _row(path, name, item)
+            yield _row(path, name, item, restart)
         yield ""
         below = dict(model.model_fields)
     for name, item in below.items():
         if _has_section(item):
-            yield from _section(_place(path, name, item), item)
+            yield from _section(_place(path, name, item), item, restart)
 
 
-def _choice(path: str, menu: Menu, kinds: Mapping[str, type[BaseModel]]) -> Iterator[str]:
+def _choice(
+    path: str, menu: Menu, kinds: Mapping[str, type[BaseModel]], restart: Restart | None
+) -> Iterator[str]:
     yield f"{inspect.cleandoc(menu.text)}\n"
     yield f"The default is `{menu.default}`.\n"
     names = dict.fromkeys(name for model in kinds.values() for name in model.model_fields if name != "kind")
     if names:
-        yield "| field | of kind | type | default | meaning |\n|---|---|---|---|---|"
+        yield "| field | of kind | type | default | may change in | meaning |\n|---|---|---|---|---|---|"
     for name in names:
         having = [kind for kind, model in kinds.items() if name in model.model_fields]
         shown = "every" if len(having) == len(kinds) else ", ".join(f"`{kind}`" for kind in having)
-        yield _row(path, name, kinds[having[0]].model_fields[name], f" {shown} |")
+        yield _row(path, name, kinds[having[0]].model_fields[name], restart, f" {shown} |")
     yield ""
 
 
-def _row(path: str, name: str, field: FieldInfo, kinds: str = "") -> str:
+def _row(path: str, name: str, field: FieldInfo, above: Restart | None, kinds: str = "") -> str:
     meaning = field.description or ""
     menu = menu_of(field)
     if _has_section(field):
@@ -133,7 +144,16 @@ def _row(path: str, name: str, field: FieldInfo, kinds: str = "") -> str:
         kind = "choice" if menu else "list" if place.endswith("[]") else "section"
     else:
         kind = ", ".join([_kind(field.annotation), *_bounds(field)])
-    return f"| `{name}` |{kinds} {kind} | {_default(field, menu)} | {meaning} |".replace("\n", " ")
+    may = "" if path == "functions" else f" {_may_change(field, above)} |"
+    return f"| `{name}` |{kinds} {kind} | {_default(field, menu)} |{may} {meaning} |".replace("\n", " ")
+
+
+def _may_change(field: FieldInfo, above: Restart | None) -> str:
+    """What may set the field otherwise; of a section whose fields differ in it, nothing."""
+    restart = restart_of(field, above)
+    if restart is None:
+        return ""
+    return "run, branch" if restart.resume else "branch" if restart.branch else "neither"
 
 
 def _has_section(field: FieldInfo) -> bool:

@@ -138,12 +138,3 @@ def test_the_ratio_may_be_taken_against_the_engines_log_probabilities(
     old = {row["sample_id"]: torch.tensor(row["rollout_logprobs"]) for row in samples(1)}
     loss = policy_loss(plain, samples(1), old, 0.0).item()
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_the_learning_rate_follows_warm_up_and_decay(
-    workers: Workers, model: Callable[..., Path], batch: str
-) -> None:
-    schedule = {"kind": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr": 1e-4}
-    with workers.group(configuration(model(), schedule=schedule)) as group:
-        rates = [group.train([step], batch.format(step))[0]["lr"] for step in range(1, 7)]
-    assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4])

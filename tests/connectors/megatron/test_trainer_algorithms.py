@@ -153,7 +153,7 @@ def state(rank: Any) -> list[Any]:
             parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
             moments = [part.optimizer.state[parameter] for parameter in parameters]
             found += [held[name].numpy().tobytes() for held in moments for name in sorted(held)]
-        found.append((trained.schedule.num_steps, trained.lr))
+        found.append((trained.schedule.num_steps, trained.optimizer.param_groups[0]["lr"]))
     if learner.reference is not None:
         found += [value.numpy().tobytes() for value in learner.reference._weights.values()]
         found.append(learner.reference.version)

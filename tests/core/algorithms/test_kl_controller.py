@@ -24,3 +24,15 @@ def test_fixed_coefficient_stays() -> None:
     assert controller.update(9.0, 100) == 0.1
     controller.restore({"kl_coef": 5.0})
     assert controller.value == 0.1
+
+
+def test_a_branch_that_configures_another_coefficient_begins_with_it() -> None:
+    parent = KLController(Algorithm(kl_coef=0.1, kl_target=0.05))
+    parent.update(1.0, 50)
+    branch = KLController(Algorithm(kl_coef=0.4, kl_target=0.05))
+    branch.restore(parent.state())
+    assert branch.value == 0.4
+    branch.update(1.0, 50)
+    again = KLController(Algorithm(kl_coef=0.4, kl_target=0.05))
+    again.restore(branch.state())
+    assert again.value == branch.value

@@ -1,0 +1,52 @@
+"""The numbers with which one optimizer step is applied, where they are not the configuration's of now.
+
+A step that is made again uses the numbers that it was made with, whatever the schedule says today.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from millrace.core.replay import StepNumbers
+
+
+@contextlib.contextmanager
+def step_numbers(optimizer: Any, made_with: StepNumbers | None) -> Iterator[None]:
+    """Within, the optimizer steps with these numbers; afterwards with the ones from before."""
+    if not made_with:
+        yield
+        return
+    parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    groups = [group for part in parts for group in part.param_groups]
+    names = ("lr", "betas", "eps", "weight_decay")
+    before = [{name: group[name] for name in names} for group in groups]
+    clips = [part.config.clip_grad for part in parts]
+    scheduled = groups[0]["lr"] if groups else 0.0
+    try:
+        for group in groups:
+            group.update(_numbers(group, made_with, scheduled))
+        for part in parts:
+            part.config.clip_grad = made_with.get("clip_grad", part.config.clip_grad)
+        yield
+    finally:
+        for group, own in zip(groups, before, strict=True):
+            group.update(own)
+        for part, clip in zip(parts, clips, strict=True):
+            part.config.clip_grad = clip
+
+
+def _numbers(group: dict[str, Any], made_with: StepNumbers, scheduled: float) -> dict[str, Any]:
+    """A group's numbers. A group with a rate of its own keeps its proportion to the `scheduled` one."""
+    numbers: dict[str, Any] = {}
+    if "lr" in made_with:
+        own = group["lr"] != scheduled and scheduled
+        numbers["lr"] = made_with["lr"] * group["lr"] / scheduled if own else made_with["lr"]
+    if "betas" in made_with:
+        numbers["betas"] = tuple(made_with["betas"])
+    if "eps" in made_with:
+        numbers["eps"] = made_with["eps"]
+    if "weight_decay" in made_with:
+        numbers["weight_decay"] = made_with["weight_decay"] * group.get("wd_mult", 1.0)
+    return numbers

@@ -1,0 +1,155 @@
+"""A step that is made again: what it was made under, and whether it is the same step.
+
+A step follows from the weights, its batch, the configuration and the machine's arithmetic. The last two are kept with its
+figures as `settings`. Steps of earlier releases have none: their rate is among the figures, the rest is the run's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict, cast
+
+from pydantic import BaseModel
+
+from millrace.core.config import RunConfig
+from millrace.core.config.parts.restart import restart_of
+from millrace.core.contracts.task_records import StepMetrics, StepSettings
+from millrace.core.errors import ReplayedStepError, TrainerError
+
+SECTIONS = ("rollout", "algorithm", "trainer")  # what a step reads
+NUMBERS = (
+    "betas",
+    "eps",
+    "weight_decay",
+    "clip_grad",
+)  # of the optimizer: a trainer can change them between two steps
+NOT_BUILT_IN = (  # what a trainer follows without being built anew
+    *(f"trainer.optimizer.{name}" for name in NUMBERS),
+    "trainer.optimizer.lr",  # the rates follow from these, and are among the figures
+    "trainer.schedule.",
+    "algorithm.advantage.critic.lr",
+    "algorithm.on_policy_guard",  # refuses, and changes no step
+)
+LOSS_TOLERANCE = (1e-3, 1e-2)  # absolute, relative
+NORM_TOLERANCE = (1e-4, 1e-2)
+BFLOAT16_FACTOR = 10.0
+
+
+def settings_of(config: RunConfig, numerics: Mapping[str, Any]) -> StepSettings:
+    """What a step is made under: every field that another start or a branch may set otherwise and that a step reads.
+
+    numerics: device, layout and versions, on which the last bits depend.
+    """
+    sections = {name: config.model_dump(mode="json")[name] for name in SECTIONS}
+    return {"configuration": _laid_over(config, sections, None), "numerics": dict(numerics)}
+
+
+class StepNumbers(TypedDict, total=False):
+    """What the optimizer makes one step with; a number that is missing is the configuration's."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad: float
+
+
+def numbers_of(recorded: StepMetrics, prefix: str = "") -> StepNumbers:
+    """The optimizer's numbers of a recorded step; those that it does not say are the configuration's.
+
+    prefix: of the model's metrics, "critic_" for the critic.
+    """
+    figures: Mapping[str, Any] = recorded
+    numbers = {"lr": figures[f"{prefix}lr"]} if f"{prefix}lr" in figures else {}
+    if "settings" in recorded:
+        optimizer = recorded["settings"]["configuration"]["trainer"]["optimizer"]
+        numbers |= {name: optimizer[name] for name in NUMBERS}
+    return cast(StepNumbers, numbers)
+
+
+def settings_again(recorded: StepMetrics | None, now: StepSettings) -> StepSettings:
+    """What a step is made under now: the recorded configuration if it is made again, and this machine's numerics."""
+    if recorded is None or "settings" not in recorded:
+        return now
+    return {**now, "configuration": recorded["settings"]["configuration"]}
+
+
+def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -> None:
+    """Raise TrainerError if a step was made under settings that this trainer was not built with."""
+    if "settings" not in recorded:
+        return
+    then, here = (dict(_flat(each["configuration"])) for each in (recorded["settings"], now))
+    for path in then.keys() & here.keys():
+        if then[path] != here[path] and not path.startswith(NOT_BUILT_IN):
+            raise TrainerError(
+                f"step {version} was made under {path} = {then[path]!r}, this trainer was built with {here[path]!r}",
+                remedy="replay the iterations before and after the change apart",
+            )
+
+
+def check_replayed(iteration: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
+    """Raise ReplayedStepError if a step that was made again has another loss or gradient norm than the recorded one.
+
+    iteration: counted from 1. exact: whether they must be equal bit for bit; else within a tolerance.
+    """
+    for name in ("loss", "grad_norm"):
+        before, now = _figure(recorded, name), _figure(again, name)
+        if before == now or (not exact and _near(name, before, now, again)):
+            continue
+        raise ReplayedStepError(
+            f"iteration {iteration}, step {recorded['version']}: made again, {name} is {now!r}, recorded is {before!r}",
+            remedy="put back what changed since (the batch, the model's files, functions of yours, package versions), or "
+            "go on without the steps after a checkpoint: millrace branch",
+        )
+
+
+def is_exact(recorded: StepMetrics, again: StepMetrics) -> bool:
+    """Whether a step made again must be equal bit for bit: on a CPU, under the same numerics."""
+    if "settings" not in recorded or "settings" not in again:
+        return False
+    then, now = recorded["settings"]["numerics"], again["settings"]["numerics"]
+    return then == now and now.get("device") == "cpu" and bool(now.get("deterministic"))
+
+
+def _near(name: str, before: float, now: float, again: StepMetrics) -> bool:
+    absolute, relative = LOSS_TOLERANCE if name == "loss" else NORM_TOLERANCE
+    coarse = "settings" in again and again["settings"]["numerics"].get("dtype") == "bfloat16"
+    factor = BFLOAT16_FACTOR if coarse else 1.0
+    return abs(now - before) <= factor * (absolute + relative * abs(before))
+
+
+def _figure(step: StepMetrics, name: str) -> float:
+    figures: Mapping[str, Any] = step
+    return float(figures[name])
+
+
+def with_settings(config: RunConfig, recorded: StepMetrics) -> RunConfig:
+    """The configuration under which a recorded step was made."""
+    if "settings" not in recorded:
+        return config
+    values = config.model_dump(mode="json")
+    return RunConfig.model_validate(
+        values | _laid_over(config, values, recorded["settings"]["configuration"])
+    )
+
+
+def _laid_over(section: BaseModel, values: dict[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A section's `values` with what only a branch may set otherwise taken from `over`; without `over` that part alone."""
+    made: dict[str, Any] = {} if over is None else dict(values)
+    for name, field in type(section).model_fields.items():
+        if name not in values or (over is not None and name not in over):
+            continue
+        restart, below = restart_of(field), getattr(section, name)
+        if restart is None and isinstance(below, BaseModel):
+            made[name] = _laid_over(below, values[name], None if over is None else over[name])
+        elif restart is not None and restart.branch and not restart.resume:
+            made[name] = values[name] if over is None else over[name]
+    return made
+
+
+def _flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from _flat(value, f"{path}.{name}" if path else name)
+    else:
+        yield path, values

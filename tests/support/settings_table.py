@@ -1,0 +1,124 @@
+"""Every field of the configuration: whether a resume and a branch may change it, and what shows that a change acts.
+
+refused    the start is refused, naming the field
+trained    tests/connectors/megatron/test_settings_that_act.py trains with it: rates, AdamW's numbers, KL coefficient
+rebuilt    the trainer ranks and engines read it where they are built, and a start under another configuration ends those
+           that it finds: the digest that an actor carries differs
+a module   reads it in the driver, which is a new process at each start, and keeps nothing of it in the run folder
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """What is expected of a field, and the proof of what may change."""
+
+    resume: bool
+    branch: bool
+    proof: str
+
+
+REBUILT, TRAINED_WITH, REFUSED = "rebuilt", "trained", "refused"
+NEITHER = Row(False, False, REFUSED)
+
+
+def _rows(resume: bool, branch: bool, proof: str, *paths: str) -> dict[str, Row]:
+    return {path: Row(resume, branch, proof) for path in paths}
+
+
+def _any_start(proof: str, *paths: str) -> dict[str, Row]:
+    return _rows(True, True, proof, *paths)
+
+
+def _branch(proof: str, *paths: str) -> dict[str, Row]:
+    return _rows(False, True, proof, *paths)
+
+
+def _under(prefix: str, names: str) -> list[str]:
+    return [f"{prefix}.{name}" for name in names.split()]
+
+
+SAMPLING = "temperature top_p top_k min_p max_new_tokens stop stop_token_ids"
+FUNCTION = "function options"
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(
+        (
+            "run.seed",
+            *_under("model", "path tokenizer chat_template dtype"),
+            *_under("data.sources.0", "name weight prompt_key label_key metadata_key chat system"),
+            *_under("data", "shuffle max_prompt_tokens"),
+            *_under("rollout", "prompts samples_per_prompt"),
+            *_under("trainer", "global_batch optimizer.distributed"),
+        ),
+        NEITHER,
+    ),
+    **_branch("flows/driver/run_record.py", "run.name"),
+    **_branch("tasks/runtime/tracking.py", "run.experiment"),
+    **_any_start(TRAINED_WITH, "run.iterations"),
+    **_any_start("flows/driver/drive.py", *_under("run.prepare", FUNCTION)),
+    **_any_start("tasks/runtime/prompt_dataset.py", "data.sources.0.path", "data.max_quarantined_share"),
+    **_any_start("flows/driver/run_record.py", "data.allow_changes"),
+    **_any_start("tasks/runtime/runtime.py", "storage.root"),
+    **_branch("tasks/rollout.py", *_under("rollout.sampling", SAMPLING)),
+    **_any_start("tasks/samples/generation.py", "rollout.max_concurrency"),
+    **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
+    **_any_start("connectors/sglang/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
+    **_branch("tasks/runtime/scoring.py", *_under("reward", FUNCTION)),
+    **_any_start("tasks/runtime/scoring.py", *_under("reward", "workers timeout_s")),
+    **_any_start("tasks/reward.py", "reward.max_failed_share"),
+    **_branch("core/group_filters.py", "filter.drop_zero_variance", *_under("filter.group_filter", FUNCTION)),
+    **_branch("tasks/sample_prompts.py", "filter.refill_factor"),
+    **_any_start("tasks/filter.py", "filter.when_insufficient"),
+    **_branch(
+        REBUILT,
+        *_under(
+            "algorithm",
+            "preset whiten old_logprobs aggregation constant_length kl_kind kl_placement kl_unbiased",
+        ),
+        *_under(
+            "algorithm", "kl_target kl_horizon reference_update_steps entropy_coef distillation_coef teacher"
+        ),
+        *_under("algorithm.advantage", "kind divide_by_std epsilon gamma lam critic.clip critic.only_steps"),
+        *_under("algorithm.advantage", FUNCTION),
+        *_under("algorithm.loss", "kind clip_low clip_high dual_clip temperatures"),
+        *_under("algorithm.loss", FUNCTION),
+        *_under("algorithm.overlong", "buffer_tokens factor"),
+        *_under("algorithm.shaping", FUNCTION),
+        *_under("algorithm.correction", "kind level low high veto opsm_delta"),
+        "trainer.megatron",
+    ),
+    **_branch(TRAINED_WITH, "algorithm.kl_coef", "algorithm.advantage.critic.lr"),
+    **_any_start(REBUILT, "algorithm.on_policy_guard"),
+    **_branch(TRAINED_WITH, *_under("trainer.optimizer", "lr betas eps weight_decay clip_grad")),
+    **_branch(TRAINED_WITH, *_under("trainer.schedule", "kind warmup_steps decay_steps min_lr")),
+    **_any_start(
+        REBUILT,
+        *_under(
+            "trainer",
+            "world_size device max_pack_tokens recompute logprob_chunk_tokens threads deterministic",
+        ),
+        *_under("trainer.parallel", "tensor pipeline context expert sequence"),
+        *_under(
+            "engines", "kind host start_timeout_s restarts count gpus prefill sglang threads max_running"
+        ),
+        *_under("engines", "max_total_tokens addresses router.policy router.options"),
+        *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),
+        *_under("sync", "kind directory bucket_mib verify"),
+    ),
+    **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
+    **_any_start("tasks/checkpoint.py", *_under("checkpoint", "every keep_last keep_every keep_best")),
+    **_any_start("tasks/checkpoint.py", *_under("checkpoint", "export_every export_last")),
+    **_any_start(
+        "tasks/evaluate.py",
+        *_under(
+            "evaluation.sets.0", "name path prompt_key label_key metadata_key chat system samples_per_prompt"
+        ),
+        *_under("evaluation.sets.0.sampling", SAMPLING),
+    ),
+    **_any_start("flows/train.py", "evaluation.every"),
+    **_any_start("tasks/runtime/tracking.py", "tracking.uri"),
+    **_any_start("tasks/report.py", "tracking.samples"),
+}
+TRAINED = {path for path, row in ROWS.items() if row.proof == TRAINED_WITH}
