@@ -36,10 +36,10 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """Learning rate over optimizer steps."""
+    """Learning rate over optimizer steps: step n has the rate that megatron and transformers give it."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up; the first of them has rate 0.")
     decay_steps: int | None = Field(
         None, ge=1, description="Steps until min_lr; the run's steps when not given."
     )

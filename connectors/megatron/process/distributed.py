@@ -116,5 +116,13 @@ def numerics(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "recompute": t.recompute,
         "deterministic": t.deterministic,
         "dtype": config.model.dtype,
-        "versions": {name: metadata.version(name) for name in VERSIONED},
+        "versions": {name: _version(name) for name in VERSIONED},
     }
+
+
+def _version(package: str) -> str | None:
+    """Installed version; None of a checkout that runs without being installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
