@@ -84,10 +84,14 @@ def test_a_branch_goes_on_from_a_checkpoint_under_its_own_name(
     assert json.loads((tmp_path / "b" / "run.json").read_text())["parent"]["run"] == "a"
     assert "nothing is wrong" in workplace.call("verify", "b", "--root", root)
     assert rates(tmp_path / "b") == [1e-3] * 4 + [5e-4] * 2
-    workplace.call("replay", "b", "--from", "0", "--to", "1", "--root", root)  # exits 1 if the parent's steps differ
+    workplace.call(
+        "replay", "b", "--from", "0", "--to", "1", "--root", root
+    )  # exits 1 if the parent's steps differ
 
 
 def rates(run: Path) -> list[float]:
     """The learning rate of every step."""
     folders = sorted((run / "iterations").iterdir())
-    return [step["lr"] for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]]
+    return [
+        step["lr"] for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]
+    ]
