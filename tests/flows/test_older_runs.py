@@ -27,6 +27,7 @@ data: {sources: [{path: moved.jsonl}]}
 @pytest.fixture
 def root(tmp_path: Path) -> str:
     config: dict[str, Any] = json.loads(STORED.read_text())["config"]
+    config["run"]["name"] = "old"
     record = {"name": "old", "config": config, "mlflow_run_id": None, "attempts": [], "data": []}
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text(json.dumps(record))
