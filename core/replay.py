@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.restart import restart_of
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import StepMetrics, StepSettings
 from millrace.core.errors import ReplayedStepError, TrainerError
 
@@ -87,17 +88,17 @@ def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -
             )
 
 
-def check_replayed(iteration: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
+def check_replayed(index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
     """Raise ReplayedStepError if a step that was made again has another loss or gradient norm than the recorded one.
 
-    iteration: counted from 1. exact: whether they must be equal bit for bit; else within a tolerance.
+    index: of the iteration. exact: whether they must be equal bit for bit; else within a tolerance.
     """
     for name in ("loss", "grad_norm"):
         before, now = _figure(recorded, name), _figure(again, name)
         if before == now or (not exact and _near(name, before, now, again)):
             continue
         raise ReplayedStepError(
-            f"iteration {iteration}, step {recorded['version']}: made again, {name} is {now!r}, recorded is {before!r}",
+            f"iteration {iteration_number(index)}, step {recorded['version']}: made again, {name} is {now!r}, recorded is {before!r}",
             remedy="put back what changed since (the batch, the model's files, functions of yours, package versions), or "
             "go on without the steps after a checkpoint: millrace branch",
         )

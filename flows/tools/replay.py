@@ -74,9 +74,9 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
         await ranks.setup()
         result = Replay()
 
-        def compare(iteration: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
-            if iteration <= first:
-                check_replayed(iteration, recorded, again, exact=exact)
+        def compare(index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
+            if index < first:
+                check_replayed(index, recorded, again, exact=exact)
                 return
             stored: Mapping[str, Any] = recorded
             made: Mapping[str, Any] = again

@@ -20,7 +20,6 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
-from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
@@ -148,8 +147,8 @@ class Trainer:
 class OnStep(Protocol):
     """What is done with a replayed step."""
 
-    def __call__(self, iteration: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
-        """iteration: counted from 1. exact: whether the two must be equal bit for bit."""
+    def __call__(self, index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
+        """index: of the iteration. exact: whether the two must be equal bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ async def bring_up(
             exact = exact and is_exact(
                 recorded, figures
             )  # from the first inexact step on the weights differ too
-            on_step(iteration_number(index), recorded, figures, exact=exact)
+            on_step(index, recorded, figures, exact=exact)
     marks.append(time.perf_counter())
     find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
     return BringUp(usable[-1] if usable else None, loaded, find_s, load_s, replay_s)
