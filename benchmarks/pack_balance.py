@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.gpu.shapes import model_config
 from millrace.core.architecture import architecture
 from millrace.core.batching import plan_packs
+from millrace.core.model_folder.config_file import resolved
 
 LONGEST = 16384
 CASES = ((8, 16384), (8, 32768), (16, 16384), (64, 16384))  # ranks, tokens a pack
@@ -42,7 +43,7 @@ def main() -> None:
 
 def measure(ranks: int, tokens: int, samples: int, shortest: int, batches: int) -> dict[str, Any]:
     """Ratios of some batches, by tokens and by operations."""
-    shape = architecture(model_config("0.6b").to_dict())
+    shape = architecture(resolved(model_config("0.6b").to_dict(), "benchmark"))
     ratios: dict[str, list[float]] = {"tokens": [], "operations": []}
     packs: dict[str, list[int]] = {"tokens": [], "operations": []}
     seconds = []

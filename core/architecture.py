@@ -1,29 +1,13 @@
-"""The shape of a Hugging Face checkpoint as its config.json tells it, and which ones can be trained.
+"""The model that a config.json describes: its sizes, and what follows from them in parameters and operations.
 
-Owns the list of supported families and what of a config.json would silently be another model here; counts parameters.
-Knows nothing of tensors. No torch.
+Knows nothing of files and tensors: `model_folder` reads those. No torch.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from millrace.core.errors import ConfigError
-
-WHOLE = "take a whole checkpoint"
-SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
-NEEDED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
 
 
 @dataclass(frozen=True)
@@ -40,9 +24,22 @@ class Architecture:
     vocab: int
     positions: int
     tied: bool
+    eps: float  # of the norms
+    rope_theta: float
     experts: int  # 0: dense
     expert_ffn: int
     experts_used: int  # by a token
+    norm_topk: bool  # whether the weights of the experts used sum to 1
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised, head by head."""
+        return self.family in ("qwen3", "qwen3_moe")
 
     @property
     def embedding(self) -> int:
@@ -83,72 +80,24 @@ class Architecture:
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_each
 
 
-def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
-    """config.json of a checkpoint folder. Raises ConfigError naming the field that named the folder."""
-    path, where = Path(folder) / "config.json", f"{field} = {folder}"
-    try:
-        config: Any = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", where=where, remedy=WHOLE) from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no object", where=where, remedy=WHOLE)
-    if config.get("model_type") not in SUPPORTED:
-        raise ConfigError(
-            f"model_type {config.get('model_type')!r} is not supported",
-            where=where,
-            remedy=f"supported: {', '.join(SUPPORTED)}",
-        )
-    missing = [name for name in NEEDED if not isinstance(config.get(name), int)]
-    if missing:
-        raise ConfigError(f"config.json has no {', '.join(missing)}", where=where, remedy=WHOLE)
-    for what in unsupported(config):
-        raise ConfigError(f"{what} in config.json is not supported", where=where, remedy="take another model")
-    return config
-
-
-def unsupported(hf: dict[str, Any]) -> Iterator[str]:
-    """What a config asks for that would silently be another model here."""
-    rope = hf.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
-        yield "scaled rotary embedding (rope_type, rope_scaling)"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield "partial_rotary_factor"
-    if hf.get("use_sliding_window"):
-        yield "use_sliding_window"
-    if hf.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act = {hf['hidden_act']}"
-    for name in ("attention_bias", "mlp_bias"):
-        if hf.get(name):
-            yield name
-    if hf["model_type"] == "qwen3_moe" and (
-        hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
-    ):
-        yield "layers without experts (mlp_only_layers, decoder_sparse_step)"
-
-
-def expert_count(hf: dict[str, Any]) -> int:
-    """Experts of a mixture-of-experts layer; 0 for a dense model. transformers 5 writes the field by another name."""
-    if hf["model_type"] != "qwen3_moe":
-        return 0
-    return int(hf.get("num_experts") or hf["num_local_experts"])
-
-
-def architecture(hf: dict[str, Any]) -> Architecture:
-    """The sizes that a config.json tells."""
-    heads = hf["num_attention_heads"]
-    experts = expert_count(hf)
+def architecture(hf: Mapping[str, Any]) -> Architecture:
+    """The sizes in a config.json that was read by `read_hf_config`."""
+    experts = hf.get("num_experts", 0)
     return Architecture(
         family=hf["model_type"],
         layers=hf["num_hidden_layers"],
         hidden=hf["hidden_size"],
         ffn=hf["intermediate_size"],
-        heads=heads,
-        kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
         vocab=hf["vocab_size"],
         positions=hf["max_position_embeddings"],
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        tied=hf["tie_word_embeddings"],
+        eps=hf["rms_norm_eps"],
+        rope_theta=hf["rope_theta"],
         experts=experts,
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
         experts_used=hf["num_experts_per_tok"] if experts else 0,
+        norm_topk=experts > 0 and hf["norm_topk_prob"],
     )

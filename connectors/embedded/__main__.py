@@ -18,6 +18,12 @@ def main() -> None:
     parser.add_argument("--port-file", type=Path, help="where the port is written once the server listens")
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--max-total-tokens", type=int, default=65536, help="tokens of KV cache")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type of weights and arithmetic; auto: as the folder stores them",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--seed", type=int, help="seed for requests that bring none")
@@ -51,6 +57,7 @@ async def serve(args: argparse.Namespace) -> None:
             weight_version=args.weight_version,
             seed=args.seed,
             finished_log=args.finished_log,
+            dtype=args.dtype,
         )
     except ModelError as error:
         raise SystemExit(f"--model-path: {error}") from None
@@ -59,6 +66,7 @@ async def serve(args: argparse.Namespace) -> None:
         "model_path": args.model_path,
         "max_running_requests": args.max_running_requests,
         "max_total_tokens": args.max_total_tokens,
+        "dtype": str(engine.decoder.weights.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
     }

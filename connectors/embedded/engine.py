@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from millrace.connectors.embedded.model import Decoder, ModelError, Shape, Weights, read_tensors
+from millrace.connectors.embedded.model import DTYPES, Decoder, ModelError, Weights, read_shape, read_tensors
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
 from millrace.connectors.embedded.slots import Request, Slots
 from millrace.connectors.embedded.text import Text
@@ -44,10 +44,16 @@ class Engine:
         weight_version: str,
         seed: int | None,
         finished_log: str | None = None,
+        dtype: str = "auto",
     ) -> None:
+        """`dtype`: of weights and arithmetic, whatever the folder's and an update's; auto: as the folder stores them.
+
+        Raises ModelError for a folder that cannot be served.
+        """
         self.folder = Path(folder)
-        self.shape = Shape.read(self.folder)
-        self.decoder = Decoder(Weights(self.shape, read_tensors(self.folder)))
+        self.shape = read_shape(self.folder)
+        tensors = read_tensors(self.folder, self.shape, None if dtype == "auto" else DTYPES[dtype])
+        self.decoder = Decoder(Weights(self.shape, tensors))
         self.text = Text(self.folder)
         self.weight_version = weight_version
         self.max_total_tokens = max_total_tokens
@@ -65,10 +71,6 @@ class Engine:
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.failure: BaseException | None = None
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.decoder.weights.embedding.dtype
 
     def start(self) -> None:
         """Begin serving."""
@@ -188,11 +190,10 @@ class Engine:
     def update_from_disk(self, folder: str, version: str | None) -> None:
         """Load a checkpoint folder. Raises ModelError and goes on with the old weights if it cannot be served."""
         path = Path(folder)
-        shape = Shape.read(path)
+        shape = read_shape(path)
         if shape != self.shape:
             raise ModelError(f"{folder}: its config.json describes another model than the one served")
-        tensors = {name: tensor.to(self._dtype) for name, tensor in read_tensors(path).items()}
-        self.check_tensors(tensors)
+        tensors = read_tensors(path, shape, self.decoder.weights.dtype)
         self.replace_weights(Weights(shape, tensors), version or self.weight_version)
 
     def check_tensors(self, tensors: dict[str, Tensor]) -> None:

@@ -6,8 +6,6 @@ least `ROWS` rows (below that, CPU kernels sum in another order), and attention 
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,121 +14,63 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from millrace.core.architecture import Architecture, architecture
+from millrace.core.errors import ConfigError
+from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.model_folder.tensors import EMBEDDING, HEAD, tensor_shapes, weight_tensors
+
 ROWS = 8
 SPAN = 64  # of attention in decoding
 PREFILL_SPAN = 16  # of prompts
-SUPPORTED = ("qwen3", "qwen3_moe", "qwen2", "llama")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FIELD = "model_path"  # what names a folder, for messages
 
 
 class ModelError(ValueError):
     """A model folder that cannot be served; the message names the file."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the forward pass needs of config.json."""
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    eps: float
-    rope_theta: float
-    positions: int
-    tied: bool
-    experts: int = 0
-    experts_per_token: int = 0
-    norm_topk: bool = False
-
-    @classmethod
-    def read(cls, folder: Path) -> Shape:
-        """From a checkpoint folder. Raises ModelError."""
-        try:
-            c: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
-        if c.get("model_type") not in SUPPORTED:
-            raise ModelError(
-                f"{folder}: model_type {c.get('model_type')!r} is not one of {', '.join(SUPPORTED)}"
-            )
-        rope = c.get("rope_parameters") or {}
-        if c.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-            raise ModelError(f"{folder}: scaled rotary embeddings are not supported")
-        heads = c["num_attention_heads"]
-        return cls(
-            family=c["model_type"],
-            layers=c["num_hidden_layers"],
-            hidden=c["hidden_size"],
-            heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads,
-            head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-            vocab=c["vocab_size"],
-            eps=c.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or c.get("rope_theta", 10000.0),
-            positions=c["max_position_embeddings"],
-            tied=bool(c.get("tie_word_embeddings", False)),
-            experts=c.get("num_experts", 0) if c["model_type"] == "qwen3_moe" else 0,
-            experts_per_token=c.get("num_experts_per_tok", 0),
-            norm_topk=bool(c.get("norm_topk_prob", False)),
-        )
+def read_shape(folder: Path) -> Architecture:
+    """The model of a checkpoint folder. Raises ModelError for one that is not served as its config.json says."""
+    try:
+        return architecture(read_hf_config(str(folder), FIELD))
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder. Raises ModelError."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder}: no safetensors")
+def read_tensors(folder: Path, shape: Architecture, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The model's tensors from a checkpoint folder, as `dtype`; None: as the embedding is stored.
+
+    Raises ModelError naming the first tensor that is missing, left over or does not fit.
+    """
+    try:
+        stored = weight_tensors(str(folder), shape, FIELD)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
     tensors: dict[str, Tensor] = {}
-    for path in files:
+    for name in sorted({tensor.file for tensor in stored.values()}):
+        path = folder / name
         try:
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    tensors[name] = file.get_tensor(name)
-        except (OSError, ValueError, RuntimeError) as error:
+                tensors |= {key: file.get_tensor(key) for key in stored if stored[key].file == name}
+        except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
-        except SafetensorError as error:
-            raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
-    return tensors
+    wanted = dtype or tensors[EMBEDDING].dtype
+    return {name: tensor.to(wanted) for name, tensor in tensors.items()}
 
 
 class Weights:
     """Named tensors, and the fused views of them that the forward pass uses."""
 
-    def __init__(self, shape: Shape, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, shape: Architecture, tensors: dict[str, Tensor]) -> None:
         self.shape = shape
-        missing = [name for name in self.names(shape) if name not in tensors]
-        if missing:
-            raise ModelError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
-        self.tensors = {name: tensors[name] for name in self.names(shape)}
+        assert tensors.keys() == tensor_shapes(shape).keys(), "read_tensors and updates by name see to that"
+        self.tensors = tensors
         self.layers = [self._layer(number) for number in range(shape.layers)]
-        self.embedding = self.tensors["model.embed_tokens.weight"]
-        self.norm = self.tensors["model.norm.weight"]
-        self.head = self.embedding if shape.tied else self.tensors["lm_head.weight"]
-
-    @staticmethod
-    def names(shape: Shape) -> list[str]:
-        """Every tensor of the family, by its Hugging Face name."""
-        names = ["model.embed_tokens.weight", "model.norm.weight"] + (
-            [] if shape.tied else ["lm_head.weight"]
-        )
-        for i in range(shape.layers):
-            p = f"model.layers.{i}"
-            names += [f"{p}.input_layernorm.weight", f"{p}.post_attention_layernorm.weight"]
-            names += [f"{p}.self_attn.{x}_proj.weight" for x in "qkvo"]
-            if shape.family == "qwen2":
-                names += [f"{p}.self_attn.{x}_proj.bias" for x in "qkv"]
-            if shape.family.startswith("qwen3"):
-                names += [f"{p}.self_attn.q_norm.weight", f"{p}.self_attn.k_norm.weight"]
-            if shape.experts:
-                names.append(f"{p}.mlp.gate.weight")
-                for e in range(shape.experts):
-                    names += [f"{p}.mlp.experts.{e}.{x}_proj.weight" for x in ("gate", "up", "down")]
-            else:
-                names += [f"{p}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
-        return names
+        self.embedding = tensors[EMBEDDING]
+        self.norm = tensors["model.norm.weight"]
+        self.head = self.embedding if shape.tied else tensors[HEAD]
+        self.dtype = self.embedding.dtype
 
     def _layer(self, number: int) -> dict[str, Any]:
         t, p = self.tensors, f"model.layers.{number}"
@@ -143,7 +83,7 @@ class Weights:
             "q_norm": t.get(f"{p}.self_attn.q_norm.weight"),
             "k_norm": t.get(f"{p}.self_attn.k_norm.weight"),
         }
-        if self.shape.family == "qwen2":
+        if self.shape.qkv_bias:
             layer["bias"] = torch.cat([t[f"{p}.self_attn.{x}_proj.bias"] for x in "qkv"])
         if self.shape.experts:
             layer["router"] = t[f"{p}.mlp.gate.weight"]
@@ -161,7 +101,7 @@ def _mlp(tensors: dict[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
 class Cache:
     """Keys and values by layer and slot: [slots, kv_heads, capacity, head_dim] each."""
 
-    def __init__(self, shape: Shape, slots: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Architecture, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.capacity = capacity
         size = (slots, shape.kv_heads, capacity, shape.head_dim)
         self.keys = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
@@ -256,7 +196,7 @@ class Decoder:
     def _experts(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
         """Mixture of experts; each expert's rows are padded, so that results do not depend on who else chose it."""
         scores = F.linear(x, layer["router"]).float().softmax(-1)
-        top, chosen = scores.topk(self.shape.experts_per_token, dim=-1)
+        top, chosen = scores.topk(self.shape.experts_used, dim=-1)
         if self.shape.norm_topk:
             top = top / top.sum(-1, keepdim=True)
         parts = torch.zeros(*chosen.shape, x.shape[-1], dtype=x.dtype)

@@ -68,7 +68,7 @@ class Slots:
 
     def __init__(self, decoder: Decoder, *, max_running: int, max_total_tokens: int) -> None:
         self.running: list[Request] = []
-        self.cache = Cache(decoder.shape, 0, 0, decoder.weights.embedding.dtype)
+        self.cache = Cache(decoder.shape, 0, 0, decoder.weights.dtype)
         self._decoder = decoder
         self._max_running = max_running
         self._max_total_tokens = max_total_tokens
@@ -133,7 +133,7 @@ class Slots:
         if capacity == old.capacity and slots <= have:
             return
         room = self._max_total_tokens // capacity // ROWS * ROWS
-        dtype = self._decoder.weights.embedding.dtype
+        dtype = self._decoder.weights.dtype
         self.cache = Cache(self._decoder.shape, max(slots, min(have, room)), capacity, dtype)
         self.cache.take(old, busy)
 

@@ -159,8 +159,8 @@ class WeightRoutes:
         def replace() -> None:
             engine = self.engine
             self._check(tensors)
-            dtype = engine.decoder.weights.embedding.dtype
-            merged = {**engine.decoder.weights.tensors, **{name: t.to(dtype) for name, t in tensors.items()}}
+            cast = {name: tensor.to(engine.decoder.weights.dtype) for name, tensor in tensors.items()}
+            merged = {**engine.decoder.weights.tensors, **cast}
             engine.replace_weights(
                 Weights(engine.shape, merged), engine.weight_version if version is None else str(version)
             )

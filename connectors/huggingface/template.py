@@ -6,7 +6,7 @@ Owns the checks that take a fraction of a second, before anything starts. The to
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _text(token: Any) -> str:
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
-
-
-def weight_files(folder: str) -> Sequence[str]:
-    """Weight files that are missing from a checkpoint folder. Raises ValueError for a broken index."""
-    path = Path(folder)
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return [] if (path / "model.safetensors").is_file() else ["model.safetensors"]
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"its {index.name} cannot be read: {error}") from error
-    return sorted(name for name in names if not (path / name).is_file())

@@ -19,9 +19,9 @@ from torch import Tensor
 from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.connectors.megatron.trainable_model import model_from_hf
-from millrace.core.architecture import read_hf_config
 from millrace.core.config import RunConfig
 from millrace.core.errors import TrainerError
+from millrace.core.model_folder.config_file import read_hf_config
 
 
 class Reference:
@@ -78,7 +78,7 @@ class Teacher:
         folder = config.algorithm.teacher
         assert folder is not None
         hf = read_hf_config(folder, "algorithm.teacher")
-        inner = model_from_hf(config, folder, hf, device)
+        inner = model_from_hf(config, folder, hf, device, field="algorithm.teacher")
         inner.requires_grad_(False)
         model = Float16Module(inner.config, inner) if inner.config.bf16 else inner
         self._vocab = hf["vocab_size"]

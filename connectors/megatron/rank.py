@@ -79,7 +79,7 @@ class TrainerRank(RankWeights):
     def _build(self) -> None:
         from millrace.connectors.megatron.learner import Learner
         from millrace.connectors.megatron.optim.offload import OptimizerOffload
-        from millrace.core.architecture import read_hf_config
+        from millrace.core.model_folder.config_file import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
         self.learner = Learner(self.config, self.hf, self.device)

@@ -21,13 +21,21 @@ from millrace.core.replay import StepNumbers
 
 
 def model_from_hf(
-    config: RunConfig, folder: str, hf: dict[str, Any], device: Any, kind: type = PolicyModel
+    config: RunConfig,
+    folder: str,
+    hf: dict[str, Any],
+    device: Any,
+    kind: type = PolicyModel,
+    field: str = "model.path",
 ) -> Any:
-    """A model with the weights of a Hugging Face folder, in the configured dtype, on the device."""
+    """A model with the weights of a Hugging Face folder, in the configured dtype, on the device.
+
+    Raises ConfigError, with the `field` that named the folder, where the weights are not those of the model.
+    """
     inner = build_model(config, hf, kind).to(device)
     if config.model.dtype == "bfloat16":
         inner.bfloat16()
-    load_hf(inner, folder, hf)
+    load_hf(inner, folder, hf, field)
     return inner
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder, weight_files
-from millrace.core.architecture import Architecture, architecture, read_hf_config
+from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
+from millrace.core.architecture import Architecture, architecture
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError
+from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.model_folder.tensors import weight_tensors
 
 GET = "give a checkpoint folder: one you have, or one made by `hf download NAME --local-dir FOLDER`"
 
@@ -58,18 +60,12 @@ def _folder(field: str, folder: str) -> Generator[Problem, None, Architecture | 
     if not Path(folder).is_dir():
         yield Problem(field, folder, "no such folder", GET)
         return None
+    shape = None
     try:
         shape = architecture(read_hf_config(folder, field))
-        missing = weight_files(folder)
+        weight_tensors(folder, shape, field)
     except ConfigError as error:
         yield Problem(field, folder, error.reason, error.remedy or GET)
-        return None
-    except ValueError as error:
-        yield Problem(field, folder, str(error), "copy the checkpoint again")
-        return None
-    if missing:
-        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        yield Problem(field, folder, f"its weights lack {some}", "copy the whole checkpoint")
     return shape
 
 

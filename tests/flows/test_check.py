@@ -13,9 +13,10 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.gpu.shapes import model_config
 from millrace.connectors.huggingface.tiny import build_tokenizer
-from millrace.core.architecture import architecture, read_hf_config
+from millrace.core.architecture import architecture
 from millrace.core.config.plan import trainer_memory
 from millrace.core.config.reading.load import load_config
+from millrace.core.model_folder.config_file import read_hf_config
 from millrace.flows.cli import app
 from millrace.flows.preflight.check import check
 from tests.support.wrong_configs import TEXTS, WRONG, write_good

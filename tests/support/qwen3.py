@@ -15,4 +15,6 @@ QWEN3_06B: dict[str, Any] = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
 }

@@ -53,6 +53,9 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("a folder that is no model", ["model.path=empty"], "model.path"),
     ("unsupported family", ["model.path=bert"], "model.path"),
     ("weights are missing", ["model.path=weightless"], "model.path"),
+    ("quantised weights", ["model.path=quantised"], "model.path"),
+    ("a model key that nobody knows", ["model.path=capped"], "model.path"),
+    ("a tensor that no parameter takes", ["model.path=biased"], "model.path"),
     ("no tokenizer", ["model.tokenizer=empty"], "model.tokenizer"),
     ("no such data", ["data.sources.sums.path=no.jsonl"], "data.sources.sums.path"),
     ("data of unknown format", ["data.sources.sums.path=train.csv"], "data.sources.sums.path"),
@@ -119,6 +122,8 @@ WRONG: list[tuple[str, list[str], str]] = [
     ),
     ("critic's GAE in a sequence loss", ["algorithm.preset=ppo", "algorithm.loss=gspo"], "algorithm.loss"),
     ("no such teacher", ["algorithm.preset=opd", "algorithm.teacher=no-model"], "algorithm.teacher"),
+    ("a quantised teacher", ["algorithm.preset=opd", "algorithm.teacher=quantised"], "algorithm.teacher"),
+    ("a teacher with biases", ["algorithm.preset=opd", "algorithm.teacher=biased"], "algorithm.teacher"),
     ("top-k of nothing", ["rollout.sampling.top_k=0"], "rollout.sampling.top_k"),
     ("empty stop string", ['rollout.sampling.stop=[""]'], "rollout.sampling.stop"),
     ("greedy group in an evaluation", ["evaluation.sets.held_out.samples_per_prompt=4",
@@ -159,6 +164,7 @@ def write_good(folder: Path) -> None:
 
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from safetensors.torch import load_file, save_file
 
     from millrace.connectors.huggingface.tiny import build_tiny_model
 
@@ -181,6 +187,17 @@ def write_good(folder: Path) -> None:
     (folder / "bert" / "config.json").write_text('{"model_type": "bert"}')
     shutil.copytree(model, folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(model, folder / "untemplated", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+    config = json.loads((model / "config.json").read_text())
+    keys = {
+        "quantised": {"quantization_config": {"quant_method": "fp8"}},
+        "capped": {"final_logit_softcapping": 30.0},
+    }
+    for name in ("quantised", "capped", "biased"):
+        shutil.copytree(model, folder / name)
+        (folder / name / "config.json").write_text(json.dumps({**config, **keys.get(name, {})}))
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "biased" / "model.safetensors")
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (folder / "untemplated" / "tokenizer_config.json").write_text(json.dumps(settings))

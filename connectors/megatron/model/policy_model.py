@@ -90,8 +90,8 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         position_embedding_type="rope",
-        rotary_base=(hf.get("rope_parameters") or hf).get("rope_theta", 10000),
+        rotary_base=hf["rope_theta"],
         parallel_output=True,
     )

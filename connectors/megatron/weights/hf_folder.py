@@ -1,6 +1,7 @@
 """Hugging Face checkpoint folders: read into this rank's shards, and written from them.
 
-Owns that shards are read lazily, and that a reader never sees a half-written export.
+Owns that shards are read lazily, and that a reader never sees a half-written export. Which tensors a folder must hold is
+`model_folder`'s to say.
 """
 
 from __future__ import annotations
@@ -26,57 +27,46 @@ from millrace.connectors.megatron.weights.hf_tensors import (
     writes,
 )
 from millrace.connectors.storage.store import split_url
-from millrace.core.architecture import architecture
-from millrace.core.errors import ConfigError
+from millrace.core.architecture import Architecture, architecture
+from millrace.core.model_folder.tensors import INDEX, weight_tensors
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
-INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face folder, read one at a time."""
+    """The tensors of a Hugging Face folder, read one at a time.
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-        index = self.folder / INDEX
-        if index.exists():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            self.files = {}
-            for path in sorted(self.folder.glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
-                    self.files |= dict.fromkeys(file.keys(), path.name)
-        if not self.files:
-            raise ConfigError(
-                "no safetensors",
-                where=f"model.path = {folder}",
-                remedy="convert the checkpoint to safetensors",
-            )
+    Raises ConfigError where they are not those of the model, or not all of them. `field`: the setting that named the folder.
+    """
+
+    def __init__(self, folder: str, arch: Architecture, field: str = "model.path") -> None:
+        self._folder = Path(folder)
+        self._tensors = weight_tensors(folder, arch, field)
         self._open: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.files:
-            raise ConfigError(
-                f"tensor {name} is missing",
-                where=f"model.path = {self.folder}",
-                remedy="take a whole checkpoint of the family that config.json names",
-            )
-        file = self.files[name]
+        file = self._tensors[name].file
         if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, "pt")
+            self._open[file] = safe_open(self._folder / file, "pt")
         tensor: Tensor = self._open[file].get_tensor(name)
         return tensor
 
 
-def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any]) -> None:
-    """Copy a Hugging Face checkpoint into this rank's parameters. Raises ConfigError naming a missing tensor."""
-    checkpoint, arch = Checkpoint(folder), architecture(hf)
+def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "model.path") -> None:
+    """Copy a Hugging Face checkpoint into this rank's parameters.
+
+    Raises ConfigError naming the first tensor of the folder that does not fit the model.
+    """
+    arch = architecture(hf)
+    checkpoint = Checkpoint(folder, arch, field)
     vocab_rows = padded_vocab(arch.vocab, mpu.get_tensor_model_parallel_world_size())
     with torch.no_grad():
         for parameter, mapping in mapped_parameters(model, hf):
             rank, size = tensor_parallel_place(mapping)
             tensors = [checkpoint[name] for name in mapping.names]
-            parameter.copy_(mapping.local(tensors, arch, rank, size, vocab_rows))
+            shard = mapping.local(tensors, arch, rank, size, vocab_rows)
+            assert shard.shape == parameter.shape, f"{mapping.names[0]}: {shard.shape} for {parameter.shape}"
+            parameter.copy_(shard)
 
 
 def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: str) -> dict[str, Any]:
@@ -112,8 +102,11 @@ def upload_hf(model: PolicyModel, hf: dict[str, Any], source: str, url: str) -> 
 
 
 def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path) -> dict[str, Any]:
-    """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs."""
-    dtype = getattr(torch, hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
+
+    Tensors keep the type of the trainer's parameters, which is what buckets bring to engines too; config.json names it.
+    """
+    dtype = model.config.params_dtype
     tensors = {
         name: tensor.to("cpu", dtype).clone().contiguous()
         for name, tensor in hf_tensors(model, hf)
@@ -126,6 +119,7 @@ def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path) ->
     dist.all_gather_object(files_of_ranks, (file, {name: tensor.nbytes for name, tensor in tensors.items()}))
     if dist.get_rank() == 0:
         _finish(folder, source, files_of_ranks)
+        _name_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
     return {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
@@ -146,3 +140,11 @@ def _finish(folder: Path, source: str, files_of_ranks: list[Any]) -> None:
         for path in Path(source).glob(pattern):
             if path.name != INDEX and not (folder / path.name).exists():
                 shutil.copy(path, folder / path.name)
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """Write the weights' type into a config.json, under the names that it has there; as transformers 5 names it if it has none."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
+        config[name] = dtype
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from millrace.connectors.megatron.model.policy_model import PolicyModel
 from millrace.connectors.megatron.weights.hf_mapping import Mapping, lookup
-from millrace.core.architecture import architecture, expert_count
+from millrace.core.architecture import architecture
 
 
 def mapped_parameters(model: PolicyModel, hf: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Mapping]]:
     """This rank's parameters with their Hugging Face tensors, in a fixed order."""
     layer_offset = _layer_offset(model)
-    experts = expert_count(hf) // mpu.get_expert_model_parallel_world_size()
+    experts = hf.get("num_experts", 0) // mpu.get_expert_model_parallel_world_size()
     expert_offset = experts * mpu.get_expert_model_parallel_rank()
-    tied = bool(hf.get("tie_word_embeddings", False))
+    tied = hf["tie_word_embeddings"]
     for name, parameter in model.named_parameters():
         if name.startswith("value_head."):
             continue  # the critic's, which no Hugging Face checkpoint has

@@ -20,6 +20,7 @@ MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
 

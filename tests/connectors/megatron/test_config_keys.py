@@ -1,0 +1,331 @@
+"""Every key of a config.json, changed in turn: the log-probabilities are Hugging Face's, or the folder is refused.
+
+The keys are those that transformers' config class of the family has, those that it writes, and those that millrace's own
+tables name: a key that any of them gains is tried without a word here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from millrace.core.errors import ConfigError
+from millrace.core.model_folder.config_file import read_hf_config, resolved
+from millrace.core.model_folder.config_keys import ALIASES, BOUND, FAMILIES, HARMLESS, HONOURED, ROTARY
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
+
+CLOSE = 1e-5
+ABSENT = object()
+OF_OTHERS = (  # keys of other families, and one of none
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "logit_scale",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "clip_qkv",
+    "original_max_position_embeddings",
+    "per_layer_config",
+    "no_such_key",
+)
+# where values made from the type of the present one are none that transformers takes
+VALUES: dict[str, list[Any]] = {
+    "_attn_implementation": ["eager"],
+    "attn_implementation": ["eager"],
+    "_experts_implementation": ["eager"],
+    "experts_implementation": ["eager"],
+    "architectures": [["LlamaForCausalLM"], ["Qwen2ForSequenceClassification"], []],
+    "id2label": [{"0": "a"}],
+    "label2id": [{"a": 0}],
+    "num_labels": [3],
+    "problem_type": ["regression"],
+    "auto_map": [{"AutoConfig": "configuration.Other"}],
+    "layer_types": [["full_attention", "sliding_attention"], ["full_attention"] * 2],
+    "mlp_only_layers": [[0], []],
+    "model_type": ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"],
+    "hidden_act": ["gelu", "silu"],
+    "quantization_config": [{"quant_method": "fp8", "weight_block_size": [128, 128]}],
+    "pad_token_id": [0, 3],
+    "initializer_range": [0.5],
+    "transformers_version": ["4.40.0"],
+    "dtype": ["bfloat16", "float16", "float8_e4m3fn"],
+    "torch_dtype": ["bfloat16", "float8_e4m3fn"],
+    "tie_word_embeddings": [True, False],
+}
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "outside": {"rope_theta": 77.0},
+    "whole number": {"rope_theta": 77},
+    "inside": {"rope_parameters": {"rope_theta": 77.0, "rope_type": "default"}},
+    "outside of an empty mapping": {"rope_parameters": {}, "rope_theta": 77.0},
+    "outside of the mapping": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 77.0},
+    "type": {"rope_parameters": {"type": "default", "rope_theta": 77.0}},
+    "inside and outside alike": {"rope_parameters": {"rope_theta": 77.0}, "rope_theta": 77.0},
+    "inside and outside": {"rope_parameters": {"rope_theta": 77.0}, "rope_theta": 88.0},
+    "older name": {"rope_scaling": {"rope_theta": 77.0, "rope_type": "default"}},
+    "older name, null": {"rope_scaling": None, "rope_theta": 77.0},
+    "both names": {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 77.0}},
+    "neither": {},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}},
+    "linear by type": {"rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 77.0}},
+    "older linear": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 77.0},
+    "two kinds": {"rope_parameters": {"rope_type": "default", "type": "linear", "factor": 2.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_theta": 77.0},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 77.0},
+    "llama3": {
+        "rope_theta": 77.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "by layer type": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 77.0}}},
+    "partial": {"rope_parameters": {"rope_theta": 77.0, "partial_rotary_factor": 0.5}},
+    "partial outside": {"partial_rotary_factor": 0.5, "rope_theta": 77.0},
+    "not partial": {"partial_rotary_factor": 1.0, "rope_theta": 77.0},
+}
+
+
+@pytest.fixture(scope="module")
+def group(workers: Workers, model: Callable[..., Path]) -> Iterator[Group]:
+    """One rank, which builds model after model beside its own."""
+    with workers.group(configuration(model())) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scorer(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], torch.Tensor]:
+    """Log-probabilities of the batch under a folder's model as the trainer builds it; once for each model."""
+    url = write_batch(tmp_path_factory.mktemp("keys"), samples(1))
+    made: dict[str, torch.Tensor] = {}
+
+    def score(config: str, folder: Path) -> torch.Tensor:
+        key = json.dumps([str(folder), resolved(json.loads(config), "test")])
+        if key not in made:
+            made[key] = scored(group, config, folder, url)
+        return made[key]
+
+    return score
+
+
+def scored(group: Group, config: str, folder: Path, url: str) -> torch.Tensor:
+    (found,) = group.run(trainers, with_config(folder, config), url)
+    return torch.tensor(found)
+
+
+def with_config(folder: Path, config: str) -> str:
+    """A folder with the same weights and another config.json."""
+    other = folder.parent / f"{folder.name}-{abs(hash(config))}"
+    if not other.exists():
+        other.mkdir()
+        os.link(folder / "model.safetensors", other / "model.safetensors")
+        (other / "config.json").write_text(config)
+    return str(other)
+
+
+def trainers(rank: Any, folder: str, url: str) -> list[float]:
+    """Log-probabilities by a second model that a rank builds from a folder."""
+    from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
+    from millrace.connectors.megatron.packing import make_packs
+    from millrace.connectors.megatron.trainable_model import model_from_hf
+    from millrace.core.architecture import architecture
+
+    hf = read_hf_config(folder)
+    with rank._working("score"):
+        inner = model_from_hf(rank.config, folder, hf, rank.device)
+        passes = LogprobForwardBackward(
+            rank.config, inner, inner, rank.device, vocab=hf["vocab_size"], temperature=1.0
+        )
+        packs = make_packs(rank._read(url), rank.config, architecture(hf), rank.device)
+        values = passes.logprobs(packs)
+    rows = [row for pack in packs for row in pack.rows]
+    parts = dict(
+        zip((row.sample_id for row in rows), values.split([row.response_length for row in rows]), strict=True)
+    )
+    return [value for name in sorted(parts) for value in parts[name].tolist()]
+
+
+class HuggingFace:
+    """A family's model with the weights of a folder, under any config."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._state = {name: value.clone() for name, value in made.state_dict().items()}
+        self._made: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def logprobs(self, config: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the batch. Raises whatever transformers raises."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        values = dict(config)
+        parsed = AutoConfig.for_model(values.pop("model_type"), **values)
+        model = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32).eval()
+        model.load_state_dict(self._state)
+        rows = sorted(samples(1), key=lambda row: str(row["sample_id"]))
+        tokens = torch.zeros(len(rows), max(len(row["tokens"]) for row in rows), dtype=torch.long)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row["tokens"])] = torch.tensor(row["tokens"])
+        logprobs = model(tokens, return_dict=True).logits[:, :-1].log_softmax(-1)
+        every = logprobs.gather(2, tokens[:, 1:, None])[..., 0]
+        ends = [len(row["tokens"]) - 1 for row in rows]
+        parts = [(end - row["response_length"], end) for end, row in zip(ends, rows, strict=True)]
+        return torch.cat([every[place, start:end] for place, (start, end) in enumerate(parts)])
+
+
+def keys_of(family: str, written: dict[str, Any]) -> list[str]:
+    from transformers import AutoConfig
+
+    fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
+    ours = {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY, *ALIASES}
+    return sorted(fields | set(written) | ours | set(OF_OTHERS))
+
+
+def other_values(key: str, current: Any) -> list[Any]:
+    """Values of a key, by its present one's type."""
+    if key in VALUES:
+        return [*VALUES[key], None, ABSENT, 3, "other", [], {}]
+    if isinstance(current, bool):
+        return [not current, None, ABSENT]
+    if isinstance(current, int):
+        return [current + 1, 2 * current, current // 2, 0, -1, None, ABSENT]
+    if isinstance(current, float):
+        return [2 * current + 0.01, None, ABSENT]
+    return [True, False, 1, 0.5, "other", None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_key_changed_in_turn(
+    model: Callable[..., Path], scorer: Callable[[str, Path], torch.Tensor], family: str
+) -> None:
+    folder = model(family)
+    written = json.loads((folder / "config.json").read_text())
+    plain = HuggingFace(folder)
+    torch.testing.assert_close(
+        scorer(json.dumps(written), folder), plain.logprobs(written), atol=CLOSE, rtol=0
+    )
+    wrong, tried = [], set()
+    for key in keys_of(family, written):
+        for value in other_values(key, written.get(key)):
+            changed = {name: one for name, one in {**written, key: value}.items() if one is not ABSENT}
+            harmless = key in HARMLESS[family]
+            outcome = compare(changed, folder, plain, scorer, harmless=harmless)
+            if outcome == "equal":
+                tried.add(key)
+                if harmless:
+                    break  # one value that transformers takes
+            if outcome not in ("equal", "refused", "refused by both"):
+                wrong.append(f"{key} = {value}: {outcome}")
+    assert not wrong
+    assert tried >= {*HARMLESS[family]} - {"model_type"}
+
+
+def load(rank: Any, whose: str, folder: str) -> None:
+    """Load a folder as a rank's policy, critic or teacher."""
+    from millrace.connectors.megatron.frozen_models import Teacher
+    from millrace.connectors.megatron.model.policy_model import CriticModel, PolicyModel
+    from millrace.connectors.megatron.trainable_model import model_from_hf
+    from millrace.core.config import RunConfig
+
+    with rank._working("score"):
+        if whose == "teacher":
+            values = rank.config.model_dump(mode="json")
+            values["algorithm"] |= {"teacher": folder, "distillation_coef": 0.5}
+            Teacher(RunConfig.model_validate(values), 1.0, rank.device)
+        else:
+            kind = CriticModel if whose == "critic" else PolicyModel
+            model_from_hf(rank.config, folder, read_hf_config(folder), rank.device, kind)
+
+
+def test_policy_critic_and_teacher_read_their_folders_whole(
+    group: Group, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A teacher's scales were left aside, and biases of a Llama folder were ignored."""
+    good = model("llama")
+    config, tensors = json.loads((good / "config.json").read_text()), load_file(good / "model.safetensors")
+    bias, scale = "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight_scale_inv"
+    narrow = {
+        name: t.to(torch.float8_e4m3fn) if name == "lm_head.weight" else t for name, t in tensors.items()
+    }
+    wrong: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
+        "quantization_config": ({"quantization_config": {"quant_method": "fp8"}}, tensors),
+        f"tensor {bias}": ({}, {**tensors, bias: torch.zeros(32)}),
+        f"tensor {scale}": ({}, {**tensors, scale: torch.ones(1, 1)}),
+        "tensor lm_head.weight in model.safetensors is of type F8_E4M3": ({}, narrow),
+    }
+    for number, (words, (keys, held)) in enumerate(wrong.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        save_file(held, folder / "model.safetensors")
+        for whose in ("policy", "critic", "teacher"):
+            field = "algorithm.teacher" if whose == "teacher" else "model.path"
+            with pytest.raises(RankFailedError) as refusal:
+                group.run(load, whose, str(folder))
+            assert str(refusal.value).startswith(f"ConfigError: {field} = {folder}: ")
+            assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_spelling_of_the_rotary_embedding(
+    model: Callable[..., Path], scorer: Callable[[str, Path], torch.Tensor], family: str
+) -> None:
+    folder = model(family)
+    written = json.loads((folder / "config.json").read_text())
+    del written["rope_parameters"]
+    plain = HuggingFace(folder)
+    outcomes = {
+        name: compare({**written, **spelled}, folder, plain, scorer, harmless=False)
+        for name, spelled in SPELLINGS.items()
+    }
+    assert not {name: outcome for name, outcome in outcomes.items() if outcome not in ("equal", "refused")}
+    refused = {name for name, outcome in outcomes.items() if outcome == "refused"}
+    assert refused == set(SPELLINGS) & {
+        "inside and outside",
+        "both names",
+        "linear",
+        "linear by type",
+        "older linear",
+        "two kinds",
+        "dynamic",
+        "yarn",
+        "llama3",
+        "by layer type",
+        "partial",
+        "partial outside",
+    }
+
+
+def compare(
+    config: dict[str, Any],
+    folder: Path,
+    plain: HuggingFace,
+    scorer: Callable[[str, Path], torch.Tensor],
+    *,
+    harmless: bool,
+) -> str:
+    """equal, refused, or what is wrong."""
+    text = json.dumps(config)
+    try:
+        ours = scorer(text, folder)
+    except ConfigError:
+        return "refused"
+    except Exception as error:  # noqa: BLE001 - a rank's, of which only the text arrives
+        return "refused" if str(error).startswith("ConfigError: ") else f"{type(error).__name__}: {error}"
+    try:
+        theirs = plain.logprobs(config)
+    except Exception as error:  # noqa: BLE001 - transformers checks values of keys that no model reads
+        return "refused by both" if harmless else f"only Hugging Face refuses it: {error}"
+    gap = (ours - theirs).abs().max().item()
+    return "equal" if gap <= CLOSE else f"log-probabilities differ by {gap:.2g}"

@@ -1,0 +1,343 @@
+"""A checkpoint folder is read whole: every tensor fits and is taken once, or the folder is refused and the tensor named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from millrace.core.architecture import architecture
+from millrace.core.errors import ConfigError
+from millrace.core.model_folder.config_file import resolved
+from millrace.core.model_folder.config_keys import FAMILIES
+from millrace.core.model_folder.tensors import EMBEDDING, HEAD, INDEX, tensor_shapes, weight_tensors
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 4}
+OTHER_TYPES = {  # how a quantised or wrongly converted tensor is stored
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+    torch.float64: "F64",
+}
+READ_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# of folders at Hugging Face, keys and values as they are there
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0.dev0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "SmolLM2-135M": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "vocab_size": 49152,
+    },
+    "Qwen2.5-1.5B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "initializer_range": 0.02,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    published = PUBLISHED[name]
+    found = architecture(resolved(published, name))
+    assert found.rope_theta == published["rope_theta"]
+    assert found.eps == published["rms_norm_eps"]
+    assert (found.kv_heads, found.tied) == (
+        published["num_key_value_heads"],
+        published["tie_word_embeddings"],
+    )
+    assert (
+        found.head_dim == published["hidden_size"] // published["num_attention_heads"]
+        or "head_dim" in published
+    )
+
+
+def shape_of(family: str, tied: bool = False) -> Any:
+    experts = EXPERTS if family == "qwen3_moe" else {}
+    config = {"model_type": family, "tie_word_embeddings": tied, **SIZES, **experts}
+    return architecture(resolved(config, "test"))
+
+
+def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def refusal(folder: Path, tensors: dict[str, Tensor], shape: Any) -> ConfigError | None:
+    """What the folder with these tensors is refused with."""
+    save_file(tensors, folder / "model.safetensors")
+    try:
+        found = weight_tensors(str(folder), shape, "algorithm.teacher")
+    except ConfigError as error:
+        refused = error
+    else:
+        assert found.keys() == tensor_shapes(shape).keys()
+        return None
+    assert refused.where == f"algorithm.teacher = {folder}"
+    assert refused.remedy
+    return refused
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tensor_missing_changed_or_of_another_type_is_named(tmp_path: Path, family: str) -> None:
+    shape = shape_of(family)
+    tensors = drawn(tensor_shapes(shape))
+    assert refusal(tmp_path, tensors, shape) is None
+    for name, tensor in tensors.items():
+        missing = {key: value for key, value in tensors.items() if key != name}
+        changes = {
+            "is missing": missing,
+            "has shape": {**tensors, name: tensor[..., 1:].contiguous()},
+            f"of this {family} model": {**missing, f"{name}.more": tensor},
+        }
+        for words, changed in changes.items():
+            error = refusal(tmp_path, changed, shape)
+            assert error is not None, (name, words)
+            assert name in error.reason
+            assert words in error.reason
+        for dtype, stored_as in OTHER_TYPES.items():
+            error = refusal(tmp_path, {**tensors, name: tensor.to(dtype)}, shape)
+            assert error is not None, (name, dtype)
+            assert f"tensor {name} in model.safetensors is of type {stored_as}" in error.reason
+        for dtype in READ_TYPES:
+            assert refusal(tmp_path, {**tensors, name: tensor.to(dtype)}, shape) is None
+
+
+EXTRA: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "model.layers.0.self_attn.o_proj.bias": lambda: {"model.layers.0.self_attn.o_proj.bias": torch.zeros(8)},
+    "model.layers.0.mlp.up_proj.bias": lambda: {"model.layers.0.mlp.up_proj.bias": torch.zeros(6)},
+    "model.layers.2.input_layernorm.weight": lambda: {"model.layers.2.input_layernorm.weight": torch.ones(8)},
+    "model.layers.0.self_attn.q_proj.weight_scale_inv": lambda: {
+        "model.layers.0.self_attn.q_proj.weight_scale_inv": torch.ones(1, 1)
+    },
+    "model.layers.0.self_attn.q_proj.lora_A.weight": lambda: {
+        "model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(1, 8)
+    },
+    "score.weight": lambda: {"score.weight": torch.ones(2, 8)},
+    "model.layers.0.mlp.experts.gate_up_proj": lambda: {
+        "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 8, 8)
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", EXTRA)
+def test_a_tensor_that_no_parameter_takes_is_named(tmp_path: Path, family: str, name: str) -> None:
+    shape = shape_of(family)
+    error = refusal(tmp_path, {**drawn(tensor_shapes(shape)), **EXTRA[name]()}, shape)
+    assert error is not None
+    assert name in error.reason
+
+
+def test_biases_of_queries_keys_and_values_belong_to_qwen2_alone(tmp_path: Path) -> None:
+    """They were ignored in a Llama folder."""
+    for family in FAMILIES:
+        shape = shape_of(family)
+        biases = {
+            f"model.layers.{n}.self_attn.{x}_proj.bias": torch.ones(8 if x == "q" else 4)
+            for n in (0, 1)
+            for x in "qkv"
+        }
+        error = refusal(tmp_path, {**drawn(tensor_shapes(shape)), **biases}, shape)
+        assert (error is None) == (family == "qwen2")
+
+
+def test_stored_frequencies_are_left_over_without_harm(tmp_path: Path) -> None:
+    shape = shape_of("llama")
+    for name in ("model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"):
+        assert refusal(tmp_path, {**drawn(tensor_shapes(shape)), name: torch.ones(2)}, shape) is None
+
+
+def test_a_tied_output_layer_that_is_stored_must_be_the_embedding(tmp_path: Path) -> None:
+    shape = shape_of("qwen3", tied=True)
+    tensors = drawn(tensor_shapes(shape))
+    assert refusal(tmp_path, {**tensors, HEAD: tensors[EMBEDDING].clone()}, shape) is None
+    for other in (tensors[EMBEDDING] + 1e-3, tensors[EMBEDDING].bfloat16()):
+        error = refusal(tmp_path, {**tensors, HEAD: other}, shape)
+        assert error is not None
+        assert "tie_word_embeddings" in error.reason
+
+
+def test_files_and_index_must_agree(tmp_path: Path) -> None:
+    shape = shape_of("llama")
+    tensors = drawn(tensor_shapes(shape))
+    names = list(tensors)
+    halves = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    index = {name: file for file, part in halves.items() for name in part}
+
+    def problem(written: dict[str, Any] | None = None, **more: list[str]) -> str:
+        for path in tmp_path.glob("*"):
+            path.unlink()
+        for file, part in {**halves, **{f"{key}.safetensors": part for key, part in more.items()}}.items():
+            save_file({name: tensors[name] for name in part}, tmp_path / file)
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": index if written is None else written}))
+        try:
+            weight_tensors(str(tmp_path), shape)
+        except ConfigError as error:
+            return error.reason
+        return ""
+
+    assert problem() == ""
+    assert "lies beside" in problem(model=names[:1])
+    assert names[5] in problem(a=names[:6])
+    assert "is not in" in problem({**index, "lm_head.bias": "a.safetensors"})
+    assert "does not say" in problem({name: file for name, file in index.items() if name != names[0]})
+    assert "lack c.safetensors" in problem({**index, names[0]: "c.safetensors"})
+    assert "cannot be read" in problem({})
+    problem()
+    whole = (tmp_path / "b.safetensors").read_bytes()
+    for broken in (whole[:-4], whole[:20], b"", b"\xff" * 64):
+        (tmp_path / "b.safetensors").write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"b\.safetensors is no whole safetensors file"):
+            weight_tensors(str(tmp_path), shape)
