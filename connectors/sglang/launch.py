@@ -55,6 +55,7 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     ]
     command += ["--port-file", str(port_file), "--weight-version", "initial"]
     command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
+    command += ["--dtype", config.model.dtype]
     return command + (["--threads", str(e.threads)] if e.threads else [])
 
 

@@ -122,7 +122,8 @@ class ExternalEngines(_Disaggregated, _OnGpus, _Served):
     kind: Literal["external"] = "external"
     addresses: list[str] = Field(
         min_length=1,
-        description="URL of each engine, as in http://host:30000. They must serve model.path, to this run alone.",
+        description="URL of each engine, as in http://host:30000. They must serve model.path in "
+        "model.dtype, to this run alone.",
     )
 
     @property

@@ -27,4 +27,8 @@ class Model(Section):
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         fixed("checkpoints hold it; a new run can begin from an export of this one"),
-    ] = Field("float32", description="Type of the parameters in the trainer's forward pass.")
+    ] = Field(
+        "float32",
+        description="Type of the weights, whatever the checkpoint is stored in: in the trainer's forward pass, in engines, on "
+        "the way to them, and in exports, whose config.json names it.",
+    )

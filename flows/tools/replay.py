@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file
-
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
@@ -142,13 +139,21 @@ def largest_differences(one: Path, other: Path) -> dict[str, float]:
     left, right = (_tensors(folder) for folder in (one, other))
     assert left.keys() == right.keys(), "exports of one model name the same tensors"
     return {
-        name: float(np.abs(left[name].astype(np.float64) - right[name].astype(np.float64)).max())
+        name: (left[name].double() - right[name].double()).abs().max().item()
         for name in sorted(left)
-        if left[name].tobytes() != right[name].tobytes()
+        if not _same_bytes(left[name], right[name])
     }
 
 
+def _same_bytes(one: Any, other: Any) -> bool:
+    import torch
+
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def _tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file  # numpy has no bfloat16
+
     return {
         name: value
         for file in sorted(folder.glob("*.safetensors"))

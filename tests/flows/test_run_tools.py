@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from millrace.flows.tools.replay import largest_differences
 from tests.soak.promises import numbers
 from tests.support.flow_runs import Workplace, final_weights, trained
 
@@ -95,3 +98,12 @@ def rates(run: Path) -> list[float]:
     return [
         step["lr"] for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]
     ]
+
+
+def test_replayed_weights_in_bfloat16_are_compared_by_value(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        weights = {"same": torch.ones(3), "moved": torch.ones(2) + number / 4}
+        save_file({name: t.bfloat16() for name, t in weights.items()}, folder / "model.safetensors")
+    assert largest_differences(*folders) == {"moved": 0.25}
