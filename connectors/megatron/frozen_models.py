@@ -6,7 +6,7 @@ Owns where their weights live. Knows nothing of what their log-probabilities are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
+from millrace.connectors.megatron.packing import Row
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.connectors.megatron.trainable_model import model_from_hf
 from millrace.core.config import RunConfig
@@ -86,13 +87,16 @@ class Teacher:
             config, model, inner, device, vocab=self._vocab, temperature=temperature
         )
 
-    def logprobs(self, batch: RankBatch) -> Tensor | None:
-        """Log-probabilities of the batch's response tokens; None before the last pipeline stage."""
-        highest = max((int(row.tokens.max()) for row in batch.rows), default=0)
+    def check_tokens(self, rows: Sequence[Row]) -> None:
+        """Raise TrainerError if a token is not in the vocabulary. `rows`: all samples, so that all ranks raise or none."""
+        highest = max((int(row.tokens.max()) for row in rows), default=0)
         if highest >= self._vocab:
             raise TrainerError(
                 f"a sample has token {highest}, the teacher's vocabulary {self._vocab} tokens",
                 where="algorithm.teacher",
                 remedy="take a teacher with the model's own tokenizer",
             )
+
+    def logprobs(self, batch: RankBatch) -> Tensor | None:
+        """Log-probabilities of the batch's response tokens; None before the last pipeline stage."""
         return self._passes.logprobs(batch.packs)

@@ -83,16 +83,19 @@ class Learner:
     def rank_batch(self, version: int, batch_url: str, rows: Sequence[Row]) -> RankBatch:
         """This rank's part of step `version`, with every per-token value but advantages. `rows`: the whole iteration's.
 
-        Raises TrainerError if a later step asks for values of the weights from before the iteration.
+        What a refused step computed is kept for its next try. Raises TrainerError, on every rank, if a later step asks for
+        values of the weights from before the iteration, or a sample has a token that the teacher does not know.
         """
         if self._iteration is None or self._iteration.batch_url != batch_url:
+            if self.teacher is not None:
+                self.teacher.check_tokens(rows)
             batches = self._start_iteration(version, batch_url, rows)
             self._iteration = _Iteration(batch_url, min(row.train_step for row in rows), batches)
         batch = self._iteration.batches[version]
-        if self.reference is not None and "ref" not in batch.per_token:
+        if self.reference is not None and "ref" not in batch.computed:
             with self.reference.as_policy():
                 batch.set_per_token("ref", self.passes.logprobs(batch.packs))
-        if self.teacher is not None and "teacher" not in batch.per_token:
+        if self.teacher is not None and "teacher" not in batch.computed:
             batch.set_per_token("teacher", self.teacher.logprobs(batch))
         return batch
 

@@ -36,6 +36,8 @@ class RankBatch:
     sample_advantages: Tensor | None  # [B] float64
     # [N] each, by name: "old", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns"
     per_token: dict[str, Tensor] = field(default_factory=dict)
+    # names for which every rank has run its forward pass; stages before the last know these alone
+    computed: set[str] = field(default_factory=set)
 
     @property
     def rows(self) -> list[Row]:
@@ -51,7 +53,8 @@ class RankBatch:
         return [self.lengths[span] for span in _spans([len(pack.rows) for pack in self.packs])]
 
     def set_per_token(self, name: str, values: Tensor | None) -> None:
-        """Add values [N] under a name. None, as stages before the last have it, adds nothing."""
+        """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""
+        self.computed.add(name)
         if values is not None:
             self.per_token[name] = values
 

@@ -145,6 +145,36 @@ class ActorGroup(Generic[T]):
         """Call all; the results in order. If one fails the others are not waited for."""
         return list(await asyncio.gather(*(actor.call(method, *args, **kwargs) for actor in self.actors)))
 
+    async def call_together(
+        self, patience_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call all with a method in which they wait for each other; the results in order, or the first error.
+
+        After an error that all raise they can be called again. One that is still in the call `patience_s` later waits for
+        an actor that has left it, and would do so for ever: then all are killed, and the caller makes new ones.
+        """
+        calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self.actors]
+        try:
+            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            error = next((call.exception() for call in calls if call in done and call.exception()), None)
+            if error is None:
+                return [call.result() for call in calls]
+            if waiting and not isinstance(
+                error, ActorLostError
+            ):  # a lost one is rebuilt with all others anyway
+                _, waiting = await asyncio.wait(waiting, timeout=patience_s)
+                if waiting:
+                    log.warning(
+                        "%d of %d actors wait for one that failed: ending all", len(waiting), len(calls)
+                    )
+                    for actor in self.actors:
+                        actor.kill()
+            raise error
+        finally:
+            for call in calls:
+                if not call.cancel() and not call.cancelled():
+                    call.exception()  # seen: asyncio reports errors that nobody asked for
+
     async def states(self) -> list[dict[str, Any]]:
         """All states in order."""
         return list(await asyncio.gather(*(actor.state() for actor in self.actors)))
@@ -237,14 +267,24 @@ async def end(role: str | None = None) -> int:
     return await _end([name for name in named if role is None or name.rsplit("-", 1)[0] == role])
 
 
-async def _end(chosen: list[str]) -> int:
-    ended = 0
-    for name in chosen:
+def kill_all() -> int:
+    """Kill this namespace's actors, whatever they do, and wait for none; returns how many there were."""
+    return _kill(ray.util.list_named_actors())
+
+
+def _kill(names: list[str]) -> int:
+    killed = 0
+    for name in names:
         try:
             ray.kill(ray.get_actor(name), no_restart=True)
-            ended += 1
+            killed += 1
         except ValueError:
             continue
+    return killed
+
+
+async def _end(chosen: list[str]) -> int:
+    ended = _kill(chosen)
     deadline = time.monotonic() + NAME_TIMEOUT_S
     while left := set(ray.util.list_named_actors()) & set(chosen):  # a name is free once the actor is gone
         if time.monotonic() > deadline:

@@ -18,6 +18,9 @@ from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
 
 log = logging.getLogger(__name__)
+FAILED_ALONE_S = (
+    60.0  # after one rank has failed in a step, the others fail too or wait for it in a collective
+)
 
 
 class EngineProxy:
@@ -132,8 +135,13 @@ class TrainerProxy:
         max_logprob_gap: float | None,
         recorded: StepMetrics | None = None,
     ) -> StepMetrics:
-        """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures."""
-        figures = await self._ranks.call(TrainerRank.train, version, batch_url, max_logprob_gap, recorded)
+        """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures.
+
+        A step that all ranks refuse can be tried again.
+        """
+        figures = await self._ranks.call_together(
+            FAILED_ALONE_S, TrainerRank.train, version, batch_url, max_logprob_gap, recorded
+        )
         return cast(StepMetrics, figures[0])
 
     async def save(self, url: str) -> None:

@@ -36,6 +36,11 @@ class Counter:
     def refuse(self) -> None:
         raise TrainerError("trainer.parallel.tensor = 3: does not divide 4 heads")
 
+    def refuse_alone(self, seconds: float) -> None:
+        if self.index == 0:
+            self.refuse()
+        time.sleep(seconds)
+
     def break_down(self) -> None:
         raise ZeroDivisionError("by chance")
 

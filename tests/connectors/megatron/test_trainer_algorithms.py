@@ -264,11 +264,14 @@ def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
 def test_a_teacher_of_a_smaller_vocabulary_is_refused(
     workers: Workers, model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    teacher = str(model("qwen3", vocab_size=50))
-    url = write_batch(tmp_path, samples(1))
+    teacher, rows = str(model("qwen3", vocab_size=50)), samples(1)
+    for row in rows:
+        row["tokens"] = [token % 50 for token in row["tokens"]]
+    rows[0]["tokens"][0] = 60  # one rank has it, and both refuse it: the other would wait for the first
+    url = write_batch(tmp_path, rows)
     with (
-        workers.group(configuration(model(), algorithm={"preset": "opd", "teacher": teacher})) as group,
-        pytest.raises(RankFailedError, match=r"TrainerError.*algorithm.teacher.*vocabulary 50"),
+        workers.group(configuration(model(), 2, algorithm={"preset": "opd", "teacher": teacher})) as group,
+        pytest.raises(RankFailedError, match=r"^TrainerError.*algorithm.teacher.*vocabulary 50"),
     ):
         group.call("train", 1, url)
 

@@ -67,6 +67,20 @@ async def test_typed_errors_come_as_they_are_and_others_as_rays(group: actors.Ac
     assert await group.actors[0].call(Counter.add, 1) == 2
 
 
+async def test_what_all_refuse_can_be_asked_again_and_actors_that_wait_for_one_that_failed_are_ended(
+    group: actors.ActorGroup[Counter],
+) -> None:
+    with pytest.raises(TrainerError, match="does not divide"):
+        await group.call_together(TIMEOUT_S, Counter.refuse)
+    assert await group.call_together(TIMEOUT_S, Counter.add, 4) == [5, 5]
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(TrainerError, match="does not divide"):
+            await group.call_together(0.2, Counter.refuse_alone, 600.0)
+        for actor in group.actors:
+            with pytest.raises(ActorLostError):
+                await actor.call(Counter.add, 1)
+
+
 async def test_an_actor_that_dies_in_a_call_is_lost_and_can_be_made_again(
     group: actors.ActorGroup[Counter],
 ) -> None:

@@ -1,0 +1,82 @@
+"""A refused step changes nothing on any rank, whatever the layout and the models beside the policy: it can be tried again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.core.config.trainer import Parallel
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {},
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2 and sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "cp2": {"parallel": {"context": 2}},
+    "ep2": {"parallel": {"expert": 2}},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "reference": {"preset": "grpo", "kl_coef": 0.1},
+    "teacher": {"distillation_coef": 0.5},
+    "critic": {"preset": "ppo", "advantage": {"critic": {"lr": 1e-2}}},
+}
+FIGURES = ("loss", "grad_norm", "kl", "teacher_kl", "value_loss", "critic_grad_norm", "logprob_gap_mean")
+
+
+def test_every_way_to_cut_the_model_is_in_the_table() -> None:
+    cut = {name for changes in LAYOUTS.values() for name in changes.get("parallel", {})}
+    assert cut == set(Parallel.model_fields)
+
+
+@pytest.fixture(scope="module")
+def iteration(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """URLs of an iteration of two steps, and of the same with a reward and an advantage that are not finite."""
+    folder, rows = tmp_path_factory.mktemp("iteration"), samples(1) + samples(2)
+    good = write_batch(folder / "good", rows)
+    rows[3] |= {"reward": math.inf, "advantage": math.inf}
+    return good, write_batch(folder / "bad", rows)
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_refused_step_is_then_made_as_if_it_had_not_been_tried(
+    workers: Workers,
+    model: Callable[..., Path],
+    iteration: tuple[str, str],
+    tmp_path: Path,
+    layout: str,
+    beside: str,
+) -> None:
+    good, bad = iteration
+    kind, algorithm = "qwen3_moe" if layout == "ep2" else "qwen3", dict(BESIDE[beside])
+    if beside == "teacher":
+        algorithm["teacher"] = str(model(kind, num_attention_heads=8))
+    world = 1 if layout == "one" else 2
+    with workers.group(configuration(model(kind), world, algorithm=algorithm, **LAYOUTS[layout])) as group:
+        group.call("save", str(tmp_path / "start"))
+        never_refused = group.train([1, 2], good)
+        group.call("load", str(tmp_path / "start"))
+        refused(group, 1, bad, "the loss is")
+        refused(group, 1, good, "engine and trainer disagree", guard=1e-9)
+        again = group.train([1], good)
+        refused(group, 2, good, "engine and trainer disagree", guard=1e-9)
+        again += group.train([2], good)
+    assert figures(again) == figures(never_refused)
+
+
+def refused(group: Group, version: int, url: str, message: str, guard: float | None = None) -> None:
+    with pytest.raises(RankFailedError, match=f"RefusedStepError.*{message}"):
+        group.call("train", version, url, guard)
+    assert {state["version"] for state in group.call("state")} == {version - 1}
+
+
+def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    found = [{name: step[name] for name in FIGURES if name in step} for step in steps]
+    assert all(math.isfinite(value) for step in found for value in step.values())
+    return found
