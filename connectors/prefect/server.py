@@ -71,11 +71,23 @@ async def keep_server(timeout_s: float = 120) -> None:
 
     Prefect's client retries its calls for more than half a minute. A server that the user configured is left alone.
     """
-    while _record_path().exists() and _read_record()["url"] == os.environ.get("PREFECT_API_URL"):
-        if not _alive(_read_record()):
-            log.warning("the local Prefect server died: restarting it")
-            await asyncio.to_thread(_restart, timeout_s)
+    while _in_use():
+        await asyncio.to_thread(restart_dead_server, timeout_s)
         await asyncio.sleep(POLL_S)
+
+
+def restart_dead_server(timeout_s: float = 120) -> bool:
+    """Start the local server that this process uses again, on its port, if it died; whether it had died.
+
+    Raises MillraceError with the end of the server's log if the server does not come up.
+    """
+    if not _in_use() or _alive(_read_record()):
+        return False
+    log.warning("the local Prefect server died: restarting it")
+    with locked(home() / "prefect-server.lock"):
+        if not _alive(_read_record()):  # no other process has restarted it meanwhile
+            _start(timeout_s, int(_read_record()["url"].rsplit(":", 1)[1].split("/")[0]))
+    return True
 
 
 def ui_url(api_url: str) -> str:
@@ -107,6 +119,11 @@ def _profile_url() -> str | None:
     )
     url: str | None = active.get("PREFECT_API_URL")
     return url
+
+
+def _in_use() -> bool:
+    """Whether this process uses the local server, and not one that its user configured."""
+    return _record_path().exists() and _read_record()["url"] == os.environ.get("PREFECT_API_URL")
 
 
 def _record_path() -> Path:
@@ -142,13 +159,6 @@ def _running(patience_s: float = 0) -> str | None:
     return None
 
 
-def _restart(timeout_s: float) -> None:
-    """Start the server on the port it had, unless another process has done so."""
-    with locked(home() / "prefect-server.lock"):
-        if not _alive(_read_record()):
-            _start(timeout_s, int(_read_record()["url"].rsplit(":", 1)[1].split("/")[0]))
-
-
 def _healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
@@ -180,7 +190,27 @@ def listening(*ports: int) -> socket.socket:
 
 
 def _start(timeout_s: float, *ports: int) -> str:
-    log_file = home() / "prefect-server.log"
+    """Start the server on the first free one of these ports and wait until it answers; returns its URL.
+
+    One that is killed meanwhile is started again.
+    """
+    log_file, deadline = home() / "prefect-server.log", time.monotonic() + timeout_s
+    process, url = _launch(log_file, *ports)
+    while not _healthy(url):
+        code = process.poll()
+        if code is not None and code < 0:
+            log.warning("the local Prefect server was killed while it started: starting it again")
+            process, url = _launch(log_file, *ports)
+        elif code is not None or time.monotonic() > deadline:
+            process.kill()
+            tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-15:])
+            raise MillraceError(f"the Prefect server did not come up. The end of {log_file}:\n{tail}")
+        time.sleep(0.1)
+    return url
+
+
+def _launch(log_file: Path, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
+    """Start the process, and record it before it answers: a command that comes after one that was ended waits for it."""
     with log_file.open("ab") as out, listening(*ports) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         process = subprocess.Popen(
@@ -192,13 +222,6 @@ def _start(timeout_s: float, *ports: int) -> str:
             pass_fds=[listener.fileno()],
             cwd=Path(__file__).parent,  # prefect.toml with the server's settings lies here
         )
-    deadline = time.monotonic() + timeout_s
-    while not _healthy(url):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-15:])
-            raise MillraceError(f"the Prefect server did not come up. The end of {log_file}:\n{tail}")
-        time.sleep(0.1)
     record = {"url": url, "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
     _record_path().write_text(json.dumps(record))
-    return url
+    return process, url

@@ -13,22 +13,28 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from millrace.connectors.storage.local import locked
+from millrace.connectors.storage.local import library_log, locked
 from millrace.core.errors import MillraceError
 
+log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
+STARTS = 3  # of a head that is killed again and again while a run joins it
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
-    """Connect this process to Ray under a namespace; starts the local head if none is configured or running."""
+    """Connect this process to Ray under a namespace; starts the local head if none is configured or running.
+
+    A local head that dies meanwhile is started again.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -42,13 +48,41 @@ def start_or_join(address: str | None, namespace: str) -> None:
         if not lost(address) and ray.get_runtime_context().namespace == namespace:
             return
         ray.shutdown()
+    for attempt in range(1, STARTS + 1):
+        head = address or local_head()
+        try:
+            _connect(head, namespace)
+            return
+        except Exception as error:  # noqa: BLE001 - Ray raises many types; whether the head lives decides
+            if address is not None or head_lives() or attempt == STARTS:
+                raise
+            ray.shutdown()
+            log.warning(
+                "the local Ray head died while the run joined it (%s): starting it again; what Ray printed is in %s",
+                type(error).__name__,
+                library_log(),
+            )
+
+
+def _connect(address: str, namespace: str) -> None:
+    import ray
+
     ray.init(
-        address=address or local_head(),
+        address=address,
         namespace=namespace,
         log_to_driver=False,
         logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
     )
+
+
+def give_back_sigterm() -> None:
+    """Put Python's handler of SIGTERM back, for which Ray has put one that prints a stack and aborts 3 s later.
+
+    To be called after joining. Python allows it in the main thread alone: elsewhere this does nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def joined() -> bool:
@@ -93,6 +127,12 @@ def local_head() -> str:
         return _start()
 
 
+def head_lives() -> bool:
+    """Whether a local head is recorded and every process of it lives."""
+    record = _read()
+    return bool(record and _alive(record))
+
+
 def stop_local_head() -> bool:
     """End the local head and all its processes; False if none runs."""
     record = _read()
@@ -115,16 +155,18 @@ def stop_local_head() -> bool:
 
 
 def _end_rest(record: dict[str, Any]) -> None:
-    """End what is left of a head that lost one of its processes, and wait for its actors to notice."""
+    """End what is left of a head that lost one of its processes, or whose start was interrupted."""
+    left = {process for process in psutil.process_iter() if _belongs(process, record["folder"])}
     for pid, created in zip(record["pids"], record["created"], strict=True):
         try:
             process = psutil.Process(pid)
             if abs(process.create_time() - created) < 1:
-                left = [*process.children(recursive=True), process]
-                for one in left:
-                    _signal(one, signal.SIGKILL)
+                left |= {*process.children(recursive=True), process}
         except psutil.NoSuchProcess:
             continue
+    for process in left:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(left, timeout=5)
 
 
 def _signal(process: psutil.Process, number: int) -> None:
@@ -159,17 +201,25 @@ def _start() -> str:
     environment.setdefault("RAY_AUTH_MODE", "disabled")  # drivers find a token only by an explicit mode
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment, check=False
-    )
+    record: dict[str, Any] = {"address": "", "pids": [], "created": [], "folder": str(folder)}
+    _write(
+        record
+    )  # before it starts: whoever comes after a start that was interrupted ends what is left of it
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        _end_rest(record)
+        raise MillraceError(f"Ray did not start within {START_TIMEOUT_S} s; its log: {folder}") from None
     if done.returncode:
+        _end_rest(record)
         raise MillraceError(f"Ray did not start:\n{(done.stdout + done.stderr)[-2000:]}")
-    pids = [p.pid for p in psutil.process_iter() if _belongs(p, str(folder))]
-    address = (folder / ADDRESS_FILE).read_text()
-    record: dict[str, Any] = {"address": address, "pids": pids, "folder": str(folder)}
-    record["created"] = [psutil.Process(pid).create_time() for pid in pids]
-    _path().parent.mkdir(parents=True, exist_ok=True)
-    _path().write_text(json.dumps(record))
+    found = [process for process in psutil.process_iter() if _belongs(process, str(folder))]
+    record["pids"] = [process.pid for process in found]
+    record["created"] = [process.create_time() for process in found]
+    record["address"] = (folder / ADDRESS_FILE).read_text()
+    _write(record)
     return str(record["address"])
 
 
@@ -194,6 +244,11 @@ def _alive(record: dict[str, Any]) -> bool:
 
 def _path() -> Path:
     return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "ray.json"
+
+
+def _write(record: dict[str, Any]) -> None:
+    _path().parent.mkdir(parents=True, exist_ok=True)
+    _path().write_text(json.dumps(record))
 
 
 def _read() -> dict[str, Any] | None:

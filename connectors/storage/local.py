@@ -1,4 +1,5 @@
-"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), a lock file, and folders of a process.
+"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), a lock file, folders of a process,
+and the place of its log.
 
 Owns the names of files that are still being written. Knows nothing of stores.
 """
@@ -68,6 +69,11 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def library_log() -> Path:
+    """The file to which a command sends what native libraries and its child processes write to stderr."""
+    return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "stderr.log"
 
 
 def own_folder(prefix: str, where: str | None = None) -> str:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from millrace.core.errors import MillraceError
-from millrace.flows.cli.terminal import ConfigArgument, Overrides, RootOption, console, errors, guarded
+from millrace.flows.cli.terminal import (
+    ConfigArgument,
+    Overrides,
+    RootOption,
+    console,
+    errors,
+    guarded,
+    libraries_kept_off_terminal,
+)
+from millrace.flows.driver.interruption import run_interruptibly
 
 if TYPE_CHECKING:
     from millrace.core.config import RunConfig
     from millrace.flows.driver.drive import DriveResult
 
+T = TypeVar("T")
+
 
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train a run, or go on with it: the same name resumes."""
     resolved = _load(config, overrides)
-    _check(resolved)
-    result = guarded(lambda: _run_flow(resolved))
+    result = _interruptible(lambda: _run_flow(resolved))
     did, total = result["did"], result["iterations"]
     console.print(f"run {resolved.run.name}: {total} iterations complete, {did} of them now")
 
@@ -44,14 +55,23 @@ def quickstart(
     """Build a tiny model, warm it up, train it by GRPO on arithmetic, and show what it learnt."""
     from millrace.flows.quickstart import run_quickstart
 
-    guarded(lambda: run_quickstart(root=root, seed=seed, iterations=iterations, name=name, console=console))
+    _interruptible(
+        lambda: run_quickstart(root=root, seed=seed, iterations=iterations, name=name, console=console)
+    )
+
+
+def _interruptible(work: Callable[[], T]) -> T:
+    """Do the work of a command that starts live parts: signals end it, and what they print goes to a log."""
+    with libraries_kept_off_terminal():
+        return guarded(lambda: run_interruptibly(work))
 
 
 def _run_flow(config: RunConfig) -> DriveResult:
-    """Run the configuration's flow in this process, against the configured Prefect server or a local one."""
+    """Check the configuration, then run its flow in this process, against the configured Prefect server or a local one."""
+    _check(config)
     import httpx
 
-    from millrace.connectors.prefect.server import ensure_server, ui_url
+    from millrace.connectors.prefect.server import ensure_server, restart_dead_server, ui_url
 
     console.print(f"Prefect: {ui_url(ensure_server())}")
     if config.algorithm.supervised:
@@ -60,7 +80,12 @@ def _run_flow(config: RunConfig) -> DriveResult:
         from millrace.flows.train import train as flow
     try:
         return asyncio.run(flow(config))
-    except httpx.TransportError as error:
+    except (httpx.TransportError, RuntimeError) as error:
+        # Prefect retries its calls only once it has reached a server, and raises RuntimeError where it never has
+        if restart_dead_server():
+            return asyncio.run(flow(config))
+        if isinstance(error, RuntimeError):
+            raise
         raise MillraceError(
             f"does not answer ({type(error).__name__}: {error})",
             where=f"the Prefect server at {ensure_server()}",

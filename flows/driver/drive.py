@@ -19,6 +19,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.hooks import load_function
+from millrace.flows.driver.interruption import on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.run_record import finish_run_record, open_run_record
 from millrace.flows.preflight.check import check
@@ -46,8 +47,20 @@ async def drive(
     """Run `iteration` for every index that the run folder does not hold yet, each as a flow run of the flow `flow_name`.
 
     Started again under the same run name it does what is missing; when nothing is, it returns at once.
-    `before_first` runs ahead of index 0.
+    `before_first` runs ahead of index 0. Ctrl-C, SIGTERM and a cancelled flow run end it where it is, and its actors with it.
     """
+    driver = asyncio.current_task()
+    assert driver is not None
+    with on_signal(driver.cancel):
+        return await _drive(config, iteration, flow_name, before_first)
+
+
+async def _drive(
+    config: RunConfig,
+    iteration: Iteration,
+    flow_name: str,
+    before_first: Callable[[Runtime], Awaitable[None]] | None,
+) -> DriveResult:
     await _prepare(config)
     runtime, started = Runtime(config), time.perf_counter()
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
@@ -100,8 +113,9 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
     try:
         await asyncio.to_thread(runtime.run_folder.clean)
-        await runtime.open()
-        yield lease.token
+        with on_signal(runtime.kill_actors):
+            await runtime.open()
+            yield lease.token
     except asyncio.CancelledError:
         if lost:
             raise lost[0] from None

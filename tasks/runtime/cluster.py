@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.local import library_log
 from millrace.core.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -25,14 +26,25 @@ class Cluster:
         self.settings: Mapping[str, Any] = config.for_actors()  # the configuration as actors get it
         self._reservation = placement.Reservation(config)
         self._joining = asyncio.Lock()
+        self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
 
     async def join(self) -> None:
         """Be connected. A local head that died is started again; the actors it had are lost and rebuilt."""
         address = self.config.placement.ray_address
         async with self._joining:
             if await asyncio.to_thread(cluster.lost, address):
-                log.warning("the local Ray head died: starting it again")
-            await asyncio.to_thread(cluster.start_or_join, address, self.config.run.name)
+                log.warning(
+                    "the local Ray head died: starting it again; what Ray printed is in %s", library_log()
+                )
+            await asyncio.to_thread(self._connect)
+            cluster.give_back_sigterm()
+
+    def _connect(self) -> None:
+        self._connecting = True
+        try:
+            cluster.start_or_join(self.config.placement.ray_address, self.config.run.name)
+        finally:
+            self._connecting = False
 
     async def adopt(self) -> None:
         """Keep the actors that an earlier driver left if this very configuration made them; end the others."""
@@ -43,9 +55,23 @@ class Cluster:
         """A place for each actor of a role."""
         return await asyncio.to_thread(self._reservation.places, role)
 
-    async def leave(self, end_actors: bool) -> None:
-        """Disconnect; with `end_actors` the run's actors end, else they stay for the next driver."""
-        if end_actors and cluster.joined() and not cluster.lost(self.config.placement.ray_address):
+    def kill_actors(self) -> None:
+        """Kill the run's actors at once, whatever they do."""
+        if self._reaches_actors():
+            actors.kill_all()
+
+    async def end_actors(self) -> None:
+        """End the run's actors, and give back what was reserved for them."""
+        if self._reaches_actors():
             await actors.end()
             await asyncio.to_thread(placement.release)
-        cluster.leave()
+
+    def leave(self) -> None:
+        """Disconnect. Actors that were not ended stay for the next driver."""
+        if not self._connecting:  # Ray aborts the process where it is left while it is joined
+            cluster.leave()
+
+    def _reaches_actors(self) -> bool:
+        return (
+            not self._connecting and cluster.joined() and not cluster.lost(self.config.placement.ray_address)
+        )

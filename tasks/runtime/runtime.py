@@ -43,8 +43,14 @@ class Runtime:
         self._record_storage = await save_record_storage(self.config.storage.root)
         await self._cluster.adopt()
 
+    def kill_actors(self) -> None:
+        """Kill the run's actors at once, in whatever call they are."""
+        self._cluster.kill_actors()
+
     async def close(self, end_actors: bool) -> None:
-        """Leave; with `end_actors` the run's actors end too, else they stay for the next driver."""
+        """Leave; with `end_actors` the run's actors end first, else they stay for the next driver."""
+        if end_actors:
+            await self._cluster.end_actors()
         self.scoring.close()
         await self.memory.close()
-        await self._cluster.leave(end_actors)
+        self._cluster.leave()

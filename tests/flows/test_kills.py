@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.soak.harness import Site
-from tests.soak.points import REDUCED, Point
+from tests.soak.points import ENDS_THE_RUN, REDUCED, Point
 from tests.support.flow_runs import Workplace
 
 LONG = [
     point
     for point in REDUCED
     if (point.victim, point.when) in (("driver", "after"), ("ray", "before"), ("prefect", "before"))
+    or (point.victim, point.task) == ("terminal", "rollout")
 ]
 
 
@@ -28,4 +29,4 @@ def site(workplace: Workplace, whole: Path) -> Site:
 def test_a_killed_run_ends_as_an_uninterrupted_one_of_another_name(site: Site, point: Point) -> None:
     outcome = site.kill(point)
     assert not outcome.problems
-    assert outcome.survived == (point.victim != "driver")
+    assert outcome.survived == (point.victim not in ENDS_THE_RUN)

@@ -23,8 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="random kills")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random kills")
-    parser.add_argument("--matrix", action="store_true", help="the 64 points of the matrix instead")
-    parser.add_argument("--every", action="store_true", help="all 240 points instead")
+    parser.add_argument("--matrix", action="store_true", help="the 72 points of the matrix instead")
+    parser.add_argument("--every", action="store_true", help="all 288 points instead")
     parser.add_argument("--victim", choices=VICTIMS, action="append", help="only these; may be repeated")
     parser.add_argument("--only", help="only points whose name contains this text")
     parser.add_argument("--jobs", type=int, default=1, help="workplaces at a time")
@@ -75,10 +75,11 @@ def _work(site: Site, points: list[Point]) -> list[Outcome]:
 
 def _line(outcome: Outcome) -> str:
     how = "survived" if outcome.survived else f"{outcome.starts} starts"
+    ended = f"ended in {outcome.ended_s:.1f} s  " if outcome.ended_s else ""
     verdict = "; ".join(outcome.problems) or "ok"
     return (
         f"{outcome.point!s:45} {outcome.landed:6} {how:9} again {outcome.regenerated:3d} "
-        f"{outcome.seconds:6.1f} s  {verdict}"
+        f"{outcome.seconds:6.1f} s  {ended}{verdict}"
     )
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.soak import promises, victims
-from tests.soak.points import Point
+from tests.soak.points import ENDS_THE_RUN, Point
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
 
 DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
 __all__ = ["Outcome", "Site", "make_workplace"]
 STARTS = 4  # at most, for one kill
 KILLED = "killed"  # the name of killed runs; the uninterrupted one is `a`, as run.yaml calls it
+ENDS_WITHIN_S = 10.0  # after Ctrl-C, on an idle machine
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Outcome:
     killed: int = 0  # processes
     landed: str = ""  # where the kill came: before, in or after the task, by its record
     survived: bool = False  # whether the run went on without being started again
+    ended_s: float = 0.0  # from Ctrl-C to the end of the command
     starts: int = 1
     regenerated: int = 0
     seconds: float = 0.0
@@ -117,8 +119,11 @@ class Site:
             usual = self._usual_seconds(point)
             held.unlink()
             time.sleep(point.share * usual)
-        outcome.killed = len(victims.kill(point.victim, process.pid, self.home))
-        assert outcome.killed, f"no {point.victim} to kill"
+        if point.victim == "terminal":
+            self._interrupt(process, run.parent / "start-1.log", outcome)
+        else:
+            outcome.killed = len(victims.kill(point.victim, process.pid, self.home))
+            assert outcome.killed, f"no {point.victim} to kill"
         outcome.landed = point.when if _wait_at(point) == point.when else _landed(run, point)
         if point.victim == "driver":
             process.wait()
@@ -126,12 +131,23 @@ class Site:
         held.unlink(missing_ok=True)
         return state
 
+    def _interrupt(self, process: subprocess.Popen[str], log: Path, outcome: Outcome) -> None:
+        """Ctrl-C, and what it must lead to: an early end, that is told in two lines, of the run's live parts too."""
+        started = time.perf_counter()
+        outcome.killed = victims.interrupt(process.pid)
+        code = process.wait(timeout=PATIENCE_S)
+        outcome.ended_s = time.perf_counter() - started
+        limit = ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        outcome.problems += promises.broken_by_ctrl_c(code, log.read_text(), outcome.ended_s, limit)
+        left = [part for part in ("trainer", "engine") if victims.processes(part, process.pid, self.home)]
+        outcome.problems += [f"Ctrl-C left processes of the run: {', '.join(left)}"] if left else []
+
     def _complete(self, root: Path, point: Point, process: subprocess.Popen[str], outcome: Outcome) -> None:
         code = process.wait(timeout=PATIENCE_S)
         outcome.survived = code == 0
         if not outcome.survived and point.victim in ("trainer", "engine"):
             outcome.problems.append(f"the run ended with {code} because its {point.victim} died")
-        elif not outcome.survived and point.victim != "driver" and code != 2:
+        elif not outcome.survived and point.victim not in ENDS_THE_RUN and code != 2:
             outcome.problems.append(f"the run ended with {code}, which is none of its errors")
         while code != 0:
             assert outcome.starts < STARTS, f"not complete after {STARTS} starts"

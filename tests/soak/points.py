@@ -21,13 +21,20 @@ TASKS = (
     "publish",
 )
 WHENS = ("before", "in", "after")
-VICTIMS = ("driver", "trainer", "engine", "ray", "prefect")
+VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal")
+ENDS_THE_RUN = (
+    "driver",
+    "terminal",
+)  # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
 CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
 
 
 @dataclass(frozen=True)
 class Point:
-    """One kill. A victim other than the driver dies in the task, after this share of its usual time."""
+    """One kill. A victim other than the driver dies in the task, after this share of its usual time.
+
+    The victim "terminal" is the command and its processes, to which Ctrl-C is sent.
+    """
 
     victim: str
     task: str
@@ -44,7 +51,7 @@ class Point:
 def matrix(every: bool = False) -> list[Point]:
     """The driver at all 24 points and every other victim in each task, alternating between the kinds of sampling.
 
-    With `every`: every victim at every point with either kind of sampling, 240 points.
+    With `every`: every victim at every point with either kind of sampling, 288 points.
     """
     if every:
         combined = product(VICTIMS, TASKS, WHENS, (False, True))
@@ -63,6 +70,8 @@ REDUCED = (
     Point("engine", "rollout", "in", dynamic=True),
     Point("ray", "train_step", "before"),
     Point("prefect", "rollout", "before"),
+    Point("terminal", "train_step", "in"),
+    Point("terminal", "rollout", "in", dynamic=True),
 )
 
 

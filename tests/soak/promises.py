@@ -60,6 +60,18 @@ def numbers(run: Path) -> dict[str, list[object]]:
     return columns | {f"step {name}": [step[name] for step in steps] for name in FIGURES}
 
 
+def broken_by_ctrl_c(code: int, log: str, seconds: float, limit: float) -> list[str]:
+    """What Ctrl-C promises of a command: an end in time, by its own exit code, with how to go on in the last line."""
+    problems = [] if code == 130 else [f"Ctrl-C ended the command with {code}, not 130"]
+    if seconds > limit:
+        problems.append(f"Ctrl-C took {seconds:.1f} s, more than {limit:.1f}")
+    _, found, said = log.partition("Ctrl-C: ")
+    lines = said.strip().splitlines()
+    if not found or len(lines) != 2 or "The same command goes on" not in lines[-1]:
+        problems.append(f"after Ctrl-C the command said {lines}")
+    return problems
+
+
 def parts(run: Path) -> dict[Path, bytes]:
     """The rollout parts in storage, with their bytes."""
     return {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/part-*.parquet")}
