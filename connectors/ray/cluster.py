@@ -6,6 +6,7 @@ actors survive the driver that made them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
+TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
 STARTS = 3  # of a head that is killed again and again while a run joins it
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
@@ -51,7 +54,8 @@ def start_or_join(address: str | None, namespace: str) -> None:
     for attempt in range(1, STARTS + 1):
         head = address or local_head()
         try:
-            _connect(head, namespace)
+            with _one_try() if address is None else contextlib.nullcontext():
+                _connect(head, namespace)
             return
         except Exception as error:  # noqa: BLE001 - Ray raises many types; whether the head lives decides
             if address is not None or head_lives() or attempt == STARTS:
@@ -74,6 +78,20 @@ def _connect(address: str, namespace: str) -> None:
         logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
     )
+
+
+@contextlib.contextmanager
+def _one_try() -> Iterator[None]:
+    """Within, joining a cluster that does not answer fails after one of Ray's tries, some 40 s long, instead of 20."""
+    before = os.environ.get(TRIES)
+    os.environ[TRIES] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRIES]
+        else:
+            os.environ[TRIES] = before
 
 
 def give_back_sigterm() -> None:

@@ -19,7 +19,7 @@ class Checkpoint(Section):
     )
     keep_best: str | None = Field(
         None,
-        description="Also keep the checkpoint with the highest value of this metric, as in eval/held_out/reward_mean.",
+        description="Also keep the checkpoint with the highest value of this metric of an evaluation, as in eval/held_out/reward_mean.",
     )
     export_every: int | None = Field(
         None, ge=1, description="Iterations between Hugging Face exports; only the last when not given."

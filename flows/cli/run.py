@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from millrace.connectors.storage.local import library_log
 from millrace.core.errors import MillraceError
 from millrace.flows.cli.terminal import (
     ConfigArgument,
@@ -40,10 +41,13 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Resolve a configuration, touch everything it names, and print the plan."""
     from millrace.core.config.plan import make_plan
     from millrace.flows.preflight.plan_table import render
+    from millrace.flows.preflight.unchecked import unchecked
 
     resolved = _load(config, overrides)
     _check(resolved)
     console.print(render(make_plan(resolved)))
+    for sentence in unchecked(resolved):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def quickstart(
@@ -73,7 +77,9 @@ def _run_flow(config: RunConfig) -> DriveResult:
 
     from millrace.connectors.prefect.server import ensure_server, restart_dead_server, ui_url
 
-    console.print(f"Prefect: {ui_url(ensure_server())}")
+    console.print(
+        f"Prefect: {ui_url(ensure_server())}; what libraries print: {library_log()}", soft_wrap=True
+    )
     if config.algorithm.supervised:
         from millrace.flows.sft import sft as flow
     else:

@@ -227,6 +227,17 @@ def test_an_option_that_sglang_in_its_own_folder_does_not_have(place: Path, sgla
         assert part in str(problem)
 
 
+def test_options_that_cannot_be_checked_here_are_named(sglang: Path) -> None:
+    option = "engines.sglang.schedule_policy=lpm"
+    result = run("run.yaml", option)
+    assert result.exit_code == 0, result.output
+    assert "Not checked: engines.sglang.schedule_policy. No SGLang is found" in result.output
+    source = sglang / "sglang" / "srt" / "server_args.py"
+    source.parent.mkdir()
+    source.write_text("class ServerArgs:\n    schedule_policy: str = 'fcfs'\n")
+    assert "Not checked" not in run("run.yaml", option).output
+
+
 def test_the_recipes_that_ship_pass() -> None:
     recipes = Path(__file__).parents[2] / "deployments" / "recipes"
     for recipe in sorted(set(recipes.glob("*.yaml")) - set(recipes.glob("qwen3*.yaml"))):

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.soak.victims import processes
 from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, configuration, final_weights, trained, wait_until
 
@@ -69,6 +70,19 @@ def test_retry_resumes_a_killed_run_and_so_does_a_new_run_of_its_name(
     assert again != first
     assert deployed.wait(again) == "COMPLETED"
     assert trained(run) == trained(whole)
+
+
+def test_a_flow_run_cancelled_in_its_work_ends_with_its_actors(
+    deployed: Deployed, workplace: Workplace, config: dict[str, Any], tmp_path: Path
+) -> None:
+    started = deployed.start(config)
+    wait_until(lambda: any((tmp_path / "a").glob("iterations/000000/rollouts/part-*")))
+    process, home = flow_process(deployed), Path(workplace.environment["MILLRACE_HOME"])
+    assert processes("engine", process.pid, home)
+    deployed.ask(f"/flow_runs/{started}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    assert not [part for part in ("trainer", "engine") if processes(part, process.pid, home)]
+    assert deployed.wait(started) == "CANCELLED"
 
 
 def retried(run: Path) -> bool:

@@ -16,7 +16,7 @@ import psutil
 
 from tests.support.flow_runs import wait_until
 
-ENDED = ("COMPLETED", "FAILED", "CRASHED")
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 class Deployed:

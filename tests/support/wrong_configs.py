@@ -147,6 +147,7 @@ WRONG: list[tuple[str, list[str], str]] = [
      ["trainer.schedule.kind=cosine", "trainer.schedule.warmup_steps=99"], "trainer.schedule.warmup_steps"),
     ("a checkpoint that never comes",
      ["run.iterations=10", "checkpoint.every=4", "checkpoint.keep_every=9"], "checkpoint.keep_every"),
+    ("a metric that nothing makes", ["checkpoint.keep_best=eval/nowhere/reward_mean"], "checkpoint.keep_best"),
 ]  # fmt: skip
 
 TEXTS: list[tuple[str, str, str]] = [

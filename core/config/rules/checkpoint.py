@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from millrace.core.config.parts.problems import Problem
+from millrace.core.config.parts.problems import Problem, nearest
 from millrace.core.config.run_config import RunConfig
+from millrace.core.contracts.task_records import EvaluatedSet
+
+FIGURES = tuple(name for name in EvaluatedSet.__annotations__ if name != "file")
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Checkpoints that would never be kept."""
+    yield from _keep_best(config)
     c = config.checkpoint
     if c.keep_every and c.keep_every < config.run.iterations < lcm(c.every, c.keep_every):
         yield Problem(
@@ -18,4 +22,26 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             c.keep_every,
             f"no checkpoint of the run's {config.run.iterations} iterations, one every {c.every}, divides by it",
             f"set it to a multiple of checkpoint.every, such as {c.every}",
+        )
+
+
+def _keep_best(config: RunConfig) -> Iterator[Problem]:
+    """A metric that no evaluation makes, or makes at no iteration that is saved before the last."""
+    c, e = config.checkpoint, config.evaluation
+    if c.keep_best is None:
+        return
+    made = [f"eval/{held_out.name}/{figure}" for held_out in e.sets for figure in FIGURES]
+    if c.keep_best not in made:
+        yield Problem(
+            "checkpoint.keep_best",
+            c.keep_best,
+            "no evaluation of evaluation.sets makes this metric",
+            nearest(c.keep_best, made) if made else "add a set to evaluation.sets, or remove it",
+        )
+    elif c.every < config.run.iterations <= lcm(c.every, e.every):
+        yield Problem(
+            "checkpoint.keep_best",
+            c.keep_best,
+            f"no iteration before the last is both evaluated, one every {e.every}, and saved, one every {c.every}",
+            f"set evaluation.every to {c.every}, as checkpoint.every",
         )

@@ -59,6 +59,8 @@ def fields(*overrides: str) -> list[str]:
         ["algorithm.loss=sft", "rollout.samples_per_prompt=1"],
         ["checkpoint.every=4", "checkpoint.keep_every=8"],
         ["run.iterations=12", "checkpoint.every=4", "checkpoint.keep_every=6"],
+        ["checkpoint.keep_best=eval/held/reward_mean"],
+        ["checkpoint.keep_best=eval/held/not_scored", "checkpoint.every=2", "evaluation.every=4"],
         ["tracking.uri=sqlite:////tmp/x.db"],
         ["tracking.uri=https://host:5000"],
         ["tracking.uri=databricks"],
@@ -108,6 +110,14 @@ def test_these_agree(overrides: list[str]) -> None:
         (["evaluation.sets.held.sampling={max_new_tokens: 70000}"], "engines.max_total_tokens"),
         (["trainer.optimizer.betas=[0.9, 1]"], "trainer.optimizer.betas.1"),
         (["trainer.schedule.min_lr=1"], "trainer.schedule.min_lr"),
+        (["checkpoint.keep_best=eval/held/reward_maen"], "checkpoint.keep_best"),
+        (["checkpoint.keep_best=eval/other/reward_mean"], "checkpoint.keep_best"),
+        (["checkpoint.keep_best=reward/mean"], "checkpoint.keep_best"),
+        (["checkpoint.keep_best=eval/held/reward_mean", "evaluation.sets=[]"], "checkpoint.keep_best"),
+        (
+            ["checkpoint.keep_best=eval/held/reward_mean", "checkpoint.every=4", "evaluation.every=3"],
+            "checkpoint.keep_best",
+        ),
         (
             ["algorithm.preset=ppo", "algorithm.advantage.critic.lr=1e-7", "trainer.schedule.min_lr=5e-7"],
             "trainer.schedule.min_lr",
