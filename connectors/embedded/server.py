@@ -6,12 +6,12 @@ Owns parsing and answering; decides nothing about tokens. Bodies are JSON and sa
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from millrace.connectors.embedded.body import read_json
@@ -84,7 +84,7 @@ class Server:
             async for _ in _until_done(requests, queue):
                 pass
             answers = [self._answer(request, body) for request in requests]
-            return web.json_response(answers if many else answers[0])
+            return web.Response(body=_json(answers if many else answers[0]), content_type="application/json")
         except (asyncio.CancelledError, ConnectionError):  # the client has gone
             await asyncio.shield(asyncio.to_thread(self.engine.withdraw, requests))
             raise
@@ -160,7 +160,7 @@ class Server:
             answer = self._answer(requests[at], body)
             if many:
                 answer["index"] = at
-            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+            await response.write(b"data: " + _json(answer) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -312,6 +312,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (RequestError, ModelError) as error:
         message = {"object": "error", "message": str(error), "type": "BadRequestError", "code": 400}
         return web.json_response({**message, "success": False, "error": message}, status=400)
+
+
+def _json(answer: Any) -> bytes:
+    """An answer on the wire; what is no finite number is null, as in SGLang."""
+    return orjson.dumps(answer)
 
 
 def _notifier(

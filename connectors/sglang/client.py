@@ -6,6 +6,7 @@ Owns requests, answers and their errors; decides nothing about where a request g
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class EngineClient(Connection):
         finally:
             self.in_flight -= 1
         self.answered += 1
-        return self._generation(answer)
+        return self._generation(answer, rid)
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
         """See that the engine generates. One that stays paused is given up too, but is not held to be stalled."""
@@ -143,7 +144,8 @@ class EngineClient(Connection):
         message = f"{self.engine_id}: no token for {timeout_s:g} s (rollout.progress_timeout_s)"
         return EngineLostError(f"{message}: paused") if paused else EngineStalledError(message)
 
-    def _generation(self, answer: Mapping[str, Any]) -> Generation:
+    def _generation(self, answer: Mapping[str, Any], rid: str) -> Generation:
+        """Raises EngineError for a log-probability that is no finite number: no step may be trained on it."""
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
         if finish == "abort" and meta["finish_reason"].get("status_code", 200) != 200:
@@ -151,6 +153,14 @@ class EngineClient(Connection):
         spans = meta.get("weight_versions") or [{"start": 0, "version": meta["weight_version"]}]
         pairs = meta.get("output_token_logprobs") or []
         ids = [token for _, token, *_ in pairs]
+        for at, (value, *_) in enumerate(pairs):
+            if value is None or not math.isfinite(value):
+                raise EngineError(
+                    f"{self.engine_id}: the log-probability of output token {at} is {value}",
+                    where=f"request {rid}",
+                    remedy="look at the engine's log; its weights or its arithmetic (engines.sglang, model.dtype) give "
+                    "no finite logits",
+                )
         return Generation(
             output_ids=ids,
             logprobs=[value for value, *_ in pairs],

@@ -47,7 +47,8 @@ class Connection:
     ) -> Any:
         """The answer: parsed if it is JSON, else its text.
 
-        Raises EngineLostError if the server cannot be reached, is too slow or answers 5xx; EngineError for other statuses.
+        Raises EngineLostError if the server cannot be reached, is too slow or answers 5xx; EngineError for other statuses and for
+        what is no JSON.
         """
         if self._closed:
             raise EngineLostError(f"{self.engine_id}: this connection is closed")
@@ -56,11 +57,9 @@ class Connection:
             request = self._http.request(verb, self.url + path, json=body, timeout=timeout, headers=headers)
             async with request as answer:
                 if answer.status in (200, 202):
-                    return (
-                        orjson.loads(await answer.read())
-                        if answer.content_type == "application/json"
-                        else await answer.text()
-                    )
+                    if answer.content_type != "application/json":
+                        return await answer.text()
+                    return self._parsed(await answer.read(), path)
                 message = (await answer.text())[:500]
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLostError(
@@ -69,6 +68,12 @@ class Connection:
         if answer.status >= 500:
             raise EngineLostError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
         raise EngineError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+
+    def _parsed(self, body: bytes, path: str) -> Any:
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError as error:  # NaN, for one, is no JSON
+            raise EngineError(f"{self.engine_id}: {path} answered with no JSON: {error}") from error
 
     async def close(self) -> None:
         """Close the connection; requests in flight are lost."""

@@ -57,7 +57,7 @@ def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> Sam
     """Shaped rewards and advantages of whole groups, in float64. budget: rollout.sampling.max_new_tokens.
 
     A NaN reward (not scored) stays NaN under the built-in shaping and has advantage 0.
-    Errors: ConfigError when a function of the user's cannot be loaded, raises, or does not return one number per sample;
+    Errors: ConfigError when a function of the user's cannot be loaded, raises, or does not return one finite number per scored sample;
     DataError for negative rewards under max_rl.
     """
     import torch
@@ -102,7 +102,8 @@ def token_credit(
 ) -> TokenCredit:
     """Advantages of a rank's tokens under the configuration; no gradient.
 
-    Called once a step with all samples of the rank, not pack by pack: whitening looks at the whole global batch.
+    Called with all samples of the rank, not pack by pack: of a step, or of the whole iteration where `config.whiten` puts
+    them on one scale.
     rewards [B]: shaped. sample_advantages [B]: of `sample_credit`, None where it gave none.
     logprobs [N]: of the old policy. kl_coef: the controller's; the configured one when not given.
     group: data-parallel process group for whitening; every rank of it must call.
@@ -161,7 +162,7 @@ def _shaped(samples: ScoredSamples, config: Algorithm, budget: int) -> Tensor:
 
 
 def _call_user(function: UserFunction, field: str, *inputs: Tensor) -> Tensor:
-    """What the user's function makes of the inputs [B]: one number per sample."""
+    """What the user's function makes of the inputs [B]: one number per sample, finite where the reward is one."""
     import torch
 
     wanted = tuple(inputs[0].shape)
@@ -173,7 +174,15 @@ def _call_user(function: UserFunction, field: str, *inputs: Tensor) -> Tensor:
             where=f"{field}.function = {function.function}",
             remedy=f"return a tensor of shape {wanted}, one number per sample",
         )
-    return result.detach()
+    result = result.detach()
+    wrong = (~torch.isfinite(result) & ~torch.isnan(inputs[0])).nonzero().flatten().tolist()
+    if wrong:
+        raise ConfigError(
+            f"it returned {float(result[wrong[0]])} for sample {wrong[0]} of {len(result)}, whose reward is {float(inputs[0][wrong[0]]):g}",
+            where=f"{field}.function = {function.function}",
+            remedy="return a finite number for every sample that was scored",
+        )
+    return result
 
 
 def _needed(x: Tensor | None, what: str) -> Tensor:

@@ -193,3 +193,36 @@ def test_whitening_over_ranks_is_that_of_the_whole_batch(tmp_path: Path) -> None
     mp.spawn(_whiten_on_a_rank, args=(3, port, str(tmp_path)), nprocs=3)
     parts = torch.cat([torch.load(tmp_path / f"{rank}.pt") for rank in range(3)])
     torch.testing.assert_close(parts, advantages.whiten(*_whiten_input()), rtol=1e-6, atol=1e-7)
+
+
+WRONG = (math.nan, math.inf, -math.inf)
+
+
+def spoils_the_second(rewards: torch.Tensor, *_: torch.Tensor, value: float) -> torch.Tensor:
+    return rewards.index_fill(0, torch.tensor([1]), value)
+
+
+@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("field", ["shaping", "advantage"])
+def test_a_function_that_returns_no_finite_number_for_a_scored_sample_is_named(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: float
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_credit", sys.modules[__name__])
+    function = {"function": "my_credit:spoils_the_second", "options": {"value": value}}
+    config = Algorithm.model_validate(
+        {field: {"kind": "function", **function} if field == "advantage" else function}
+    )
+    samples = ScoredSamples([1.0, 0.0, 0.5], [0, 0, 0], [8, 9, 10], [False] * 3)
+    with pytest.raises(
+        ConfigError,
+        match=rf"algorithm\.{field}\.function = my_credit:spoils_the_second: it returned {value}.*sample 1 of 3",
+    ):
+        sample_credit(samples, config, 100)
+
+
+def test_a_sample_that_was_not_scored_may_have_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_credit", sys.modules[__name__])
+    samples = ScoredSamples([1.0, math.nan, 0.5], [0, 0, 0], [8, 9, 10], [False] * 3)
+    function = {"function": "my_credit:spoils_the_second", "options": {"value": math.nan}}
+    config = Algorithm.model_validate({"advantage": {"kind": "function", **function}})
+    assert sample_credit(samples, config, 100).advantages == [1.0, 0.0, 0.5]

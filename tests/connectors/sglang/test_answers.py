@@ -1,0 +1,83 @@
+"""Answers of an engine that no step may be trained on are refused where they enter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
+from millrace.core.config import RunConfig
+from millrace.core.errors import EngineError, EngineLostError
+from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
+
+
+class Answering(EngineClient):
+    """Answers with these log-probabilities, as the wire gives them."""
+
+    def __init__(self, *logprobs: float | None) -> None:
+        super().__init__("http://nowhere", "engine-3")
+        self.logprobs = logprobs
+
+    async def post(self, path: str, body: dict[str, Any], *_: Any, **__: Any) -> Any:
+        pairs = [[value, 7, None] for value in self.logprobs]
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": pairs}
+        return {"text": "x", "meta_info": meta}
+
+
+def config() -> RunConfig:
+    return RunConfig.model_validate(
+        {"run": {"name": "a"}, "model": {"path": "m"}, "data": {"sources": [{"path": "p.jsonl"}]}}
+    )
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, None])
+async def test_a_log_probability_that_is_not_finite_fails_its_sample_naming_engine_sample_and_token(
+    wrong: float | None,
+) -> None:
+    async def never(_: Any, __: Any = None) -> None:
+        raise AssertionError("the engine is not to blame for one answer")
+
+    async def ready() -> Dispatcher:
+        return Dispatcher(
+            lambda: [engine],
+            never,
+            never,
+            version=1,
+            attempts=3,
+            progress_timeout_s=9.0,  # type: ignore[arg-type]
+        )
+
+    engine = Answering(-0.5, wrong)
+    with pytest.raises(EngineError, match=r"request s-0001~00: engine-3: .*output token 1 is") as caught:
+        await engine.generate([1], {}, rid=request_id("s-0001", 0), progress_timeout_s=9.0)
+    assert not isinstance(caught.value, EngineLostError)
+    budget = FailureBudget(1.0, 1, where="iteration 1", remedy="")
+    samples = SampleGenerator(config(), config().rollout.sampling, ready, budget)
+    answer = await samples.generate([1], seed=0, rid="s-0001", session=None)
+    assert answer.status == "failed"
+    assert answer.reason == str(caught.value)
+
+
+async def test_finite_log_probabilities_are_taken_as_they_are() -> None:
+    generation = await Answering(-0.5, 0.0, -80.0).generate([1], {}, rid="r", progress_timeout_s=9.0)
+    assert generation.logprobs == [-0.5, 0.0, -80.0]
+
+
+async def test_an_answer_that_is_no_json_is_an_error_of_its_engine() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text='{"value": NaN}', content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"), "engine-3")
+        try:
+            with pytest.raises(EngineError, match="engine-3: /generate answered with no JSON"):
+                await client.generate([1], {}, rid="r", progress_timeout_s=9.0)
+        finally:
+            await client.close()
