@@ -180,7 +180,7 @@ def _reward(score: ScoredSample) -> float:
 
 def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: SampleCredit) -> FilterRecord:
     """Write verdicts of all drawn groups and the batch; returns counts."""
-    steps = _steps(ctx, kept.groups)
+    steps = _steps(ctx, kept)
     counts: dict[str, int] = {}
     judged: list[JudgedSample] = []
     chosen = {group.group_id for group in kept.groups}
@@ -222,10 +222,27 @@ def _verdict(group: _Group, chosen: bool, sid: str) -> tuple[Verdict, str | None
     return "kept", group.judgement.reason or None
 
 
-def _steps(ctx: IterationContext, kept: list[_Group]) -> dict[str, int]:
-    """Weight version that each kept sample's step makes: samples in drawing order, cut into global batches."""
-    ids = [sid for group in kept for sid in _sample_ids(ctx, group)]
-    return {sid: ctx.version_before + 1 + at // ctx.config.global_batch for at, sid in enumerate(ids)}
+def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
+    """Weight version that each scored sample's step makes: samples in drawing order, cut into global batches.
+
+    The places of samples that were not scored stay empty. Where that would leave a step without samples, the scored ones
+    are cut into equal parts instead. Raises BudgetError if there are fewer of them than steps.
+    """
+    first, steps = ctx.version_before + 1, ctx.config.steps_per_iteration
+    scored = [score.sample_id for score in kept.scores]
+    if len(scored) < steps:
+        raise BudgetError(
+            f"only {len(scored)} samples were scored, for {steps} train steps",
+            where=f"iteration {iteration_number(ctx.index)}",
+            remedy="correct what fails; verdicts and reasons are in the parts of rewards. What finished is kept",
+        )
+    places = {
+        sid: at for at, sid in enumerate(sid for group in kept.groups for sid in _sample_ids(ctx, group))
+    }
+    cut = {sid: places[sid] // ctx.config.global_batch for sid in scored}
+    if len(set(cut.values())) < steps:
+        cut = {sid: at * steps // len(scored) for at, sid in enumerate(scored)}
+    return {sid: first + step for sid, step in cut.items()}
 
 
 def _batch(kept: _Kept, credit: SampleCredit, steps: dict[str, int]) -> pa.Table:
