@@ -5,9 +5,30 @@ Knows nothing of files and tensors: `model_folder` reads those. No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Llama 3.1's scaled rotary embedding: waves that the first training saw whole stay, longer ones are stretched.
+
+    A wave that fits `high_freq_factor` times and more into `original_max_position_embeddings` positions stays; one that
+    fits `low_freq_factor` times and less is `factor` times as long; between the two the frequency is interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def scaled(self, frequencies: Any) -> Any:
+        """A tensor of frequencies, radians a position, as they are with the scaling."""
+        fits = frequencies * (self.original_max_position_embeddings / (2 * math.pi))
+        stays = ((fits - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (stays + (1 - stays) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,7 @@ class Architecture:
     tied: bool
     eps: float  # of the norms
     rope_theta: float
+    rope_scaling: RotaryScaling | None
     experts: int  # 0: dense
     expert_ffn: int
     experts_used: int  # by a token
@@ -96,6 +118,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
         tied=hf["tie_word_embeddings"],
         eps=hf["rms_norm_eps"],
         rope_theta=hf["rope_theta"],
+        rope_scaling=RotaryScaling(**hf["rope_scaling"]) if hf.get("rope_scaling") else None,
         experts=experts,
         expert_ffn=hf["moe_intermediate_size"] if experts else 0,
         experts_used=hf["num_experts_per_tok"] if experts else 0,

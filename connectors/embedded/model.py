@@ -129,9 +129,10 @@ class Decoder:
         self.shape = weights.shape
         self.weights = weights
         half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
-        frequencies = torch.outer(
-            torch.arange(self.shape.positions, dtype=torch.float32), self.shape.rope_theta**-half
-        )
+        turns = self.shape.rope_theta**-half
+        if self.shape.rope_scaling:
+            turns = self.shape.rope_scaling.scaled(turns)
+        frequencies = torch.outer(torch.arange(self.shape.positions, dtype=torch.float32), turns)
         both = torch.cat([frequencies, frequencies], dim=-1)
         self.cos, self.sin = both.cos(), both.sin()
 

@@ -21,7 +21,7 @@ from millrace.core.model_folder.config_keys import (
     ROTARY,
     Honoured,
 )
-from millrace.core.model_folder.rotary import rotary_theta
+from millrace.core.model_folder.rotary import rotary
 
 WHOLE = "take a whole checkpoint"
 OTHER = "take another model, or remove the key if it changes nothing"
@@ -43,7 +43,7 @@ def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
 
 
 def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The honoured keys of a config.json, under one name each, with defaults; rope_theta among them.
+    """The honoured keys of a config.json, under one name each, with defaults; rope_theta and rope_scaling among them.
 
     Raises ConfigError for a family that is not supported, and naming the first key that is missing, unknown, or asks for
     another model than the one that would be built.
@@ -69,7 +69,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {"model_type": family}
     for key, rule in HONOURED[family].items():
         values[key] = _value(renamed, key, rule, values, where, refuse)
-    values["rope_theta"] = rotary_theta(renamed, refuse)
+    values |= rotary(renamed, refuse)
     _check_sizes(values, refuse)
     return values
 

@@ -5,33 +5,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NoReturn
 
+from millrace.core.architecture import RotaryScaling
+
+SCALING = tuple(field.name for field in fields(RotaryScaling))
 DEFAULT_THETA = 10000.0  # transformers' own, for every family here
 
 Refuse = Callable[[str, Any, str], NoReturn]
 """Raises the error for a key, its value and what is wrong with it."""
 
 
-def rotary_theta(config: Mapping[str, Any], refuse: Refuse) -> float:
-    """Base of the rotary embedding. Calls `refuse` for a scaled, a partial and an ambiguous one."""
+def rotary(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """rope_theta, the base, and rope_scaling: the fields of a RotaryScaling, or None.
+
+    Calls `refuse` for any other scaling, and for a partial or ambiguous embedding.
+    """
     name, inner = _parameters(config, refuse)
     kinds = {f"{name}.{key}": inner.pop(key) for key in ("rope_type", "type") if key in inner}
     kind = _agreed(kinds, refuse) if kinds else "default"
-    if kind != "default":
-        refuse(f"{name}.rope_type", kind, "scaled rotary embeddings are not supported")
+    if kind not in ("default", "llama3"):
+        refuse(f"{name}.rope_type", kind, "of scaled rotary embeddings only llama3 is supported")
     theta = _given("rope_theta", config, name, inner, refuse)
     partial = _given("partial_rotary_factor", config, name, inner, refuse)
     if partial not in (None, 1):
         refuse("partial_rotary_factor", partial, "partial rotary embeddings are not supported")
+    scaling = {
+        key: _number(f"{name}.{key}", inner.pop(key, None), refuse) for key in SCALING if kind == "llama3"
+    }
+    if scaling and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        refuse(f"{name}.high_freq_factor", scaling["high_freq_factor"], "it must be above low_freq_factor")
     for key, value in inner.items():
-        refuse(f"{name}.{key}", value, "the default rotary embedding has no such parameter")
-    if theta is None:
-        return DEFAULT_THETA
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        refuse("rope_theta", theta, "a number above 0 is wanted")
-    return float(theta)
+        refuse(f"{name}.{key}", value, f"a {kind} rotary embedding has no such parameter")
+    theta = DEFAULT_THETA if theta is None else _number("rope_theta", theta, refuse)
+    return {"rope_theta": theta, "rope_scaling": scaling or None}
+
+
+def _number(key: str, value: Any, refuse: Refuse) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        refuse(key, value, "a number above 0 is wanted")
+    return float(value)
 
 
 def _parameters(config: Mapping[str, Any], refuse: Refuse) -> tuple[str, dict[str, Any]]:

@@ -68,6 +68,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_cache": True,
         "vocab_size": 128256,
     },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
     "SmolLM2-135M": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -193,6 +226,7 @@ def test_published_configs_are_read(name: str) -> None:
     published = PUBLISHED[name]
     found = architecture(resolved(published, name))
     assert found.rope_theta == published["rope_theta"]
+    assert (found.rope_scaling is None) == (published.get("rope_scaling") is None)
     assert found.eps == published["rms_norm_eps"]
     assert (found.kv_heads, found.tied) == (
         published["num_key_value_heads"],

@@ -20,6 +20,7 @@ from millrace.connectors.megatron.model.attention import PackedAttention
 from millrace.connectors.megatron.model.fused import rotary_table
 from millrace.connectors.megatron.model.layers import GatedSilu, Norm, PackedLayer, PackedSelfAttention
 from millrace.connectors.megatron.model.transformer_config import transformer_config
+from millrace.core.architecture import architecture
 from millrace.core.config import RunConfig
 
 
@@ -83,7 +84,7 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     if tc.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     layers = get_num_layers_to_build(tc)
-    return kind(
+    model = kind(
         config=tc,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
         vocab_size=padded_vocab(hf["vocab_size"], tc.tensor_model_parallel_size),
@@ -95,3 +96,7 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         rotary_base=hf["rope_theta"],
         parallel_output=True,
     )
+    scaling = architecture(hf).rope_scaling
+    if scaling:
+        model.rotary_pos_emb.inv_freq = scaling.scaled(model.rotary_pos_emb.inv_freq)
+    return model

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from millrace.connectors.embedded.model import PREFILL_SPAN, Decoder, Weights, read_shape, read_tensors
 from millrace.core.errors import ConfigError
 from millrace.core.model_folder.config_file import read_hf_config, resolved
 from millrace.core.model_folder.config_keys import ALIASES, BOUND, FAMILIES, HARMLESS, HONOURED, ROTARY
@@ -59,6 +60,13 @@ VALUES: dict[str, list[Any]] = {
     "torch_dtype": ["bfloat16", "float8_e4m3fn"],
     "tie_word_embeddings": [True, False],
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 SPELLINGS: dict[str, dict[str, Any]] = {
     "outside": {"rope_theta": 77.0},
     "whole number": {"rope_theta": 77},
@@ -78,21 +86,29 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "two kinds": {"rope_parameters": {"rope_type": "default", "type": "linear", "factor": 2.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_theta": 77.0},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 77.0},
-    "llama3": {
-        "rope_theta": 77.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+    "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 77.0}},
+    "older llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}, "rope_theta": 77.0},
+    "llama3 by type": {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 77},
+    "llama3 without a factor": {"rope_scaling": {**LLAMA3, "factor": None}, "rope_theta": 77.0},
+    "llama3 without a length": {
+        "rope_scaling": {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
     },
+    "llama3 upside down": {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}},
+    "llama3 with more": {"rope_scaling": {**LLAMA3, "beta_fast": 32}},
     "by layer type": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 77.0}}},
     "partial": {"rope_parameters": {"rope_theta": 77.0, "partial_rotary_factor": 0.5}},
     "partial outside": {"partial_rotary_factor": 0.5, "rope_theta": 77.0},
     "not partial": {"partial_rotary_factor": 1.0, "rope_theta": 77.0},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are several times slower on two threads of a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +168,20 @@ def trainers(rank: Any, folder: str, url: str) -> list[float]:
         zip((row.sample_id for row in rows), values.split([row.response_length for row in rows]), strict=True)
     )
     return [value for name in sorted(parts) for value in parts[name].tolist()]
+
+
+def engines(folder: str) -> torch.Tensor:
+    """Log-probabilities of the batch by the embedded engine."""
+    shape = read_shape(Path(folder))
+    decoder = Decoder(Weights(shape, read_tensors(Path(folder), shape, None)))
+    found = []
+    for row in sorted(samples(1), key=lambda row: str(row["sample_id"])):
+        tokens = torch.tensor([row["tokens"]])
+        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % PREFILL_SPAN))
+        hidden, _ = decoder.prefill(padded)
+        logprobs = decoder.logits(hidden[0, : tokens.shape[1] - 1]).log_softmax(-1)
+        found.append(logprobs.gather(1, tokens[0, 1:, None])[-row["response_length"] :, 0])
+    return torch.cat(found)
 
 
 class HuggingFace:
@@ -291,6 +321,11 @@ def test_each_spelling_of_the_rotary_embedding(
     }
     assert not {name: outcome for name, outcome in outcomes.items() if outcome not in ("equal", "refused")}
     refused = {name for name, outcome in outcomes.items() if outcome == "refused"}
+    for name in SPELLINGS.keys() - refused:
+        text = json.dumps({**written, **SPELLINGS[name]})
+        torch.testing.assert_close(
+            engines(with_config(folder, text)), scorer(text, folder), atol=CLOSE, rtol=0
+        )
     assert refused == set(SPELLINGS) & {
         "inside and outside",
         "both names",
@@ -300,7 +335,10 @@ def test_each_spelling_of_the_rotary_embedding(
         "two kinds",
         "dynamic",
         "yarn",
-        "llama3",
+        "llama3 without a factor",
+        "llama3 without a length",
+        "llama3 upside down",
+        "llama3 with more",
         "by layer type",
         "partial",
         "partial outside",
