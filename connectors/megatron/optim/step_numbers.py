@@ -11,6 +11,13 @@ from typing import Any
 
 from millrace.core.replay import StepNumbers
 
+GROUP_NUMBERS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+)  # of a parameter group, as far as its optimizer has them
+
 
 @contextlib.contextmanager
 def step_numbers(optimizer: Any, made_with: StepNumbers | None) -> Iterator[None]:
@@ -20,13 +27,13 @@ def step_numbers(optimizer: Any, made_with: StepNumbers | None) -> Iterator[None
         return
     parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     groups = [group for part in parts for group in part.param_groups]
-    names = ("lr", "betas", "eps", "weight_decay")
-    before = [{name: group[name] for name in names} for group in groups]
+    before = [{name: group[name] for name in GROUP_NUMBERS if name in group} for group in groups]
     clips = [part.config.clip_grad for part in parts]
     scheduled = groups[0]["lr"] if groups else 0.0
     try:
         for group in groups:
-            group.update(_numbers(group, made_with, scheduled))
+            numbers = _numbers(group, made_with, scheduled)
+            group.update({name: value for name, value in numbers.items() if name in group})
         for part in parts:
             part.config.clip_grad = made_with.get("clip_grad", part.config.clip_grad)
         yield
