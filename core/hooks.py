@@ -5,7 +5,8 @@ each as {function: package.module:name, options: {...}}; options are handed over
 
 What happens when a function raises or returns something unusable:
 
-- a reward: the sample fails with the reason. It counts as not scored, never as zero; reward.max_failed_share bounds how many.
+- a reward: the sample fails with the reason. In training it counts as not scored, never as zero;
+  reward.max_failed_share bounds how many. In evaluation it counts as wrong, and eval/<set>/unscored says how many.
 - any other: the run stops with an error that names the function. What is stored stays, and the run continues from it.
 """
 

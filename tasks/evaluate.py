@@ -1,7 +1,8 @@
 """evaluate: sample the held-out sets with the engines' current weights and score them.
 
 Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Same engines, same
-reward and same failure budget as training.
+reward and same failure budget as training. An answer whose scoring failed or timed out counts as wrong, and is counted:
+else a policy would gain by answers that no grader can read.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Ev
 
 def _figures(file: FileRecord, samples: list[EvaluatedSample]) -> EvaluatedSet:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    count = max(1, len(samples))
+    unscored = sum(sample.scoring in ("failed", "timed_out") for sample in samples)
+    answered, count = len(rewards) + unscored, max(1, len(samples))
     return {
         "file": file,
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_mean": sum(rewards) / answered if answered else None,
         "samples": len(samples),
         "not_scored": len(samples) - len(rewards),
+        "unscored": unscored,
         "response_length_mean": sum(sample.response_length for sample in samples) / count,
         "truncated_share": sum(sample.status == "truncated" for sample in samples) / count,
         "failed": sum(sample.status == "failed" for sample in samples),

@@ -115,11 +115,11 @@ def _name(ctx: IterationContext) -> str:
 def _headline(metrics: dict[str, float]) -> str:
     """The figures of the iteration's log line."""
     shown = [f"{label} {metrics[name]:.4g}" for label, name in LINE if name in metrics]
-    shown += [
-        f"{name.split('/')[1]} {value:.3f}"
-        for name, value in metrics.items()
-        if name.startswith("eval/") and name.endswith("/reward_mean")
-    ]
+    for name, value in metrics.items():
+        if name.startswith("eval/") and name.endswith("/reward_mean"):
+            unscored = metrics.get(name.replace("/reward_mean", "/unscored"), 0)
+            told = f" ({unscored:.0f} unscored, counted as wrong)" if unscored else ""
+            shown.append(f"{name.split('/')[1]} {value:.3f}{told}")
     return ", ".join(shown)
 
 

@@ -25,7 +25,10 @@ class EvalSet(Section):
 class Evaluation(Section):
     """Held-out accuracy during the run."""
 
-    sets: list[EvalSet] = Field([], description="Sets that are evaluated.")
+    sets: list[EvalSet] = Field(
+        [],
+        description="Sets that are evaluated. An answer whose scoring fails counts as wrong; eval/SET/unscored counts them.",
+    )
     every: int = Field(
         10, ge=1, description="Iterations between evaluations; also before the first and after the last."
     )

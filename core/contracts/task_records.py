@@ -124,12 +124,13 @@ class CheckpointRecord(TypedDict):
 
 
 class EvaluatedSet(TypedDict):
-    """Figures of one held-out set. A sample without a reward is in none of the means of rewards."""
+    """Figures of one held-out set. A sample that was not generated is in no mean of rewards; an unscored one is a 0."""
 
     file: FileRecord
-    reward_mean: float | None  # None if no sample was scored
+    reward_mean: float | None  # None if no sample was generated
     samples: int
-    not_scored: int
+    not_scored: int  # samples without a reward: failed and unscored ones
+    unscored: NotRequired[int]  # answers whose scoring failed or timed out; each counts as wrong
     response_length_mean: float
     truncated_share: float
     failed: NotRequired[int]  # samples that could not be generated

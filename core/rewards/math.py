@@ -1,62 +1,71 @@
 """Rewards for mathematical answers: the last \\boxed{...}, or the last number, against the label.
 
-Owns finding the answer and comparing it; math-verify decides what neither text nor numbers decide (fractions against roots,
-sets, intervals). Symbolic comparison can run long: the scoring worker is killable.
+Owns finding the answer in a response and in a label, and the order of comparisons: text, numbers, expressions. Each costs
+more than the one before and decides what that leaves open.
 """
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
-from typing import Any
 
 from millrace.core.hooks import RewardInput
-from millrace.core.rewards.number import find_last
+from millrace.core.rewards import symbolic as expressions
+from millrace.core.rewards.answer_text import LONGEST, Quantity, key, number, quantity, spelling
 
-MARKER = "\\boxed"
-FRACTION = re.compile(r"^\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}$|^(-?\d+)/(\d+)$")
-DROPPED = re.compile(r"\\left|\\right|\\!|\\,|\\;|\\ |\\\$|\$|\\%|%|\\text\{\s*\}|\s")
-LONGEST = 400  # characters of an answer that is compared symbolically
+BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
+FINAL = "####"  # stands before the answer in GSM8K's labels
+LAST = re.compile(
+    r"-?\\[dtc]?frac *\{-?\d+\} *\{-?\d+\}"
+    r"|(?<![\w.,/)])-?\d+/\d+(?![\d/]|\.\d)"
+    r"|(?:(?<![\w)\]])[-+])?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?: *\\?%)?"
+)
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...} of a text, braces within it balanced; None without a whole one."""
-    at = text.rfind(MARKER)
-    while at >= 0:
-        opening = at + len(MARKER)
-        while opening < len(text) and text[opening] == " ":
-            opening += 1
-        if opening < len(text) and text[opening] == "{":
-            depth = 0
-            for end in range(opening, len(text)):
-                depth += {"{": 1, "}": -1}.get(text[end], 0)
-                if depth == 0:
-                    return text[opening + 1 : end].strip()
-        at = text.rfind(MARKER, 0, at)
-    return None
+    """What stands in the last \\boxed{...} or \\fbox{...} of a text, braces within it balanced; None without a whole one.
+
+    One pass: a response may hold thousands of boxes that never close.
+    """
+    opened: list[int | None] = []  # by open brace: where its box begins, None for other braces
+    start, last = -1, None
+    for brace in BRACE.finditer(text):
+        if brace[0].endswith("{") and brace[0] != "\\{":
+            opened.append(brace.end() if brace[0] != "{" else None)
+        elif brace[0] == "}" and opened:
+            box = opened.pop()
+            if box is not None and box > start:
+                start, last = box, text[box : brace.start()]
+    return None if last is None else last.strip()
 
 
 def answer_of(text: str, *, boxed_only: bool = False) -> str | None:
-    """The answer a response gives: its last box, else (unless boxed_only) its last number as text."""
+    """The answer a response gives: its last box, else (unless boxed_only) its last number or fraction of numbers."""
     boxed = last_boxed(text)
     if boxed is not None or boxed_only:
         return boxed
-    number = find_last(text)
-    return None if number is None else str(number)
+    numbers = [match[0] for match in LAST.finditer(text)]
+    return numbers[-1].rstrip(".,") if numbers else None
 
 
 def equal(answer: str, label: str, *, symbolic: bool = True) -> bool:
-    """Whether two mathematical expressions are the same: as text without spacing, as rational numbers, or, if
-    `symbolic`, as expressions."""
-    a, b = _plain(answer), _plain(label)
-    if a == b:
+    """Whether two mathematical expressions are the same: as text, as rational numbers, or, if `symbolic`, by algebra.
+
+    Symmetric. A unit counts only where both have one; a percent sign may be left out, and 50\\% is 50 and 0.5. Answers
+    longer than LONGEST, or too large to compute, are compared as text alone.
+    """
+    if max(len(answer), len(label)) > LONGEST:
+        return answer.strip() == label.strip() != ""
+    a, b = spelling(answer), spelling(label)
+    if key(a) == key(b):
         return bool(a)
-    x, y = _rational(a), _rational(b)
-    if x is not None and y is not None:
-        return x == y
-    if not symbolic or max(len(a), len(b)) > LONGEST:
+    one, other = quantity(a), quantity(b)
+    if one.unit and other.unit and one.unit != other.unit:
         return False
-    return _verified(answer, label)
+    if _same(one.value, other.value, symbolic):
+        return True
+    if one.percent == other.percent:
+        return False
+    return _same(_hundredth(one), _hundredth(other), symbolic)
 
 
 def math(
@@ -65,11 +74,11 @@ def math(
     """1 if the response's answer equals the label, else 0.
 
     boxed_only: without a box the response has no answer. after: only the text after the last occurrence of this marker
-    counts ("</think>"); a response without it has no answer. A boxed label is unpacked.
+    counts ("</think>"); a response without it has no answer. Of a label with a box or with ####, what these mark counts.
     Errors: ValueError for an empty label: the data are wrong, not the response.
     """
     label = "" if sample.label is None else str(sample.label)
-    label = last_boxed(label) or label
+    label = last_boxed(label) or label.rpartition(FINAL)[2]
     if not label.strip():
         raise ValueError("the label is empty")
     text = sample.response
@@ -81,30 +90,17 @@ def math(
     return float(answer is not None and equal(answer, label, symbolic=symbolic))
 
 
-def _plain(text: str) -> str:
-    plain = DROPPED.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return plain.rstrip(".").removeprefix("+")
+def _same(a: str, b: str, symbolic: bool) -> bool:
+    if key(a) == key(b):
+        return bool(a)
+    x, y = number(a), number(b)
+    if x is not None and y is not None:
+        return x == y
+    return symbolic and bool(a and b) and expressions.same(a, b)
 
 
-def _rational(text: str) -> Fraction | None:
-    match = FRACTION.match(text)
-    if match:
-        top, bottom = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
-        return None if int(bottom) == 0 else Fraction(int(top), int(bottom))
-    if (
-        re.fullmatch(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?", text)
-        and any(c.isdigit() for c in text)
-        and len(text) < 64
-    ):
-        return Fraction(text.replace(",", ""))
-    return None
-
-
-def _verified(answer: str, label: str) -> bool:
-    from math_verify import parse, verify
-
-    def parsed(text: str) -> list[Any]:
-        return list(parse(f"\\boxed{{{text}}}", parsing_timeout=None))
-
-    gold, found = parsed(label), parsed(answer)
-    return bool(gold and found and verify(gold, found, timeout_seconds=None))
+def _hundredth(part: Quantity) -> str:
+    if not part.percent:
+        return part.value
+    value = number(part.value)
+    return f"\\frac{{{part.value}}}{{100}}" if value is None else str(value / 100)

@@ -10,6 +10,7 @@ from millrace.core.hooks import RewardInput
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 LONGEST = 64  # digits and signs of one number; longer runs are not answers
+LARGEST = 10_000  # of an exponent of ten; Decimal overflows far beyond it
 
 
 def find_last(text: str) -> Decimal | None:
@@ -52,4 +53,4 @@ def _decimal(text: Any) -> Decimal | None:
         value = Decimal(plain)
     except InvalidOperation:
         return None
-    return value if value.is_finite() else None
+    return value if value.is_finite() and abs(value.adjusted()) <= LARGEST else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -63,3 +64,13 @@ def vanish() -> None:
 
 def unpicklable() -> Any:
     return threading.Lock()
+
+
+def graded(path: str, row: dict[str, Any]) -> tuple[float, float, float]:
+    """Reward of a row, CPU seconds that took, and MiB by which this process grew."""
+    from millrace.core.rewards.scoring import score_sample
+
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reward = score_sample(path, {}, row)["reward"]
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return reward, time.process_time() - started, grown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +25,20 @@ MakeConfig = Callable[..., RunConfig]
 ROWS = [PromptRow("sums", n, f"p{n}", f"{n}+1=", label) for n, label in enumerate(["2", "x", "2", "2", "2"])]
 
 
-def context(make_config: MakeConfig, engines: ScriptedEngines) -> IterationContext:
-    """The second iteration of a run with a held-out set of five prompts, two samples each."""
+UNREADABLE = {
+    '"0+1="': Outcome("timed_out", reason="no answer within 30 s"),
+    '"2+1="': Outcome("failed", reason="ValueError: no"),
+    '"3+1="': Outcome("died", reason="the worker process died of signal 9 (Killed)"),
+}
+
+
+def context(
+    make_config: MakeConfig, engines: ScriptedEngines, unreadable: Sequence[str] = ()
+) -> IterationContext:
+    """The second iteration of a run with a held-out set of five prompts, two samples each.
+
+    unreadable: prompts, as stored, whose answers cannot be scored, as UNREADABLE says.
+    """
     held_out = {"name": "sums", "path": "held_out.jsonl", "samples_per_prompt": 2}
     config = make_config(evaluation={"sets": [held_out]})
 
@@ -36,10 +48,13 @@ def context(make_config: MakeConfig, engines: ScriptedEngines) -> IterationConte
     async def score(sample: Scorable) -> Outcome:
         return Outcome("done", score_sample(config.reward.function, config.reward.options, sample))
 
+    async def score_unless_unreadable(sample: Scorable) -> Outcome:
+        return UNREADABLE[sample["prompt"]] if sample["prompt"] in unreadable else await score(sample)
+
     runtime: Any = SimpleNamespace(
         run_folder=RunFolder(config.storage.root, config.run.name),
         memory=SimpleNamespace(for_engines=ready),
-        scoring=SimpleNamespace(score=score),
+        scoring=SimpleNamespace(score=score_unless_unreadable),
         prompts=SimpleNamespace(
             held_out=lambda held_out: PromptSet(held_out.name, ROWS, [[n] for n in range(len(ROWS))])
         ),
@@ -97,11 +112,18 @@ async def test_a_sample_that_fails_within_the_budget_is_counted_and_is_no_zero(
 ) -> None:
     ctx = context(make_config, ScriptedEngines(lambda rid: rid.endswith("p1-1")))
     figures = (await evaluate.fn(ctx))["sets"]["sums"]
-    assert (figures["failed"], figures["not_scored"], figures["samples"]) == (1, 1, 10)
+    assert (figures["failed"], figures["not_scored"], figures["unscored"]) == (1, 1, 0)
     assert figures["reward_mean"] == pytest.approx(8 / 9)
     failed = rows(ctx, 2)[3]
     assert (failed["status"], failed["scoring"], failed["reward"]) == ("failed", "skipped", None)
     assert (failed["response"], failed["response_length"]) == ("", 0)
+
+
+async def test_an_answer_that_could_not_be_scored_is_wrong_and_counted(make_config: MakeConfig) -> None:
+    engines = ScriptedEngines(lambda rid: rid.endswith("p1-1"))
+    figures = (await evaluate.fn(context(make_config, engines, list(UNREADABLE))))["sets"]["sums"]
+    assert (figures["unscored"], figures["failed"], figures["not_scored"]) == (6, 1, 7)
+    assert figures["reward_mean"] == pytest.approx(2 / 9)  # p4's two are right; p1's lost sample is none
 
 
 async def test_more_failures_than_the_budget_stop_the_run_and_name_the_set(make_config: MakeConfig) -> None:

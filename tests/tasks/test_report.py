@@ -28,3 +28,5 @@ def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> 
 def test_the_log_line_has_the_figures_that_there_are() -> None:
     metrics = {"reward/mean": 0.25, "eval/sums/reward_mean": 0.5, "eval/sums/samples": 10.0}
     assert _headline(metrics) == "reward 0.25, sums 0.500"
+    unscored = _headline(metrics | {"eval/sums/unscored": 2.0})
+    assert unscored == "reward 0.25, sums 0.500 (2 unscored, counted as wrong)"

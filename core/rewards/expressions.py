@@ -1,0 +1,136 @@
+"""Expressions as math-verify reads and compares them. Imported late: it loads sympy and a parser.
+
+Owns what the library is given and how its verdicts are put together; `symbolic` owns the bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import sympy
+from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
+
+from millrace.core.rewards.answer_text import number
+
+logging.getLogger("math_verify").setLevel(
+    logging.ERROR
+)  # it warns that it sets no time limit: `symbolic` does
+
+AS_WRITTEN = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=LatexNormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last"
+    ),
+)
+EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
+SEPARATOR = re.compile(r"[,;]|\b(?:or|and)\b")
+NAME = re.compile(r"(?:\\(?!pi|infty)[a-zA-Z]+|[a-zA-Z]|_\{?\w+\}?|[-+(){} ,'])+")
+MEMBER = re.compile(r"[a-zA-Z] *\\in(?![a-zA-Z]) *")
+DECIMAL = re.compile(
+    r"(?<![\d._])(?:(?:\d{1,3}(?:,\d{3})+|\d+)\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d+)?(?![\d.])"
+)
+# The parser takes 2(3) for a mixed number and adds.
+TIMES = re.compile(r"(?<![_^\d.,])(\d[\d.,]*) *(?=\(|\\[td]?binom)|\) *(?=[(\d])")
+POINT = sympy.Rational(
+    7313, 10007
+)  # where expressions with letters are compared; the k-th letter is at k + this
+
+SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
+
+
+def same(a: str, b: str) -> bool:
+    """Whether two spellings are the same expression, equation, set, interval or matrix. May take long."""
+    name_a, value_a = _chain(a)
+    name_b, value_b = _chain(b)
+    if value_a is None or value_b is None:
+        return False
+    if (name_a is None) != (name_b is None):
+        if "=" in (name_a, name_b):  # an equation is no value
+            return False
+    elif name_a is not None and name_b is not None and name_a != name_b:
+        value_a, value_b = f"{name_a}={value_a}".lstrip("="), f"{name_b}={value_b}".lstrip("=")
+    first, second = number(value_a), number(value_b)
+    if first is not None and second is not None:
+        return first == second
+    x, y = read(value_a), read(value_b)
+    return x is not None and y is not None and _equal(x, y)
+
+
+@lru_cache(maxsize=256)  # a label is compared with every answer of its group
+def read(text: str) -> Any:
+    """What math-verify makes of an expression, decimals as fractions; None if it cannot read it."""
+    text = DECIMAL.sub(_as_fraction, TIMES.sub(lambda match: match[0] + "\\cdot ", text))
+    found = parse(f"\\boxed{{{text}}}", [AS_WRITTEN], fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+def _chain(text: str) -> tuple[str | None, str | None]:
+    """The name and the value of `name = a = b`, where a and b must be equal; the name "=" for an equation with unknowns.
+
+    The value is None if there is none: a chain without a name whose sides differ.
+    """
+    text = text[match.end() :] if (match := MEMBER.match(text)) else text
+    sides = [side.strip() for side in EQUALS.split(text)]
+    if len(sides) == 1 or (len(sides) > 2 and SEPARATOR.search(text)):
+        return None, text
+    if not all(sides):
+        return None, None
+    name = sides[0].replace(" ", "") if NAME.fullmatch(sides[0]) else None
+    values = sides if name is None else sides[1:]
+    if all(same(*pair) for pair in pairwise(values)):
+        return name, values[-1]
+    unknown = [x.free_symbols for x in map(read, values) if isinstance(x, sympy.Basic)]
+    return ("=", text) if name is None and any(unknown) else (None, None)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if _is_list(x) and _is_pair(y) or _is_pair(x) and _is_list(y):
+        return False
+    if _differ_at_a_point(x, y):
+        return False
+    return bool(verify(x, y, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, sympy.FiniteSet)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, sympy.Tuple) or (isinstance(x, sympy.Interval) and bool(x.is_open))
+
+
+def _differ_at_a_point(x: Any, y: Any) -> bool:
+    """Whether two expressions have different values at a point of their letters: quicker than algebra, and as certain."""
+    for expression in (x, y):
+        if not isinstance(expression, sympy.Expr) or expression.is_Symbol or expression.has(*SLOW):
+            return False  # a symbol may stand for a product of letters
+    letters = x.free_symbols | y.free_symbols
+    names = sorted({letter.name for letter in letters})
+    at = {letter: POINT + names.index(letter.name) for letter in letters}
+    first, second = (expression.evalf(20, subs=at) for expression in (x, y))
+    if not (first.is_number and second.is_number and first.is_finite and second.is_finite):
+        return False
+    size = max(abs(first), abs(second))
+    return bool(abs(first - second) > size * sympy.Float("1e-9"))
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    value = Fraction(match[0].replace(",", ""))
+    return (
+        str(value.numerator)
+        if value.denominator == 1
+        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    )
+
+
+for one, other in (
+    ("\\frac{1}{2}x^2+\\sqrt{3}-\\log_2 8", "x^2/2+3!"),
+    ("x\\le 2", "(-\\infty,2]"),
+    ("\\{1,\\pi\\}\\cup\\{2\\}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+):
+    same(one, other)  # the parser's tables fill on first use: not within the time of an answer

@@ -1,0 +1,73 @@
+"""Whether two mathematical expressions are the same, by math-verify, within bounds of size and time.
+
+Owns what is asked of the library and for how long; `bounded` refuses first what is too large to compute. Two answers that
+are too large, or that take longer than the limit, are not found equal. The answer does not depend on the order of the two.
+
+Where this differs from math-verify alone, as a careful human would:
+
+- decimals are exact: 0.333333 is not 1/3, and 3.14159 is not pi; the library rounds to six places;
+- (1,2) is a pair or an interval, never the list 1,2; the library takes a list for a pair;
+- a chain must be true: 6=5 has no value, 2+3=5 is 5, x=5 is 5; the library takes what stands last;
+- an inequality is its interval on either side; the library allows it for the label only;
+- letters after a number are variables: 2t is not 2; the library drops them as units (`answer_text` knows units).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from millrace.core.rewards.answer_text import is_apart
+from millrace.core.rewards.bounded import TooLarge, check_size
+
+SECONDS = 0.5  # of CPU time for one comparison; measured in the main thread only
+
+
+def same(a: str, b: str) -> bool:
+    """Whether two spellings (see `answer_text.spelling`) are the same expression; False where that is not decided."""
+    if is_apart(a) or is_apart(b):
+        return False
+    try:
+        check_size(a)
+        check_size(b)
+    except TooLarge:
+        return False
+    from millrace.core.rewards import expressions  # loads sympy: seconds, and only where answers are compared
+
+    try:
+        with _limit(SECONDS):
+            return expressions.same(*sorted((a, b)))
+    except _OutOfTime:
+        return False
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: the library catches those and would go on."""
+
+
+@contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Raise _OutOfTime within the block after so much CPU time of this process. Signals reach the main thread only:
+    in any other thread there is no limit, and `reward.timeout_s` is what ends a comparison."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    running = True
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if running:
+            raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(
+        signal.ITIMER_VIRTUAL, seconds, seconds / 10
+    )  # again, should a destructor swallow the first
+    try:
+        yield
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
