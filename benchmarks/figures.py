@@ -63,6 +63,9 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         slowest = f"{case['by_operations']['mean']:.3f} (by tokens {case['by_tokens']['mean']:.3f})"
         what = f"slowest rank's work over the mean, {case['ranks']} ranks, packs of {case['max_pack_tokens']:,} tokens"
         yield Row(what, (slowest,), "", "python -m benchmarks.pack_balance")
+    for case in kept.get("cpu", "graded_answers"):
+        what = f"mathematical answers graded a second by one process, {case['kind']}"
+        yield Row(what, (f"{case['answers_per_s']:,}",), "", "python -m benchmarks.graded_answers")
     learning = kept.get("cpu", "learning")
     what = "learning of the one-GPU recipe on a CPU, held-out accuracy"
     yield Row(what, (_held_out(learning["curve"]["held_out"]),), "rising", learning["command"])
