@@ -17,9 +17,8 @@ from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, 
 
 from millrace.core.rewards.answer_text import number
 
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns that it sets no time limit: `symbolic` does
+# It warns that it sets no time limit: `symbolic` does.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 AS_WRITTEN = LatexExtractionConfig(
     boxed_match_priority=0,
@@ -29,17 +28,14 @@ AS_WRITTEN = LatexExtractionConfig(
 )
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 SEPARATOR = re.compile(r"[,;]|\b(?:or|and)\b")
-NAME = re.compile(r"(?:\\(?!pi|infty)[a-zA-Z]+|[a-zA-Z]|_\{?\w+\}?|[-+(){} ,'])+")
+NAME = re.compile(r"(?>\\(?!pi|infty)[a-zA-Z]+|[a-zA-Z]|_\{?\w+\}?|[-+(){} ,'])+")
 MEMBER = re.compile(r"[a-zA-Z] *\\in(?![a-zA-Z]) *")
 DECIMAL = re.compile(
-    r"(?<![\d._])(?:(?:\d{1,3}(?:,\d{3})+|\d+)\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d+)?(?![\d.])"
+    r"(?<![\d._])(?:(?:\d{1,3}(?:,\d{3})+|\d+)\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d{1,3})?(?![\d.])"
 )
 # The parser takes 2(3) for a mixed number and adds.
 TIMES = re.compile(r"(?<![_^\d.,])(\d[\d.,]*) *(?=\(|\\[td]?binom)|\) *(?=[(\d])")
-POINT = sympy.Rational(
-    7313, 10007
-)  # where expressions with letters are compared; the k-th letter is at k + this
-
+POINT = sympy.Rational(7313, 10007)  # where expressions are compared: the k-th letter is at k + this
 SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
 
 
@@ -89,11 +85,15 @@ def _chain(text: str) -> tuple[str | None, str | None]:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    if _is_list(x) and _is_pair(y) or _is_pair(x) and _is_list(y):
+    """The library's verdict. Text that is no mathematics can read as an expression on which it raises anything."""
+    try:
+        if _is_list(x) and _is_pair(y) or _is_pair(x) and _is_list(y):
+            return False
+        if _differ_at_a_point(x, y):
+            return False
+        return bool(verify(x, y, allow_set_relation_comp=True, timeout_seconds=None))
+    except Exception:  # noqa: BLE001 - see above; what cannot be compared is not equal
         return False
-    if _differ_at_a_point(x, y):
-        return False
-    return bool(verify(x, y, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def _is_list(x: Any) -> bool:
@@ -101,14 +101,18 @@ def _is_list(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    return isinstance(x, sympy.Tuple) or (isinstance(x, sympy.Interval) and bool(x.is_open))
+    return isinstance(x, sympy.Tuple) or (
+        isinstance(x, sympy.Interval) and bool(x.left_open and x.right_open)
+    )
 
 
 def _differ_at_a_point(x: Any, y: Any) -> bool:
     """Whether two expressions have different values at a point of their letters: quicker than algebra, and as certain."""
     for expression in (x, y):
-        if not isinstance(expression, sympy.Expr) or expression.is_Symbol or expression.has(*SLOW):
-            return False  # a symbol may stand for a product of letters
+        if not isinstance(expression, sympy.Expr) or isinstance(expression, sympy.MatrixExpr):
+            return False
+        if expression.is_Symbol or expression.has(*SLOW):  # a symbol may stand for a product of letters
+            return False
     letters = x.free_symbols | y.free_symbols
     names = sorted({letter.name for letter in letters})
     at = {letter: POINT + names.index(letter.name) for letter in letters}
@@ -121,16 +125,15 @@ def _differ_at_a_point(x: Any, y: Any) -> bool:
 
 def _as_fraction(match: re.Match[str]) -> str:
     value = Fraction(match[0].replace(",", ""))
-    return (
-        str(value.numerator)
-        if value.denominator == 1
-        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-    )
+    top, bottom = value.as_integer_ratio()
+    return str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
 
 
-for one, other in (
-    ("\\frac{1}{2}x^2+\\sqrt{3}-\\log_2 8", "x^2/2+3!"),
-    ("x\\le 2", "(-\\infty,2]"),
-    ("\\{1,\\pi\\}\\cup\\{2\\}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
-):
-    same(one, other)  # the parser's tables fill on first use: not within the time of an answer
+def _fill_tables() -> None:
+    """The parser's tables fill on first use: not within the time of an answer."""
+    same("\\frac{1}{2}x^2+\\sqrt{3}-\\log_2 8", "x^2/2+3!")
+    same("x\\le 2", "(-\\infty,2]")
+    same("\\{1,\\pi\\}\\cup\\{2\\}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}")
+
+
+_fill_tables()

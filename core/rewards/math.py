@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from millrace.core.hooks import RewardInput
-from millrace.core.rewards import symbolic as expressions
 from millrace.core.rewards.answer_text import LONGEST, Quantity, key, number, quantity, spelling
+from millrace.core.rewards.symbolic import same_expression
 
 BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
 FINAL = "####"  # stands before the answer in GSM8K's labels
@@ -96,7 +96,7 @@ def _same(a: str, b: str, symbolic: bool) -> bool:
     x, y = number(a), number(b)
     if x is not None and y is not None:
         return x == y
-    return symbolic and bool(a and b) and expressions.same(a, b)
+    return symbolic and bool(a and b) and same_expression(a, b)
 
 
 def _hundredth(part: Quantity) -> str:

@@ -26,7 +26,7 @@ from millrace.core.rewards.bounded import TooLarge, check_size
 SECONDS = 0.5  # of CPU time for one comparison; measured in the main thread only
 
 
-def same(a: str, b: str) -> bool:
+def same_expression(a: str, b: str) -> bool:
     """Whether two spellings (see `answer_text.spelling`) are the same expression; False where that is not decided."""
     if is_apart(a) or is_apart(b):
         return False

@@ -42,7 +42,8 @@ SLOW_ALGEBRA = [
 ]  # fmt: skip
 NO_ANSWERS = [
     "^" * 300, "_" * 300, "\\" * 399, r"\frac" * 60, "!" * 390, "=" * 300, "1=" * 150 + "1", "," * 390, "-" * 399,
-    r"\text{" * 80, "a" * 399, r"\infty-\infty", r"\frac{0}{0}", r"0^{-1}", r"\log(0)", "\x00\x01", "½", "²", "1..2",
+    r"\text{" * 80, "a" * 399, r"\infty-\infty", r"\frac{0}{0}", r"0^{-1}", r"\log(0)", r"[0\infty,1]",
+    r"\pi\begin{pmatrix}1\\2\end{pmatrix}=3", "1e9999", r"1e9999\%", r"1e9999\pi", "\x00\x01", "½", "²", "1..2",
 ]  # fmt: skip
 
 
