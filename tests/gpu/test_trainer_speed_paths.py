@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 from millrace.connectors.megatron.model import attention, dense_attention, logprobs  # noqa: E402
 from tests.support import kernel_checks, trainer_ranks  # noqa: E402
+from tests.support.distances import distance  # noqa: E402
 
-distance: Callable[[Tensor, Tensor], float] = kernel_checks.distance
 LENGTHS = [[128], [1, 700, 33, 64, 256, 2], [512, 512, 512]]
 
 

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.megatron.model import attention, dense_attention, fused, kernels
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    found, expected = found.double().cpu(), expected.detach().double().cpu()
-    assert found.isfinite().all()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-9))
+from tests.support.distances import distance
 
 
 def exact(x: Tensor) -> Tensor:
