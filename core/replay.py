@@ -68,6 +68,14 @@ def numbers_of(recorded: StepMetrics, prefix: str = "") -> StepNumbers:
     return cast(StepNumbers, numbers)
 
 
+def was_whitened_apart(recorded: StepMetrics) -> bool:
+    """Whether a step was made when advantages were whitened over each step's samples, not the iteration's.
+
+    So were those of earlier releases, which kept no settings.
+    """
+    return "settings" not in recorded
+
+
 def settings_again(recorded: StepMetrics | None, now: StepSettings) -> StepSettings:
     """What a step is made under now: the recorded configuration if it is made again, and this machine's numerics."""
     if recorded is None or "settings" not in recorded:

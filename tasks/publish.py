@@ -74,16 +74,14 @@ def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
 
 
 def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
-    """Means over the iteration's steps; the learning rate and version are the last step's."""
+    """Means over the iteration's steps, of maxima the largest; the learning rate and version are the last step's."""
     numbers: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
-    # of the first step: the policy of later ones has moved away from the engines'
-    metrics["train/logprob_gap_mean"] = steps[0]["logprob_gap_mean"]
-    metrics["train/logprob_gap_max"] = steps[0]["logprob_gap_max"]
+    metrics["train/logprob_gap_max"] = max(numbers["logprob_gap_max"])
     metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
     return metrics

@@ -27,9 +27,9 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
             ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
-            # the iteration's first step trains the weights that sampled its batch; the later ones are off-policy by design
-            on_policy = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
-            gap = ctx.config.sync.max_logprob_gap if on_policy else None
+            # the first step compares every sample of the iteration, under the weights that sampled it
+            compares = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
+            gap = ctx.config.sync.max_logprob_gap if compares else None
             ctx.runtime.recovery.ready()
             steps.append(await ranks.train(version, batch_url, gap))
             await kill_point(ctx.index, "train_step", "in")

@@ -156,8 +156,10 @@ class LogprobForwardBackward(ForwardBackward):
         """Log-probabilities of the packs' response tokens, end to end; None before the last pipeline stage."""
         return self.forward(packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False)[0])
 
-    def token_logprobs(self, pack: Pack, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [N] of the whole pack's response tokens, on every context parallel rank."""
+    def token_logprobs(
+        self, pack: Pack, hidden: Tensor, *, entropy: bool, entropy_gradient: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [N] of the whole pack's response tokens, and entropies, on every context parallel rank."""
         if self.config.trainer.parallel.sequence:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -177,6 +179,7 @@ class LogprobForwardBackward(ForwardBackward):
             temperature=self.temperature,
             chunk=self.config.trainer.logprob_chunk_tokens,
             entropy=entropy,
+            entropy_gradient=entropy_gradient,
         )
         return (
             self.gather_context_parallel(pack, logprobs),

@@ -1,7 +1,8 @@
 """The policy and what its algorithm needs beside it: critic, reference, teacher and KL coefficient.
 
-Owns what is computed when. What depends on the weights from before an iteration is computed at its first step, everything
-else step by step. Owns the algorithm's state in a checkpoint too. Knows nothing of files, actors or requested versions.
+Owns what is computed when. What depends on the weights from before an iteration is computed at its first step, and so are
+whitened advantages, whose scale is that of the whole iteration; everything else step by step. Owns the algorithm's state in a
+checkpoint too. Knows nothing of files, actors or requested versions.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
 
 from millrace.connectors.megatron.critic import Critic, explained_variance
 from millrace.connectors.megatron.forward_backward import (
     LogprobForwardBackward,
     MetricSums,
+    add_sums,
     sum_over_ranks,
+    to_numbers,
 )
 from millrace.connectors.megatron.frozen_models import Reference, Teacher
 from millrace.connectors.megatron.packing import Row
-from millrace.connectors.megatron.policy_step import policy_step
+from millrace.connectors.megatron.policy_step import logprob_gap, policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
 from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
 from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
@@ -41,6 +45,20 @@ class _Iteration:
     batch_url: str
     first_step: int
     batches: dict[int, RankBatch]  # by step
+
+
+def _means(sums: MetricSums) -> dict[str, float]:
+    """Weighted sums over their weights, by name; maxima and plain sums as they are."""
+    return {
+        name: value if math.isnan(weight) or not weight else value / weight
+        for name, (value, weight) in sums.items()
+    }
+
+
+def _all_or_none(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The parts end to end; None unless every batch has its part."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
 
 
 class Learner:
@@ -78,35 +96,56 @@ class Learner:
         in_advantage = a.distillation_coef > 0 or (a.kl_placement == "reward" and o.needs_ref)
         return in_advantage or (o.needs_old and (steps > 1 or o.needs_recompute))
 
+    def _needs_sampled(self, steps: int) -> bool:
+        """Whether the comparison with the engine needs a forward pass of its own over the samples of later steps.
+
+        With the engine's log-probabilities as old ones nothing else computes the trainer's before the first update.
+        """
+        return self.objective.ratio_to_rollout and steps > 1
+
     # the batches of an iteration
 
-    def rank_batch(self, version: int, batch_url: str, rows: Sequence[Row]) -> RankBatch:
+    def rank_batch(
+        self, version: int, batch_url: str, rows: Sequence[Row], *, whiten_apart: bool = False
+    ) -> RankBatch:
         """This rank's part of step `version`, with every per-token value but advantages. `rows`: the whole iteration's.
 
+        whiten_apart: whiten each step's advantages by themselves, as steps of earlier releases were made.
         What a refused step computed is kept for its next try. Raises TrainerError, on every rank, if a later step asks for
         values of the weights from before the iteration, or a sample has a token that the teacher does not know.
         """
         if self._iteration is None or self._iteration.batch_url != batch_url:
             if self.teacher is not None:
                 self.teacher.check_tokens(rows)
-            batches = self._start_iteration(version, batch_url, rows)
+            batches = self._start_iteration(version, batch_url, rows, whiten_apart)
             self._iteration = _Iteration(batch_url, min(row.train_step for row in rows), batches)
         batch = self._iteration.batches[version]
+        self._ask_reference(batch)
+        self._ask_teacher(batch)
+        return batch
+
+    def _ask_reference(self, batch: RankBatch) -> None:
         if self.reference is not None and "ref" not in batch.computed:
             with self.reference.as_policy():
                 batch.set_per_token("ref", self.passes.logprobs(batch.packs))
+
+    def _ask_teacher(self, batch: RankBatch) -> None:
         if self.teacher is not None and "teacher" not in batch.computed:
             batch.set_per_token("teacher", self.teacher.logprobs(batch))
-        return batch
 
-    def _start_iteration(self, version: int, batch_url: str, rows: Sequence[Row]) -> dict[int, RankBatch]:
-        """Batches from step `version` on, with the values that only the weights from before the iteration give."""
+    def _start_iteration(
+        self, version: int, batch_url: str, rows: Sequence[Row], whiten_apart: bool
+    ) -> dict[int, RankBatch]:
+        """Batches from step `version` on, with what only the weights from before the iteration give."""
         steps = sorted({row.train_step for row in rows})
         old = self._needs_old(len(steps))
-        if (old or self.critic is not None) and version != steps[0]:
+        # later weights are not those that sampled
+        sampled = self._needs_sampled(len(steps)) and version == steps[0]
+        whiten = self.algorithm.whiten and not self.objective.supervised and not whiten_apart
+        if (old or whiten or self.critic is not None) and version != steps[0]:
             raise TrainerError(
-                f"step {version} of {batch_url} needs log-probabilities or values under the weights from before the "
-                f"iteration, which began at step {steps[0]}",
+                f"step {version} of {batch_url} needs log-probabilities, values or whitened advantages under the weights "
+                f"from before the iteration, which began at step {steps[0]}",
                 remedy="rebuild the trainer from a checkpoint and replay the iteration",
             )
         rewards = self._rewards(rows)
@@ -125,10 +164,23 @@ class Learner:
             )
             if old:
                 batch.set_per_token("old", self.passes.logprobs(batch.packs))
+            if sampled and step != steps[0]:  # the first step computes its own
+                batch.set_per_token("sampled", self.passes.logprobs(batch.packs))
             if self.critic is not None:
                 batch.set_per_token("values", self.critic.values(batch))
             batches[step] = batch
+        if whiten:
+            self._whiten(list(batches.values()))
         return batches
+
+    def _whiten(self, batches: Sequence[RankBatch]) -> None:
+        """Advantages of all batches of the iteration at once, on one scale."""
+        for batch in batches:
+            if self.algorithm.kl_placement == "reward":
+                self._ask_reference(batch)
+            self._ask_teacher(batch)
+        if mpu.is_pipeline_last_stage():
+            self._estimate(batches)
 
     def _rewards(self, rows: Sequence[Row]) -> list[float]:
         """Shaped reward of each row, from which the token-level estimators start."""
@@ -148,6 +200,23 @@ class Learner:
         """Free the batches of the iteration."""
         self._iteration = None
 
+    def logprob_gaps(self) -> dict[int, tuple[float, float]]:
+        """Mean and largest difference of engine and trainer on the samples of each step of the iteration, over all ranks.
+
+        Before the first update, so that every sample is compared under the weights that sampled it. Steps whose
+        log-probabilities their own forward pass gives are missing: they report the difference among their metrics.
+        """
+        assert self._iteration is not None
+        sums: MetricSums = {}
+        counts = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
+        for step, batch in self._iteration.batches.items():
+            if counts and batch.sampled_logprobs is not None:
+                gap = logprob_gap(batch.sampled_logprobs, batch.rollout_logprobs, batch.mask)
+                add_sums(sums, {f"{name}/{step}": value for name, value in to_numbers(gap).items()})
+        means = _means(sum_over_ranks(sums)) if len(self._iteration.batches) > 1 else {}
+        steps = [step for step in self._iteration.batches if f"logprob_gap_mean/{step}" in means]
+        return {step: (means[f"logprob_gap_mean/{step}"], means[f"logprob_gap_max/{step}"]) for step in steps}
+
     # a step
 
     def forward_backward(self, batch: RankBatch, version: int) -> dict[str, float]:
@@ -155,8 +224,8 @@ class Learner:
         self.policy.zero_grad()
         self.objective.kl_coef = self.kl_controller.value
         sums: MetricSums = {}
-        if mpu.is_pipeline_last_stage():
-            self._estimate(batch)
+        if mpu.is_pipeline_last_stage() and "advantages" not in batch.per_token:
+            self._estimate([batch])
         if self.critic is not None:
             self.critic.trainable.zero_grad()
             self.critic.forward_backward(batch, sums)
@@ -168,36 +237,36 @@ class Learner:
             forward_only=not self.trains_policy(version),
             on_launched=self.policy.measure_gradient,
         )
-        means = {
-            name: value if math.isnan(weight) or not weight else value / weight
-            for name, (value, weight) in sum_over_ranks(sums).items()
-        }
-        means = derived(means)
+        means = derived(_means(sum_over_ranks(sums)))
         if self.objective.needs_ref:
             means["kl_coef"] = self.objective.kl_coef
         return explained_variance(means) if self.critic is not None else means
 
-    def _estimate(self, batch: RankBatch) -> None:
-        """Advantages and returns of the batch's tokens."""
+    def _estimate(self, batches: Sequence[RankBatch]) -> None:
+        """Advantages and returns of the batches' tokens; whitened ones are on one scale over all of them."""
         if self.objective.supervised:
-            batch.per_token["advantages"] = torch.zeros_like(batch.mask)
+            for batch in batches:
+                batch.per_token["advantages"] = torch.zeros_like(batch.mask)
             return
         credit = token_credit(
             self.algorithm,
-            rewards=batch.rewards,
-            sample_advantages=batch.sample_advantages,
-            mask=batch.mask,
-            lengths=batch.lengths,
-            logprobs=batch.per_token.get("old", batch.rollout_logprobs),
-            ref_logprobs=batch.per_token.get("ref"),
-            teacher_logprobs=batch.per_token.get("teacher"),
-            values=batch.per_token.get("values"),
+            rewards=torch.cat([batch.rewards for batch in batches]),
+            sample_advantages=_all_or_none([batch.sample_advantages for batch in batches]),
+            mask=torch.cat([batch.mask for batch in batches]),
+            lengths=torch.cat([batch.lengths for batch in batches]),
+            logprobs=torch.cat([batch.per_token.get("old", batch.rollout_logprobs) for batch in batches]),
+            ref_logprobs=_all_or_none([batch.per_token.get("ref") for batch in batches]),
+            teacher_logprobs=_all_or_none([batch.per_token.get("teacher") for batch in batches]),
+            values=_all_or_none([batch.per_token.get("values") for batch in batches]),
             kl_coef=self.kl_controller.value,
             group=mpu.get_data_parallel_group(),
         )
-        batch.per_token["advantages"] = credit.advantages.float()
+        tokens = [len(batch.mask) for batch in batches]
+        for batch, advantages in zip(batches, credit.advantages.float().split(tokens), strict=True):
+            batch.per_token["advantages"] = advantages
         if credit.returns is not None:
-            batch.per_token["returns"] = credit.returns.float()
+            for batch, returns in zip(batches, credit.returns.float().split(tokens), strict=True):
+                batch.per_token["returns"] = returns
 
     def trains_policy(self, version: int) -> bool:
         """Whether a step trains the policy: the first critic.only_steps steps train the critic alone."""

@@ -34,14 +34,16 @@ def policy_step(
         tokens = _token_batch(batch, spans[number], lengths[number], objective, logprobs, entropy)
         total, metrics = objective(tokens)
         metrics["loss"] = (total.detach(), torch.zeros_like(total))
-        metrics.update(_logprob_gap(tokens))
+        sampled = batch.sampled_logprobs
+        ours = tokens.logprobs.detach() if sampled is None else sampled[spans[number]]
+        metrics.update(logprob_gap(ours, tokens.rollout_logprobs, tokens.mask))
         if "teacher" in batch.per_token:
             metrics["teacher_kl"] = _teacher_kl(tokens, batch.per_token["teacher"][spans[number]])
         return total, metrics
 
     passes.forward_backward(
         batch.packs,
-        partial(passes.token_logprobs, entropy=objective.needs_entropy),
+        partial(passes.token_logprobs, entropy=True, entropy_gradient=objective.needs_entropy),
         loss,
         sums,
         forward_only=forward_only,
@@ -82,8 +84,7 @@ def _teacher_kl(tokens: TokenBatch, teacher: Tensor) -> tuple[Tensor, Tensor]:
     return clean(tokens.old_logprobs - teacher, mask).sum(), mask.sum().float()
 
 
-def _logprob_gap(tokens: TokenBatch) -> Metrics:
-    """Difference between the engine's and the trainer's log-probabilities."""
-    mask = tokens.mask.float()
-    gap = (tokens.logprobs.detach().float() - tokens.rollout_logprobs).abs() * mask
-    return {"logprob_gap_mean": (gap.sum(), mask.sum()), "logprob_gap_max": maximum(gap)}
+def logprob_gap(sampled: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
+    """Difference between the trainer's log-probabilities under the weights that sampled, and the engine's; all [N]."""
+    gap = clean((sampled.float() - rollout).abs(), mask)
+    return {"logprob_gap_mean": (gap.sum(), mask.sum().float()), "logprob_gap_max": maximum(gap)}

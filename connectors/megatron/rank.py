@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 from millrace.connectors.megatron.rank_weights import RankWeights
 from millrace.core.errors import RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
-from millrace.core.replay import check_trainer_fits, numbers_of, settings_again, settings_of
+from millrace.core.replay import (
+    check_trainer_fits,
+    numbers_of,
+    settings_again,
+    settings_of,
+    was_whitened_apart,
+)
 
 if TYPE_CHECKING:
     from millrace.connectors.megatron.packing import Row
@@ -97,9 +103,10 @@ class TrainerRank(RankWeights):
     ) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
-        Answers from memory if the version is held already. max_logprob_gap: largest mean |engine - trainer| log-probability
-        difference with which the step is applied. recorded: the figures of the step when it was made before: it is then made
-        under the settings of that time. Raises RefusedStepError for a larger gap, a loss or a gradient that is not
+        Answers from memory if the version is held already. max_logprob_gap, given with an iteration's first step: largest mean
+        |engine - trainer| log-probability difference, on the samples of any of its steps, with which it is applied.
+        recorded: the figures of the step when it was made before: it is then made under the settings of that time.
+        Raises RefusedStepError for a larger gap, a step without tokens, a loss or a gradient that is not
         finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
         are then as before.
         """
@@ -127,7 +134,15 @@ class TrainerRank(RankWeights):
             raise TrainerError(
                 f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
             )
-        batch = self.learner.rank_batch(version, batch_url, every)
+        if not any(row.loss_mask.any() for row in rows):
+            raise RefusedStepError(
+                f"step {version}: none of its {len(rows)} samples has a token to train on; nothing was applied"
+            )
+        apart = recorded is not None and was_whitened_apart(recorded)
+        batch = self.learner.rank_batch(version, batch_url, every, whiten_apart=apart)
+        if max_logprob_gap is not None:
+            for step, (mean, largest) in self.learner.logprob_gaps().items():
+                self._check_gap(mean, largest, max_logprob_gap, version, step)
         prepared = time.perf_counter()
         metrics = self.learner.forward_backward(batch, version)
         computed = time.perf_counter()
@@ -160,11 +175,16 @@ class TrainerRank(RankWeights):
             raise RefusedStepError(
                 f"step {version}: the loss is {metrics['loss']}; nothing was applied. Look at the batch's log-probabilities"
             )
-        gap = metrics["logprob_gap_mean"]
-        if max_logprob_gap is not None and not gap <= max_logprob_gap:
+        if max_logprob_gap is not None:
+            mean, largest = metrics["logprob_gap_mean"], metrics["logprob_gap_max"]
+            self._check_gap(mean, largest, max_logprob_gap, version, version)
+
+    def _check_gap(self, mean: float, largest: float, limit: float, version: int, samples_of: int) -> None:
+        if not mean <= limit:
+            where = "" if samples_of == version else f" on the samples of step {samples_of}"
             raise RefusedStepError(
-                f"step {version}: engine and trainer disagree: mean log-probability difference {gap:.3g} (largest "
-                f"{metrics['logprob_gap_max']:.3g}), sync.max_logprob_gap is {max_logprob_gap:g}; nothing was applied. Check that the "
+                f"step {version}: engine and trainer disagree{where}: mean log-probability difference {mean:.3g} (largest "
+                f"{largest:.3g}), sync.max_logprob_gap is {limit:g}; nothing was applied. Check that the "
                 "engines hold the synced weights (sync.verify=true compares them) and sample at the same temperature and "
                 "dtype. Where the dtype alone makes the difference, raise sync.max_logprob_gap"
             )

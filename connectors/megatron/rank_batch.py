@@ -34,7 +34,7 @@ class RankBatch:
     token_weight: float  # 1 / unmasked tokens of the whole step
     rewards: Tensor  # [B] float64
     sample_advantages: Tensor | None  # [B] float64
-    # [N] each, by name: "old", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns"
+    # [N] each, by name: "old", "sampled", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns"
     per_token: dict[str, Tensor] = field(default_factory=dict)
     # names for which every rank has run its forward pass; stages before the last know these alone
     computed: set[str] = field(default_factory=set)
@@ -51,6 +51,11 @@ class RankBatch:
     def pack_lengths(self) -> list[Tensor]:
         """Response lengths of each pack's samples."""
         return [self.lengths[span] for span in _spans([len(pack.rows) for pack in self.packs])]
+
+    @property
+    def sampled_logprobs(self) -> Tensor | None:
+        """Log-probabilities [N] of the weights that sampled, where a forward pass before the first update gave them."""
+        return self.per_token.get("old", self.per_token.get("sampled"))
 
     def set_per_token(self, name: str, values: Tensor | None) -> None:
         """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""

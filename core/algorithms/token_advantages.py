@@ -126,7 +126,8 @@ def gae(
 def whiten(x: Tensor, mask: Tensor, group: Any = None, *, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) over unmasked entries; masked ones 0. Same shape as x.
 
-    The variance is Bessel-corrected. `group`: a torch.distributed process group whose ranks hold parts of one batch
+    x [N] holds the whole iteration's batch, as in REINFORCE++ (arXiv:2501.03262), section 3: a scale of each step's own would
+    take away the differences between steps. The variance is Bessel-corrected. `group`: a torch.distributed process group whose ranks hold parts of one batch
     (each entry on one rank only); every rank must call. A single valid entry becomes 0.
     """
     on = mask.bool()

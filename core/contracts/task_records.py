@@ -81,7 +81,7 @@ class StepMetrics(TypedDict):
     loss: float
     grad_norm: float
     lr: float
-    logprob_gap_mean: float
+    logprob_gap_mean: float  # of the engine from the weights that sampled, nats
     logprob_gap_max: float
     samples: int
     tokens: int

@@ -81,6 +81,7 @@ class PlainLearner(Plain):
         )
         self.old: dict[str, Tensor] = {}
         self.old_values: dict[str, Tensor] = {}
+        self.whitened: dict[str, tuple[Tensor, Tensor | None]] = {}  # advantages and returns by sample
 
     def all_logprobs(self, rows: list[dict[str, Any]], model: Any = None) -> Tensor:
         return torch.cat([self.logprobs(row, model) for row in rows])
@@ -91,6 +92,32 @@ class PlainLearner(Plain):
         self.old = {row["sample_id"]: self.logprobs(row) for row in rows}
         if self.critic is not None:
             self.old_values = {row["sample_id"]: self.critic.values([row]) for row in rows}
+        self.whitened = self.token_credits(rows) if self.config.whiten else {}
+
+    @torch.no_grad()
+    def token_credits(self, rows: list[dict[str, Any]]) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Advantages of the rows' tokens and, with a critic, their returns, by sample."""
+        stored, lengths = [row["advantage"] for row in rows], [row["response_length"] for row in rows]
+        in_reward = self.objective.needs_ref and self.config.kl_placement == "reward"
+        advantages, returns = token_credit(
+            self.config,
+            rewards=torch.tensor(credit(rows, self.config).shaped_rewards, dtype=torch.float64),
+            sample_advantages=None if stored[0] is None else torch.tensor(stored),
+            mask=torch.tensor([x for row in rows for x in row["loss_mask"]]),
+            lengths=torch.tensor(lengths),
+            logprobs=torch.cat([self.old[row["sample_id"]] for row in rows]),
+            ref_logprobs=self.all_logprobs(rows, self.reference) if in_reward else None,
+            teacher_logprobs=self.all_logprobs(rows, self.teacher) if self.teacher is not None else None,
+            values=torch.cat([self.old_values[row["sample_id"]] for row in rows]) if self.critic else None,
+            kl_coef=self.controller.value,
+        )
+        parts = zip(
+            (row["sample_id"] for row in rows),
+            advantages.float().split(lengths),
+            [None] * len(rows) if returns is None else returns.split(lengths),
+            strict=True,
+        )
+        return {name: (part, returned) for name, part, returned in parts}
 
     def learn(self, rows: list[dict[str, Any]], version: int) -> dict[str, float]:
         """One step on these rows; its figures."""
@@ -102,20 +129,8 @@ class PlainLearner(Plain):
         values = torch.cat([self.old_values[row["sample_id"]] for row in rows]) if self.critic else None
         with torch.no_grad():
             ref = self.all_logprobs(rows, self.reference) if self.objective.needs_ref else None
-            teacher = self.all_logprobs(rows, self.teacher) if self.teacher is not None else None
-        stored = [row["advantage"] for row in rows]
-        advantages, returns = token_credit(
-            c,
-            rewards=torch.tensor(credit(rows, c).shaped_rewards, dtype=torch.float64),
-            sample_advantages=None if stored[0] is None else torch.tensor(stored),
-            mask=mask,
-            lengths=lengths,
-            logprobs=old,
-            ref_logprobs=ref,
-            teacher_logprobs=teacher,
-            values=values,
-            kl_coef=self.controller.value,
-        )
+        parts = self.whitened or self.token_credits(rows)
+        credits = [parts[row["sample_id"]] for row in rows]
         self.objective.kl_coef = self.controller.value
         loss, metrics = self.objective(
             TokenBatch(
@@ -123,7 +138,7 @@ class PlainLearner(Plain):
                 old_logprobs=old,
                 rollout_logprobs=torch.tensor([x for row in rows for x in row["rollout_logprobs"]]),
                 ref_logprobs=ref,
-                advantages=advantages.float(),
+                advantages=torch.cat([advantages for advantages, _ in credits]),
                 mask=mask,
                 lengths=lengths,
                 weights=spread(sample_weights(sums, c, max_length=16), lengths),
@@ -135,7 +150,7 @@ class PlainLearner(Plain):
         if self.critic is not None:
             assert c.critic is not None
             assert values is not None
-            assert returns is not None
+            returns = torch.cat([returned for _, returned in credits if returned is not None])
             each = value_loss(self.critic.values(rows), values, returns, clip=c.critic.clip)
             error = (each * mask).sum() / mask.sum()
             step_metrics["value_loss"] = float(error.detach())

@@ -26,15 +26,17 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     entropy: bool = False,
+    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ weight.T / temperature)[target], and with `entropy` the distribution's entropy.
 
     hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding).
-    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients go to the weight and, as this rank's part of a sum, to hidden.
+    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients go to the weight and, as this rank's part of a sum, to hidden;
+    without `entropy_gradient` the entropy has none.
     """
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
-    settings = start, live, group, temperature, chunk, entropy
+    settings = start, live, group, temperature, chunk, entropy, entropy and entropy_gradient
     if hidden.is_cuda:
         logprobs, entropies = _FusedTokenLogprobs.apply(
             hidden, weight, targets, *settings, torch.is_grad_enabled()
@@ -57,6 +59,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logsum = torch.zeros(count, dtype=torch.float32, device=hidden.device)
@@ -71,21 +74,24 @@ class _TokenLogprobs(torch.autograd.Function):
             exps = (logits - top[:, None]).exp_()
             own = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
             sums = [exps.sum(-1), torch.where(mine, own, torch.zeros_like(own))]
-            if entropy:
-                sums.append((exps * logits.masked_fill(exps == 0, 0)).sum(-1))
             reduced = _reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
             logsum[span] = top + reduced[0].log()
             picked[span] = reduced[1]
-            if entropy:
-                entropies[span] = logsum[span] - reduced[2] / reduced[0]
+            if (
+                entropy
+            ):  # in a sum of its own, so that log-probabilities do not depend on whether it is wanted
+                moment = (exps * logits.masked_fill(exps == 0, 0)).sum(-1)
+                entropies[span] = logsum[span] - _reduce(moment, dist.ReduceOp.SUM, group) / reduced[0]
         ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
-        ctx.settings = (start, live, temperature, chunk, entropy)
+        ctx.settings = (start, live, temperature, chunk, entropy_gradient)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return picked - logsum, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, logsum, entropies = ctx.saved_tensors
-        start, live, temperature, chunk, entropy = ctx.settings
+        start, live, temperature, chunk, entropy_gradient = ctx.settings
         grad, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -98,13 +104,13 @@ class _TokenLogprobs(torch.autograd.Function):
             local = targets[span] - start
             mine = ((local >= 0) & (local < live)).nonzero()[:, 0]
             d[mine, local[mine]] += grad[span][mine]
-            if entropy:
+            if entropy_gradient:
                 inner = logp.masked_fill(p == 0, 0) + entropies[span, None]
                 d -= grad_entropy[span, None] * p * inner
             d = (d / temperature).to(hidden.dtype)
             grad_hidden[span] = d @ weight
             grad_weight += (d.t() @ hidden[span]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None, None
 
 
 # plain: 16 bytes a logit; fused: 2. Four chunks at once still take half the memory.
@@ -130,6 +136,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         entropy: bool,
+        entropy_gradient: bool,
         graded: bool,
     ) -> tuple[Tensor, Tensor]:
         from millrace.connectors.megatron.model import kernels
@@ -153,8 +160,10 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         entropies = logsum - moment / total if entropy else torch.zeros_like(logsum)
         ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
         ctx.main_grad = getattr(weight, "main_grad", None)
-        ctx.settings = (start, live, temperature, chunk, entropy)
+        ctx.settings = (start, live, temperature, chunk, entropy_gradient)
         ctx.kept = kept
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return picked - logsum, entropies
 
     @staticmethod
@@ -162,7 +171,7 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         from millrace.connectors.megatron.model import kernels
 
         hidden, weight, targets, logsum, entropies = ctx.saved_tensors
-        start, live, temperature, chunk, entropy = ctx.settings
+        start, live, temperature, chunk, entropy_gradient = ctx.settings
         grad, grad_entropy = (g.contiguous() for g in grads)
         total = ctx.main_grad
         if total is None:
@@ -173,14 +182,14 @@ class _FusedTokenLogprobs(torch.autograd.Function):
             logits = ctx.kept.pop(at, None)
             d = kernels.softmax_gradient(
                 hidden[span] @ weight.t() if logits is None else logits, targets[span], logsum[span], grad[span], entropies[span],
-                grad_entropy[span], start, live, temperature, entropy,
+                grad_entropy[span], start, live, temperature, entropy_gradient,
             )  # fmt: skip
             torch.mm(d, weight, out=grad_hidden[span])
             add_product(total, d.t(), hidden[span])
         if ctx.main_grad is not None:
             mark_gradient_added(weight)
-            return grad_hidden, *[None] * 9
-        return grad_hidden, total.to(weight.dtype), *[None] * 8
+            return grad_hidden, *[None] * 10
+        return grad_hidden, total.to(weight.dtype), *[None] * 9
 
 
 def mark_gradient_added(weight: Tensor) -> None:

@@ -43,7 +43,8 @@ class Algorithm(Section):
     preset: Preset = Field("grpo", description="Published algorithm whose fields are the defaults.")
     advantage: Advantage = GroupRelative()
     whiten: bool = Field(
-        False, description="Shift and scale advantages to mean 0, variance 1 over the batch."
+        False,
+        description="Shift and scale advantages to mean 0, variance 1 over the iteration's batch, whatever its steps.",
     )
     overlong: Overlong | None = Field(None, description="Overlong penalty; none when not given.")
     shaping: UserFunction | None = Field(
