@@ -30,7 +30,10 @@ SHORT = [  # the quickstart's recipe, cut down to two iterations of two steps th
     "evaluation.sets.0.path=held_out.jsonl",
 ]
 SOME_REWARD = ["reward.function=millrace.core.rewards.text:contains"]
-MIXED_GROUPS = ["filter.drop_zero_variance=true", "filter.refill_factor=8"]  # so that every step has advantages
+MIXED_GROUPS = [
+    "filter.drop_zero_variance=true",
+    "filter.refill_factor=8",
+]  # so that every step has advantages
 
 
 @pytest.fixture(scope="module")
