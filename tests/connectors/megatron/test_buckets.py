@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from millrace.core.architecture import architecture
+from millrace.core.model_folder.config_file import read_hf_config
+from millrace.core.model_folder.tensors import weight_tensors
 from tests.support.trainer_ranks import Group, Workers, configuration
 
 SIZE = 4096
@@ -60,6 +63,13 @@ def copied(rank: Any) -> set[str]:
     }
 
 
+def taken(rank: Any) -> list[str]:
+    """Names of the tensors that a rank takes from a folder, once for each parameter."""
+    from millrace.connectors.megatron.weights.hf_tensors import mapped_parameters
+
+    return [name for _, mapping in mapped_parameters(rank.policy, rank.hf) for name in mapping.names]
+
+
 @pytest.fixture(params=LAYOUTS)
 def ranks(request: Any, workers: Workers, model: Callable[..., Path]) -> Any:
     kind, world, parallel = LAYOUTS[request.param]
@@ -69,6 +79,11 @@ def ranks(request: Any, workers: Workers, model: Callable[..., Path]) -> Any:
 
 def test_every_rank_gets_every_tensor_of_an_export_once(ranks: Group, tmp_path: Path) -> None:
     ranks.call("export", str(tmp_path / "export"), 0)
+    shape = architecture(read_hf_config(str(tmp_path / "export")))
+    whole = weight_tensors(str(tmp_path / "export"), shape).keys()
+    of_ranks = ranks.run(taken)
+    assert {name for names in of_ranks for name in names} == whole
+    assert all(len(names) == len(set(names)) for names in of_ranks)
     exported = {
         name: t for file in (tmp_path / "export").glob("*.safetensors") for name, t in load_file(file).items()
     }
