@@ -20,7 +20,10 @@ from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 
-SUPERVISED = ("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy")
+SUPERVISED = (
+    *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
+    *("moe_aux_loss", "moe_z_loss"),
+)
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 
 

@@ -35,6 +35,7 @@ from millrace.core.algorithms.kl_controller import KLController
 from millrace.core.algorithms.objective import Objective, check_on_policy, derived
 from millrace.core.architecture import architecture
 from millrace.core.config import RunConfig
+from millrace.core.config.megatron_options import rules as megatron_options
 from millrace.core.errors import RefusedStepError, TrainerError
 
 
@@ -69,6 +70,7 @@ class Learner:
         self.algorithm = config.algorithm
         self.device = device
         self.architecture = architecture(hf)
+        megatron_options.check(config, self.architecture)
         self.objective = Objective(self.algorithm)
         self.kl_controller = KLController(self.algorithm)
         inner = model_from_hf(config, config.model.path, hf, device)

@@ -126,10 +126,12 @@ def make_pack(
     bounds = [0, *np.cumsum(padded).tolist()]
     tokens = np.zeros(bounds[-1], dtype=np.int64)
     before_response = np.zeros(bounds[-1], dtype=bool)
-    for row, start in zip(rows, bounds, strict=False):
+    samples = np.full(bounds[-1], -1, dtype=np.int64)
+    for number, (row, start) in enumerate(zip(rows, bounds, strict=False)):
         assert row.response_length < len(row.tokens), f"sample {row.sample_id} has no prompt token"
         end = start + len(row.tokens)
         tokens[start:end] = row.tokens
+        samples[start:end] = number
         before_response[end - row.response_length - 1 : end - 1] = True
     positions = np.concatenate([np.arange(length) for length in padded])
     flat, predicts_response = torch.from_numpy(tokens), torch.from_numpy(before_response)
@@ -144,6 +146,8 @@ def make_pack(
         max_seqlen_q=max(padded),
         max_seqlen_kv=max(padded),
         bounds=bounds,
+        samples=len(rows),
+        sample_of_token=torch.from_numpy(samples)[local_positions].to(device),
     )
     return Pack(
         rows=list(rows),

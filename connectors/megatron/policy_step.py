@@ -5,13 +5,21 @@ Owns how a rank's batch meets the objective. Knows nothing of versions, files, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from millrace.connectors.megatron.forward_backward import LogprobForwardBackward, Metrics, MetricSums, maximum
+from millrace.connectors.megatron.forward_backward import (
+    LogprobForwardBackward,
+    Metrics,
+    MetricSums,
+    add_sums,
+    maximum,
+    to_numbers,
+)
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import clean
@@ -41,14 +49,32 @@ def policy_step(
             metrics["teacher_kl"] = _teacher_kl(tokens, batch.per_token["teacher"][spans[number]])
         return total, metrics
 
-    passes.forward_backward(
-        batch.packs,
-        partial(passes.token_logprobs, entropy=True, entropy_gradient=objective.needs_entropy),
-        loss,
-        sums,
-        forward_only=forward_only,
-        on_launched=None if forward_only else on_launched,
-    )
+    with _router_losses(passes, batch, sums, forward_only=forward_only):
+        passes.forward_backward(
+            batch.packs,
+            partial(passes.token_logprobs, entropy=True, entropy_gradient=objective.needs_entropy),
+            loss,
+            sums,
+            forward_only=forward_only,
+            on_launched=None if forward_only else on_launched,
+        )
+
+
+@contextlib.contextmanager
+def _router_losses(
+    passes: LogprobForwardBackward, batch: RankBatch, sums: MetricSums, *, forward_only: bool
+) -> Iterator[None]:
+    """Within, backward passes include the losses of the routers, where the model has any; their metrics join `sums`."""
+    losses = passes.inner.router_losses
+    if losses is None or forward_only:
+        yield
+        return
+    if losses.counts_first:
+        with losses.counting():
+            passes.forward(batch.packs, lambda _, hidden: hidden.new_zeros(0))
+    with losses.training(batch.tokens, batch.samples):
+        yield
+    add_sums(sums, to_numbers(losses.metrics()))
 
 
 def _token_batch(

@@ -27,6 +27,7 @@ class RankBatch:
 
     packs: list[Pack]
     samples: int  # of the whole step, over all ranks
+    tokens: int  # the same, prompts and responses
     lengths: Tensor  # [B] response lengths
     mask: Tensor  # [N] 1: in the loss
     rollout_logprobs: Tensor  # [N] the engine's
@@ -85,6 +86,7 @@ def make_rank_batch(
     return RankBatch(
         packs=packs,
         samples=len(rows),
+        tokens=sum(len(row.tokens) for row in rows),
         lengths=lengths.to(device),
         mask=_concatenate([row.loss_mask for row in rank_rows], device),
         rollout_logprobs=_concatenate([row.rollout_logprobs for row in rank_rows], device),

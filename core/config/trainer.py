@@ -85,5 +85,15 @@ class Trainer(Section):
         True, description="Deterministic kernels: repeated runs on CPU are equal bit for bit."
     )
     megatron: Annotated[dict[str, Any], in_a_branch(ALGORITHM)] = Field(
-        {}, description="Fields of megatron-core's TransformerConfig by their own names."
+        {},
+        description="Fields of megatron-core's TransformerConfig by their own names: [those that act](#trainermegatron).",
+    )
+    megatron_optimizer: Annotated[
+        dict[str, Any], fixed("the optimizer's state has groups that follow from it")
+    ] = Field(
+        {}, description="The same of its OptimizerConfig: [those that act](#trainermegatron_optimizer)."
+    )
+    megatron_ddp: Annotated[dict[str, Any], ANY_START] = Field(
+        {},
+        description="The same of its DistributedDataParallelConfig: [those that act](#trainermegatron_ddp).",
     )

@@ -17,8 +17,6 @@ from millrace.connectors.sglang.server_args import option_problems
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
 from millrace.core.config.rules.passthrough import (
-    MEGATRON_ELSEWHERE,
-    MEGATRON_REFUSED,
     ROUTER_OWNED,
     ROUTER_REFUSED,
     SGLANG_ELSEWHERE,
@@ -28,7 +26,6 @@ from millrace.core.config.rules.passthrough import (
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import load
 
-MEGATRON = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
 ROUTER = ("router_args.py",)
 
 
@@ -84,14 +81,7 @@ def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[st
 
 
 def check_passthrough(config: RunConfig) -> Iterator[Problem]:
-    """Options that the installed megatron-core, SGLang and sglang-router do not have."""
-    megatron = set(config.trainer.megatron) - set(MEGATRON_REFUSED) - set(MEGATRON_ELSEWHERE)
-    yield from _unknown(
-        "trainer.megatron",
-        {name: config.trainer.megatron[name] for name in sorted(megatron)},
-        ("megatron", MEGATRON, ("TransformerConfig", "ModelParallelConfig")),
-        "megatron-core's TransformerConfig",
-    )
+    """Options that the installed SGLang and sglang-router do not have."""
     refused = {*SGLANG_OWNED, *SGLANG_REFUSED, *SGLANG_ELSEWHERE}
     yield from option_problems({k: v for k, v in config.engines.sglang.items() if k not in refused})
     options = config.engines.router.options if config.engines.router else {}

@@ -13,6 +13,8 @@ from typing import Any
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
 from millrace.core.architecture import Architecture, architecture
 from millrace.core.config import RunConfig
+from millrace.core.config.megatron_options import stages
+from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError
 from millrace.core.model_folder.config_file import read_hf_config
@@ -40,6 +42,8 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
     if shape:
         found.shape = shape
         yield from _sizes(config, shape)
+        if not shape.experts:
+            yield from TRANSFORMER.experts_problems(config.trainer.megatron)
     if Path(path).is_dir() or config.model.tokenizer:
         yield from _tokenizer(config, found)
     teacher_path = config.algorithm.teacher
@@ -83,13 +87,7 @@ def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iter
                 f"use a divisor of {size}",
             )
             break
-    if shape.layers % p.pipeline:
-        yield Problem(
-            "trainer.parallel.pipeline",
-            p.pipeline,
-            f"does not divide the {whose}'s {shape.layers} layers",
-            f"use a divisor of {shape.layers}",
-        )
+    yield from stages.problems(config, shape.layers, whose)
     if p.expert > 1 and not shape.experts:
         yield Problem("trainer.parallel.expert", p.expert, f"the {whose} has no experts", "set it to 1")
     elif shape.experts and shape.experts % p.expert:

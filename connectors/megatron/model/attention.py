@@ -33,6 +33,8 @@ class PackBounds(PackedSeqParams):
     """megatron's description of a pack, with the bounds of its sequences as numbers of the host too."""
 
     bounds: list[int] = field(default_factory=list)
+    samples: int = 0
+    sample_of_token: Tensor | None = None  # [T / cp] in the rank's order: number in the pack, -1 for padding
 
 
 class PackedAttention(torch.nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from millrace.connectors.megatron.model import fused
 from millrace.connectors.megatron.model.activation_drop import drop
 from millrace.connectors.megatron.model.attention import PackBounds
+from millrace.connectors.megatron.model.router_losses import LossRouter
 
 
 class Norm(torch.nn.RMSNorm):
@@ -56,6 +58,8 @@ class PackedLayer(TransformerLayer):
         **more: Any,
     ) -> tuple[Tensor, None]:
         """[T, 1, H] -> [T, 1, H]. megatron's own forward pass where trainer.megatron has it recompute parts of a layer."""
+        if isinstance(self.mlp, MoELayer) and isinstance(self.mlp.router, LossRouter):
+            self.mlp.router.bounds = packed_seq_params
         if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
             out: tuple[Tensor, None] = super().forward(
                 hidden_states, attention_mask, *arguments,

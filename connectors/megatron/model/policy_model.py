@@ -6,6 +6,7 @@ so that the logits of a whole pack never exist.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 from millrace.connectors.megatron.model.attention import PackedAttention
 from millrace.connectors.megatron.model.fused import rotary_table
 from millrace.connectors.megatron.model.layers import GatedSilu, Norm, PackedLayer, PackedSelfAttention
+from millrace.connectors.megatron.model.router_losses import LossRouter, RouterLosses
 from millrace.connectors.megatron.model.transformer_config import transformer_config
 from millrace.core.architecture import architecture
 from millrace.core.config import RunConfig
+from millrace.core.config.megatron_options.moe_losses import moe_losses
 
 
 class PolicyModel(GPTModel):
@@ -30,6 +33,8 @@ class PolicyModel(GPTModel):
     Layers get cosines and sines of this rank's tokens instead of angles by position: packs repeat positions, so that
     every layer would look them up again.
     """
+
+    router_losses: RouterLosses | None = None  # of a mixture of experts that has any
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         inputs = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
@@ -67,6 +72,8 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
     """This rank's stage of a model, with megatron's initial weights."""
     tc = transformer_config(config, hf)
+    options = moe_losses(config.trainer.megatron)
+    losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
     spec = get_gpt_layer_local_spec(
         num_experts=tc.num_moe_experts,
         moe_grouped_gemm=False,
@@ -78,6 +85,8 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     layer.self_attention.module = PackedSelfAttention
     feed_forward = layer.mlp.submodules
     (feed_forward.experts.submodules if tc.num_moe_experts else feed_forward).activation_func = GatedSilu
+    if losses is not None:
+        feed_forward.router = partial(LossRouter, losses)
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
@@ -99,4 +108,5 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     scaling = architecture(hf).rope_scaling
     if scaling:
         model.rotary_pos_emb.inv_freq = scaling.scaled(model.rotary_pos_emb.inv_freq)
+    model.router_losses = losses
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from millrace.connectors.megatron import patches
 from millrace.connectors.megatron.model.weight_gradients import accumulate
 from millrace.core.architecture import architecture
 from millrace.core.config import RunConfig
-from millrace.core.config.rules.passthrough import MEGATRON_REFUSED
-from millrace.core.errors import ConfigError
+from millrace.core.config.megatron_options.moe_losses import FIELDS as MOE_LOSS_FIELDS
 
 
 def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
-    """The model's sizes and its parallelism. Raises ConfigError for a field of trainer.megatron that is not allowed."""
+    """The model's sizes, its parallelism and the options of trainer.megatron, but for the routers' losses."""
     parallel, arch = config.trainer.parallel, architecture(hf)
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = {
@@ -76,23 +74,5 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif config.trainer.recompute == "selective":
         values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer's own
-    return TransformerConfig(**{**values, **_passthrough(config)})
-
-
-def _passthrough(config: RunConfig) -> dict[str, Any]:
-    """trainer.megatron, checked against the fields of the installed version."""
-    known = {field.name for field in fields(TransformerConfig)}
-    for name in config.trainer.megatron:
-        if name in MEGATRON_REFUSED:
-            raise ConfigError(
-                f"not allowed: {MEGATRON_REFUSED[name]}",
-                where=f"trainer.megatron.{name}",
-                remedy="remove it",
-            )
-        if name not in known:
-            raise ConfigError(
-                "the installed megatron-core has no such field of TransformerConfig",
-                where=f"trainer.megatron.{name}",
-                remedy="correct the name or remove it",
-            )
-    return dict(config.trainer.megatron)
+    passed = {name: value for name, value in config.trainer.megatron.items() if name not in MOE_LOSS_FIELDS}
+    return TransformerConfig(**{**values, **passed})

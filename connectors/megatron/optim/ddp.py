@@ -22,12 +22,13 @@ def wrap(model: GPTModel, config: RunConfig) -> DistributedDataParallel:
     A bucket of gradients is reduced as soon as the last pack's backward pass has filled it, while that pass continues.
     """
     inner: Any = Float16Module(model.config, model) if model.config.bf16 else model
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=mpu.get_data_parallel_world_size(with_context_parallel=True) > 1,
-        use_distributed_optimizer=config.trainer.optimizer.distributed,
-        check_for_nan_in_grad=False,
-    )
+    values = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": mpu.get_data_parallel_world_size(with_context_parallel=True) > 1,
+        "use_distributed_optimizer": config.trainer.optimizer.distributed,
+        "check_for_nan_in_grad": False,
+    }
+    ddp = DistributedDataParallelConfig(**{**values, **config.trainer.megatron_ddp})
     wrapped = DistributedDataParallel(model.config, ddp, inner)
     model.config.finalize_model_grads_func = _finalize
     model.config.no_sync_func = wrapped.no_sync  # for all packs but the last

@@ -29,6 +29,7 @@ def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float)
             bf16=config.model.dtype == "bfloat16",
             params_dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
             use_distributed_optimizer=o.distributed,
+            **config.trainer.megatron_optimizer,
         ),
         [model],
         use_gloo_process_groups=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.core.architecture import Architecture, architecture
+from millrace.core.config.megatron_options.stages import layers_of_stages
 from millrace.core.config.plan.layout import Layout
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
@@ -33,7 +34,11 @@ def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     mlp = shape.mlp * max(1, shape.experts) // (expert_split if shape.experts else p.tensor)
     layer = shape.attention // p.tensor + mlp + router + 2 * shape.hidden
     ends = 1 if p.pipeline > 1 or shape.tied else 2
-    return -(-shape.layers // p.pipeline) * layer + ends * -(-shape.embedding // p.tensor) + shape.hidden
+    return (
+        max(layers_of_stages(config, shape.layers)) * layer
+        + ends * -(-shape.embedding // p.tensor)
+        + shape.hidden
+    )
 
 
 def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
@@ -73,7 +78,7 @@ def _teacher(config: RunConfig, width: int) -> int:
 def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
     """What a layer keeps of each token for the backward pass, of every layer and pack that is on its way."""
     p, recompute = config.trainer.parallel, config.trainer.recompute
-    layers, tokens = -(-shape.layers // p.pipeline), config.trainer.max_pack_tokens
+    layers, tokens = max(layers_of_stages(config, shape.layers)), config.trainer.max_pack_tokens
     in_flight = p.pipeline  # packs that a first stage holds
     times, ffn = (shape.experts_used, shape.expert_ffn) if shape.experts else (1, shape.ffn)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim

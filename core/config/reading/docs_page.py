@@ -10,12 +10,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from millrace.core.config.megatron_options.ddp import DDP
+from millrace.core.config.megatron_options.optimizer import OPTIMIZER
+from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.menu import Menu, menu_of, variants
 from millrace.core.config.parts.restart import Restart, restart_of
 from millrace.core.config.parts.section import models
@@ -92,6 +95,7 @@ def page() -> str:
     fields = RunConfig.model_fields
     index = " · ".join(f"[{name}](#{name})" for name in [*fields, "functions"])
     sections = "\n".join(line for name, field in fields.items() for line in _section(name, field))
+    sections = sections.replace("## engines\n", f"{options_tables()}\n## engines\n", 1)
     functions = "\n".join(
         _row("functions", name, field, None) for name, field in UserFunction.model_fields.items()
     )
@@ -118,6 +122,24 @@ def _section(path: str, field: FieldInfo, above: Restart | None = None) -> Itera
     for name, item in below.items():
         if _has_section(item):
             yield from _section(_place(path, name, item), item, restart)
+
+
+def options_tables() -> str:
+    """What is passed on to megatron-core: a section a class."""
+    lines = []
+    for table in (TRANSFORMER, OPTIMIZER, DDP):
+        lines += [
+            f"## {table.place}\n",
+            f"Fields of megatron-core's `{table.of}`. Every other is refused with its reason.",
+        ]
+        lines += ["\n| field | takes | acts with | meaning |\n|---|---|---|---|"]
+        for name, option in table.accepted.items():
+            needs = ["a mixture of experts"] if option.experts else []
+            needs += [option.need.words] if option.need else []
+            takes = _kind(get_args(option.type)[0] if get_origin(option.type) is Annotated else option.type)
+            lines.append(f"| `{name}` | {takes} | {', '.join(needs)} | It {option.effect}. |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _choice(

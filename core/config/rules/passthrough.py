@@ -2,34 +2,6 @@
 
 from __future__ import annotations
 
-MEGATRON_REFUSED = {
-    "perform_initialization": "wrong gradient norms with tensor parallelism",
-    "batch_p2p_comm": "wrong losses with virtual pipeline stages on gloo",
-    "cross_entropy_loss_fusion": "it casts gradients to bf16; log-probabilities have their own fused path",
-    "attention_dropout": "log-probabilities must be repeatable",
-    "hidden_dropout": "log-probabilities must be repeatable",
-    "calculate_per_token_loss": "denominators are fixed before the batch is split",
-}
-
-MEGATRON_ELSEWHERE = {
-    "tensor_model_parallel_size": "trainer.parallel.tensor",
-    "pipeline_model_parallel_size": "trainer.parallel.pipeline",
-    "context_parallel_size": "trainer.parallel.context",
-    "expert_model_parallel_size": "trainer.parallel.expert",
-    "sequence_parallel": "trainer.parallel.sequence",
-    "recompute_granularity": "trainer.recompute",
-    "bf16": "model.dtype",
-    "params_dtype": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "num_layers": "model.path",
-    "hidden_size": "model.path",
-    "ffn_hidden_size": "model.path",
-    "num_attention_heads": "model.path",
-    "num_query_groups": "model.path",
-    "kv_channels": "model.path",
-    "num_moe_experts": "model.path",
-}
-
 SGLANG_OWNED = (
     "port",
     "base_gpu_id",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from millrace.core.config.megatron_options import rules as megatron_options
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.rules.passthrough import MEGATRON_ELSEWHERE, MEGATRON_REFUSED
-from millrace.core.config.rules.upstream_options import option_problems
 from millrace.core.config.run_config import RunConfig
 
 
@@ -16,9 +15,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _parallel(config)
     yield from _pack(config)
     yield from _optimizer(config)
-    yield from option_problems(
-        "trainer.megatron", config.trainer.megatron, (), MEGATRON_REFUSED, MEGATRON_ELSEWHERE
-    )
+    yield from megatron_options.problems(config)
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:

@@ -1,0 +1,43 @@
+"""Rules of `trainer.megatron`, `trainer.megatron_optimizer` and `trainer.megatron_ddp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.architecture import Architecture
+from millrace.core.config.megatron_options import stages
+from millrace.core.config.megatron_options.ddp import DDP
+from millrace.core.config.megatron_options.optimizer import OPTIMIZER
+from millrace.core.config.megatron_options.transformer import TRANSFORMER
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.run_config import RunConfig
+from millrace.core.errors import ConfigError
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Options of megatron-core that are not passed on, or would do nothing in this configuration."""
+    t = config.trainer
+    yield from TRANSFORMER.problems(config, t.megatron)
+    yield from OPTIMIZER.problems(config, t.megatron_optimizer)
+    yield from DDP.problems(config, t.megatron_ddp)
+    modules = t.megatron.get("recompute_modules")
+    if isinstance(modules, list) and "moe" in modules and "moe_aux_loss_coeff" in t.megatron:
+        yield Problem(
+            "trainer.megatron.recompute_modules",
+            modules,
+            "experts that are computed again no longer know their pack, which the routers' losses need",
+            "take trainer.recompute=full",
+        )
+
+
+def model_problems(config: RunConfig, architecture: Architecture) -> Iterator[Problem]:
+    """Options of trainer.megatron that do nothing for this model, or do not fit it."""
+    if not architecture.experts:
+        yield from TRANSFORMER.experts_problems(config.trainer.megatron)
+    yield from stages.problems(config, architecture.layers, "model")
+
+
+def check(config: RunConfig, architecture: Architecture) -> None:
+    """Raise ConfigError for the first option that may not stand."""
+    for problem in (*problems(config), *model_problems(config, architecture)):
+        raise ConfigError(problem.reason, where=problem.field, remedy=problem.remedy)

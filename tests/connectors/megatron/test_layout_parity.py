@@ -1,0 +1,199 @@
+"""Steps at every split over two ranks, held against plain Hugging Face models and torch AdamW on one process.
+
+What the other parity tests leave out: a temperature, weight decay alone, and the losses of routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from examples.plain_rl import adamw, grpo_loss
+from tests.support.plain_trainer import Plain
+from tests.support.trainer_ranks import Workers, configuration, samples, write_batch
+
+LR, STEPS = 1e-2, 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "cp2": {"context": 2},
+    "ep2": {"expert": 2},
+    "dp2": {},
+}
+
+
+@dataclass
+class Case:
+    """A way to train, in words of the configuration."""
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
+    weight_decay: float = 0.0
+    advantages: bool = True
+    max_pack_tokens: int = 48
+    recompute: str = "none"
+
+
+ANY_MODEL = {
+    "temperature 0.6": Case(temperature=0.6),
+    "weight decay of 0.5 without a gradient": Case(weight_decay=0.5, advantages=False),
+}
+EXPERTS = {
+    "auxiliary loss": Case({"moe_aux_loss_coeff": 0.1}),
+    "auxiliary loss alone": Case({"moe_aux_loss_coeff": 0.1}, advantages=False),
+    "auxiliary loss, other packs": Case({"moe_aux_loss_coeff": 0.1}, max_pack_tokens=24),
+    "auxiliary loss within samples": Case(
+        {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"}
+    ),
+    "z-loss": Case({"moe_z_loss_coeff": 0.02}),
+    "all of it": Case(
+        {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02},
+        temperature=0.6,
+        weight_decay=0.5,
+        recompute="full",
+    ),
+}
+TABLE = [
+    *(("qwen3", layout, case) for layout in LAYOUTS if layout != "ep2" for case in ANY_MODEL),
+    *(("qwen3_moe", "ep2", case) for case in ANY_MODEL),
+    *(("qwen3_moe", layout, case) for layout in LAYOUTS for case in EXPERTS),
+]
+
+
+class PlainCase(Plain):
+    """The same training, one sequence at a time."""
+
+    def __init__(self, folder: Path, case: Case) -> None:
+        super().__init__(folder)
+        self.case = case
+        self.optimizer = adamw(list(self.model.parameters()), LR, case.weight_decay)
+
+    def train(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        with routers(self.model) as logits:
+            losses = [self._loss(row) for row in rows]
+        loss = total = torch.stack(losses).mean()
+        figures = {"loss": loss.item()}
+        aux, z = (self.case.megatron.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
+        if aux:
+            each = self._balance(logits)
+            total = total + aux * each.sum()
+            figures["moe_aux_loss"] = each.mean().item()
+        if z:
+            each = torch.stack([torch.cat(layer).logsumexp(-1).square().mean() for layer in logits])
+            total = total + z * each.sum()
+            figures["moe_z_loss"] = each.mean().item()
+        return figures | {"grad_norm": self.step(total)}
+
+    def _loss(self, row: dict[str, Any]) -> Tensor:
+        new_R = self.logprobs(row, temperature=self.case.temperature)
+        advantage = torch.tensor([row["advantage"]])
+        mask = torch.tensor([row["loss_mask"]], dtype=torch.float32)
+        return grpo_loss(new_R[None], new_R.detach()[None], advantage, mask)
+
+    def _balance(self, logits: list[list[Tensor]]) -> Tensor:
+        """Each layer's load balancing loss by Hugging Face's function, whose choices sum to k instead of 1."""
+        k = self.model.config.num_experts_per_tok
+        losses = []
+        for layer in logits:
+            within = "moe_router_load_balancing_type" in self.case.megatron
+            parts = layer if within else [torch.cat(layer)]
+            each = [load_balancing_loss_func((x,), x.shape[1], k) / k for x in parts]
+            losses.append(torch.stack(each).mean())
+        return torch.stack(losses)
+
+
+@contextmanager
+def routers(model: Any) -> Iterator[list[list[Tensor]]]:
+    """Logits of each layer's router, in a list an item of which is one forward pass's [T, E]."""
+    found: list[list[Tensor]] = []
+    hooks = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            passes: list[Tensor] = []
+            found.append(passes)
+
+            def keep(gate: Any, given: Any, _: Any, passes: list[Tensor] = passes) -> None:
+                hidden = given[0].reshape(-1, given[0].shape[-1])
+                passes.append(torch.nn.functional.linear(hidden, gate.weight))
+
+            hooks.append(layer.mlp.gate.register_forward_hook(keep))
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def rows_of(step: int, case: Case) -> list[dict[str, Any]]:
+    rows = samples(step)
+    for row in rows:
+        row["advantage"] *= case.advantages
+    return rows
+
+
+Expected = Callable[[str, str], tuple[list[dict[str, float]], dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Callable[..., Path]) -> Expected:
+    """Figures of each step and the weights after the last, of a kind of model and a case."""
+    made: dict[tuple[str, str], Any] = {}
+
+    def train(kind: str, name: str) -> Any:
+        if (kind, name) not in made:
+            case = {**ANY_MODEL, **EXPERTS}[name]
+            plain = PlainCase(model(kind), case)
+            steps = [plain.train(rows_of(step, case)) for step in range(1, STEPS + 1)]
+            plain.model.save_pretrained(folder := model(kind).parent / f"after-{kind}-{len(made)}")
+            made[kind, name] = (steps, load_file(folder / "model.safetensors"))
+        return made[kind, name]
+
+    return train
+
+
+@pytest.mark.parametrize(("kind", "layout", "name"), TABLE)
+def test_steps_and_weights_are_those_of_plain_hugging_face(
+    workers: Workers,
+    model: Callable[..., Path],
+    expected: Expected,
+    tmp_path: Path,
+    kind: str,
+    layout: str,
+    name: str,
+) -> None:
+    case = {**ANY_MODEL, **EXPERTS}[name]
+    config = configuration(
+        model(kind),
+        2,
+        parallel=LAYOUTS[layout],
+        optimizer={"lr": LR, "weight_decay": case.weight_decay},
+        megatron=case.megatron,
+        max_pack_tokens=case.max_pack_tokens,
+        recompute=case.recompute,
+    )
+    config["rollout"]["sampling"]["temperature"] = case.temperature
+    urls = [write_batch(tmp_path / str(step), rows_of(step, case)) for step in range(1, STEPS + 1)]
+    with workers.group(config) as group:
+        found = [group.train([step], url)[0] for step, url in enumerate(urls, start=1)]
+        group.call("export", str(tmp_path / "export"), STEPS)
+    steps, weights = expected(kind, name)
+    for ours, plain in zip(found, steps, strict=True):
+        assert {key: ours[key] for key in plain} == pytest.approx(plain, rel=2e-5, abs=2e-6)
+    exported = {
+        k: v for path in (tmp_path / "export").glob("*.safetensors") for k, v in load_file(path).items()
+    }
+    assert sorted(exported) == sorted(weights)
+    for (
+        key,
+        weight,
+    ) in exported.items():  # AdamW turns the rounding of a gradient near 0 into a part of its step
+        gap = (weight - weights[key]).abs()
+        assert float(gap.mean()) < (LR / 1000 if case.advantages or case.megatron else 2e-8), key
+        assert float(gap.max()) < LR / 10, key
