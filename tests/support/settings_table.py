@@ -50,7 +50,7 @@ ROWS: dict[str, Row] = {
             *_under("data.sources.0", "name weight prompt_key label_key metadata_key chat system"),
             *_under("data", "shuffle max_prompt_tokens"),
             *_under("rollout", "prompts samples_per_prompt"),
-            *_under("trainer", "global_batch optimizer.distributed"),
+            *_under("trainer", "global_batch optimizer.distributed megatron_optimizer"),
         ),
         NEITHER,
     ),
@@ -97,7 +97,7 @@ ROWS: dict[str, Row] = {
         REBUILT,
         *_under(
             "trainer",
-            "world_size device max_pack_tokens recompute logprob_chunk_tokens threads deterministic",
+            "world_size device max_pack_tokens recompute logprob_chunk_tokens threads deterministic megatron_ddp",
         ),
         *_under("trainer.parallel", "tensor pipeline context expert sequence"),
         *_under(
