@@ -21,7 +21,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from OPTIMIZER.problems(config, t.megatron_optimizer)
     yield from DDP.problems(config, t.megatron_ddp)
     modules = t.megatron.get("recompute_modules")
-    if isinstance(modules, list) and "moe" in modules and "moe_aux_loss_coeff" in t.megatron:
+    losses = {"moe_aux_loss_coeff", "moe_z_loss_coeff"} & set(t.megatron)
+    if losses and isinstance(modules, list) and "moe" in modules:
         yield Problem(
             "trainer.megatron.recompute_modules",
             modules,

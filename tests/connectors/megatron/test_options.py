@@ -255,6 +255,7 @@ def test_gradient_accumulation_fusion_chooses_the_layers_product(
         ({"megatron": {"moe_router_dtype": "fp8"}}, "trainer.megatron.moe_router_dtype"),
         ({"megatron": {"moe_z_loss_coeff": -1}}, "trainer.megatron.moe_z_loss_coeff"),
         ({"megatron": {"no_such_field": 1}}, "trainer.megatron.no_such_field"),
+        ({"megatron": {"moe_z_loss_coeff": 0.1, "recompute_modules": ["moe"]}, "recompute": "selective"}, "trainer.megatron.recompute_modules"),
         ({"megatron_ddp": {"bucket_size": 1000}}, "trainer.megatron_ddp.bucket_size"),
         ({"megatron_optimizer": {"decoupled_weight_decay": "no way"}}, "trainer.megatron_optimizer.decoupled_weight_decay"),
     ],
