@@ -19,13 +19,13 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from millrace.connectors.megatron.model.transformer_config import transformer_config
-from millrace.core.architecture import read_hf_config
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.rules import problems
 from millrace.core.config.megatron_options.table import OptionTable
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
+from millrace.core.model_folder.config_file import read_hf_config
 from tests.connectors.megatron.test_gradient_overlap import watch
 from tests.connectors.megatron.test_recompute import WIDER, kept
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
