@@ -74,7 +74,12 @@ def layers_of_stage(rank: Any, _: str) -> int:
 def outputs_freed(rank: Any, url: str) -> bool:
     """Whether the stage's outputs hold no more than the element that stands for them after a step."""
     outputs = []
-    handle = rank.learner.policy.model.register_forward_hook(lambda *call: outputs.append(call[2]))
+
+    def keep(*call: Any) -> None:
+        if call[2].requires_grad:  # not those of passes without a backward pass
+            outputs.append(call[2])
+
+    handle = rank.learner.policy.model.register_forward_hook(keep)
     rank.train(1, url)
     handle.remove()
     return all(out.numel() == 1 for out in outputs)
