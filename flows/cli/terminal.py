@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -17,6 +18,7 @@ from millrace.core.errors import MillraceError, first_error
 
 T = TypeVar("T")
 STDERR = 2
+RAY_THREAD = "ray_"  # how the names of Ray's threads begin
 
 console = Console()
 errors = Console(stderr=True)
@@ -42,28 +44,45 @@ def guarded(call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def libraries_kept_off_terminal() -> Iterator[None]:
-    """Within, what native libraries and child processes write to stderr goes to a log; Python's own lines reach the terminal.
+    """Within, what native libraries and child processes write to stderr, and Ray's threads to stdout, goes to a log.
 
-    Ray dumps its state and C++ stacks there when a part of it dies. A command that fails names the log if it holds anything.
+    Ray dumps its state and C++ stacks there when a part of it dies. Other lines of Python reach the terminal. A command that
+    fails names the log if it got anything.
     """
     path = library_log()
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = sys.stderr
-    before.flush()
+    out, err = sys.stdout, sys.stderr
+    err.flush()
     terminal = os.dup(STDERR)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, STDERR)
-    size = os.fstat(file).st_size
-    # another stream than the terminal is a test's, or the caller's, and stays
-    sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1) if before is sys.__stderr__ else before
-    try:
-        yield
-    except BaseException:
-        if os.fstat(file).st_size > size:
-            errors.print(f"What libraries wrote meanwhile is in {path}", markup=False, soft_wrap=True)
-        raise
-    finally:
-        sys.stderr = before
-        os.dup2(terminal, STDERR)
-        os.close(terminal)
-        os.close(file)
+    with path.open("a", buffering=1) as log:
+        os.dup2(log.fileno(), STDERR)
+        size = os.fstat(log.fileno()).st_size
+        # another stream than the terminal is a test's, or the caller's, and stays
+        sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1) if err is sys.__stderr__ else err
+        sys.stdout = cast(TextIO, _ForAllButRay(out, log))
+        try:
+            yield
+        except BaseException:
+            if os.fstat(log.fileno()).st_size > size:
+                errors.print(f"What libraries wrote meanwhile is in {path}", markup=False, soft_wrap=True)
+            raise
+        finally:
+            sys.stdout, sys.stderr = out, err
+            os.dup2(terminal, STDERR)
+            os.close(terminal)
+
+
+class _ForAllButRay:
+    """A stream, but for what Ray's threads write, which goes to a log: the last lines of a part that died."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream = stream
+        self._log = log
+
+    def write(self, text: str) -> int:
+        """Write where this thread's text belongs."""
+        from_ray = threading.current_thread().name.startswith(RAY_THREAD)
+        return (self._log if from_ray else self._stream).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -81,7 +81,7 @@ def test_a_flow_run_cancelled_in_its_work_ends_with_its_actors(
     assert processes("engine", process.pid, home)
     deployed.ask(f"/flow_runs/{started}/set_state", {"state": {"type": "CANCELLING"}})
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
-    assert not [part for part in ("trainer", "engine") if processes(part, process.pid, home)]
+    wait_until(lambda: not any(processes(part, process.pid, home) for part in ("trainer", "engine")), 30)
     assert deployed.wait(started) == "CANCELLED"
 
 

@@ -139,8 +139,12 @@ class Site:
         outcome.ended_s = time.perf_counter() - started
         limit = ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         outcome.problems += promises.broken_by_ctrl_c(code, log.read_text(), outcome.ended_s, limit)
-        left = [part for part in ("trainer", "engine") if victims.processes(part, process.pid, self.home)]
-        outcome.problems += [f"Ctrl-C left processes of the run: {', '.join(left)}"] if left else []
+        # Ray has been told to kill the actors; their processes take a moment to go
+        wait_until(lambda: not self._live_parts(process.pid), limit)
+
+    def _live_parts(self, driver: int) -> list[int]:
+        """Processes of trainer ranks and engines."""
+        return [pid for part in ("trainer", "engine") for pid in victims.processes(part, driver, self.home)]
 
     def _complete(self, root: Path, point: Point, process: subprocess.Popen[str], outcome: Outcome) -> None:
         code = process.wait(timeout=PATIENCE_S)
