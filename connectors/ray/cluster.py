@@ -50,7 +50,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
     if ray.is_initialized():
         if not lost(address) and ray.get_runtime_context().namespace == namespace:
             return
-        ray.shutdown()
+        leave()
     for attempt in range(1, STARTS + 1):
         head = address or local_head()
         try:
@@ -60,7 +60,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
         except Exception as error:  # noqa: BLE001 - Ray raises many types; whether the head lives decides
             if address is not None or head_lives() or attempt == STARTS:
                 raise
-            ray.shutdown()
+            leave()
             log.warning(
                 "the local Ray head died while the run joined it (%s): starting it again; what Ray printed is in %s",
                 type(error).__name__,
@@ -128,10 +128,12 @@ def lost(address: str | None) -> bool:
 
 
 def leave() -> None:
-    """Disconnect; detached actors stay."""
+    """Disconnect; detached actors stay. What Ray prints meanwhile, the last lines of a part that died, goes to the log."""
     import ray
 
-    ray.shutdown()
+    library_log().parent.mkdir(parents=True, exist_ok=True)
+    with library_log().open("a") as file, contextlib.redirect_stdout(file):
+        ray.shutdown()
 
 
 def local_head() -> str:
