@@ -76,12 +76,7 @@ def test_a_branch_goes_on_from_a_checkpoint_under_its_own_name(
     assert trained(tmp_path / "b")[:64] == trained(whole)[:64]
     assert trained(tmp_path / "b")[64:] != trained(whole)[64:]
     ours, parents = numbers(tmp_path / "b"), numbers(whole)
-    for name in (
-        "prompt_id",
-        "seed",
-        "tokens",
-        "rollout_logprobs",
-    ):  # equal weights drew them, under any name
+    for name in ("prompt_id", "seed", "tokens"):  # equal weights drew them, under any name
         assert ours[name] == parents[name], name
     assert final_weights(tmp_path / "b") != final_weights(whole)
     assert json.loads((tmp_path / "b" / "run.json").read_text())["parent"]["run"] == "a"

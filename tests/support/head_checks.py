@@ -41,7 +41,7 @@ def head(
     """Log-probabilities and entropies by one form of the head. On a GPU it keeps logits for the backward pass."""
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
-    settings = start, live, group, TEMPERATURE, CHUNK, True
+    settings = start, live, group, TEMPERATURE, CHUNK, True, True  # the entropy, and its gradient
     forms: Any = logprobs._TokenLogprobs, logprobs._FusedTokenLogprobs
     found: tuple[Tensor, Tensor]
     if form == "plain":
