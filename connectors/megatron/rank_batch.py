@@ -75,7 +75,7 @@ def make_rank_batch(
 ) -> RankBatch:
     """This rank's part of a step on `rows`, which are all samples of the step. `rewards`: the shaped reward of each row.
 
-    Raises TrainerError if only some rows have an advantage.
+    Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it.
     """
     packs = make_packs(rows, config, architecture, device)
     token_counts = torch.tensor([int(row.loss_mask.sum()) for row in rows], dtype=torch.float64)
@@ -93,15 +93,17 @@ def make_rank_batch(
         weights=spread(sample_weights[members].float(), lengths).to(device),
         token_weight=1.0 / max(1.0, float(token_counts.sum())),
         rewards=torch.tensor(rewards, dtype=torch.float64)[members].to(device),
-        sample_advantages=_sample_advantages(rows, rank_rows, device),
+        sample_advantages=_sample_advantages(rows, rank_rows, config, device),
     )
 
 
-def _sample_advantages(rows: Sequence[Row], rank_rows: Sequence[Row], device: Any) -> Tensor | None:
+def _sample_advantages(
+    rows: Sequence[Row], rank_rows: Sequence[Row], config: RunConfig, device: Any
+) -> Tensor | None:
     missing = [row.sample_id for row in rows if row.advantage is None]
     if not missing:
         return torch.tensor([row.advantage for row in rank_rows], dtype=torch.float64, device=device)
-    if len(missing) < len(rows):
+    if len(missing) < len(rows) or config.algorithm.advantage_of_samples:
         raise TrainerError(
             f"{len(missing)} of the step's {len(rows)} samples have no advantage, {missing[0]} for one; "
             "the batch was not written whole",

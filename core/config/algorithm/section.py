@@ -128,6 +128,11 @@ class Algorithm(Section):
         return not self.supervised and self.advantage.kind in GROUP_BASELINES
 
     @property
+    def advantage_of_samples(self) -> bool:
+        """Whether the trainer reads an advantage of each sample from the batch; others it computes token by token."""
+        return not self.supervised and self.advantage.kind not in ("gae", "reinforce_plus_plus")
+
+    @property
     def critic(self) -> Critic | None:
         """The critic's settings; None for estimators without one, and in supervised training."""
         return self.advantage.critic if self.advantage.kind == "gae" and not self.supervised else None

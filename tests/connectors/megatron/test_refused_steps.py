@@ -70,6 +70,23 @@ def test_a_refused_step_is_then_made_as_if_it_had_not_been_tried(
     assert figures(again) == figures(never_refused)
 
 
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_a_batch_without_advantages_is_refused_by_every_rank(
+    workers: Workers, model: Callable[..., Path], iteration: tuple[str, str], tmp_path: Path, layout: str
+) -> None:
+    """Before any rank computes: the last pipeline stage alone reads them, and the others would wait for it."""
+    rows = samples(1)
+    for row in rows:
+        row["advantage"] = None
+    world = 1 if layout == "one" else 2
+    with workers.group(configuration(model(), world, **LAYOUTS[layout])) as group:
+        with pytest.raises(
+            RankFailedError, match=r"TrainerError.*8 of the step's 8 samples have no advantage"
+        ):
+            group.call("train", 1, write_batch(tmp_path, rows))
+        assert group.train([1], iteration[0])[0]["version"] == 1
+
+
 def refused(group: Group, version: int, url: str, message: str, guard: float | None = None) -> None:
     with pytest.raises(RankFailedError, match=f"RefusedStepError.*{message}"):
         group.call("train", version, url, guard)
