@@ -20,7 +20,8 @@ from millrace.core.contracts import schema
 
 VOCAB = 97
 PATIENCE_S = 90.0
-LAYOUTS_A_PROCESS = 12  # gloo's threads of a layout outlive it, for DDP's gradient hooks keep its groups
+# gloo's threads of a layout outlive it, for DDP's gradient hooks keep its groups: some twenty, which wake a hundred times a second
+LAYOUTS_A_PROCESS = 4
 
 
 def configuration(model: str | Path, world: int = 1, **changes: Any) -> dict[str, Any]:

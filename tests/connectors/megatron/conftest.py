@@ -12,8 +12,9 @@ from tests.support.tiny_models import save_tiny_model
 from tests.support.trainer_ranks import VOCAB, Workers, samples, write_batch
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def workers() -> Iterator[Workers]:
+    """Ended with this folder's tests: idle ranks take a good part of a core."""
     pool = Workers()
     yield pool
     pool.close()
