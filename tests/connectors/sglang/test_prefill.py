@@ -14,13 +14,13 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from test_fleet import LONG, PROMPT, SHORT, generate, recovery, serving
 
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.external import ExternalEngine
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.errors import EngineError
 from tests.support.engine_process import embedded_engine, reference_logprobs
+from tests.support.fleets import LONG, PROMPT, SHORT, generate, recovery, serving
 from tests.support.local_handle import fleet_config
 
 BOOTSTRAP_PORT = 8998

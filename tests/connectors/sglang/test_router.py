@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from test_fleet import LONG, SHORT, generate, serving, until_generating
 
 from millrace.connectors.sglang.client import SESSION
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.sglang.router import PASSED, Router
 from millrace.core.errors import EngineError
+from tests.support.fleets import LONG, SHORT, generate, serving, until_generating
 from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
 
 pytest.importorskip("sglang_router")
