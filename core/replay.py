@@ -18,13 +18,9 @@ from millrace.core.contracts.task_records import StepMetrics, StepSettings
 from millrace.core.errors import ReplayedStepError, TrainerError
 
 SECTIONS = ("rollout", "algorithm", "trainer")  # what a step reads
-NUMBERS = (
-    "betas",
-    "eps",
-    "weight_decay",
-    "clip_grad",
-)  # of the optimizer: a trainer can change them between two steps
-NOT_BUILT_IN = (  # what a trainer follows without being built anew
+# of the optimizer: a trainer can change them between two steps
+NUMBERS = ("betas", "eps", "weight_decay", "clip_grad")
+NOT_BUILT_IN = (  # what a trainer follows without being built again
     *(f"trainer.optimizer.{name}" for name in NUMBERS),
     "trainer.optimizer.lr",  # the rates follow from these, and are among the figures
     "trainer.schedule.",

@@ -118,8 +118,8 @@ def _headline(metrics: dict[str, float]) -> str:
     for name, value in metrics.items():
         if name.startswith("eval/") and name.endswith("/reward_mean"):
             unscored = metrics.get(name.replace("/reward_mean", "/unscored"), 0)
-            told = f" ({unscored:.0f} unscored, counted as wrong)" if unscored else ""
-            shown.append(f"{name.split('/')[1]} {value:.3f}{told}")
+            note = f" ({unscored:.0f} unscored, counted as wrong)" if unscored else ""
+            shown.append(f"{name.split('/')[1]} {value:.3f}{note}")
     return ", ".join(shown)
 
 

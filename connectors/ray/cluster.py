@@ -222,9 +222,8 @@ def _start() -> str:
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
     record: dict[str, Any] = {"address": "", "pids": [], "created": [], "folder": str(folder)}
-    _write(
-        record
-    )  # before it starts: whoever comes after a start that was interrupted ends what is left of it
+    # before it starts: whoever comes after a start that was interrupted ends what is left of it
+    _write(record)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment, check=False

@@ -47,9 +47,9 @@ def on_signal(react: Callable[[], object]) -> Iterator[None]:
 def run_interruptibly(work: Callable[[], T]) -> T:
     """Do `work` in a thread and return its result. On Ctrl-C or SIGTERM this process ends, with 130 or 143.
 
-    The first signal calls what `on_signal` registered and waits until no flow has anything left to do, at most DEADLINE_S; where
-    nothing is registered, and at a second Ctrl-C, the process ends at once. A signal that the process was told to ignore stays ignored. Call it in
-    the main thread.
+    The first signal calls what `on_signal` registered and waits until no flow has anything left to do, at most DEADLINE_S.
+    Where nothing is registered, and at a second Ctrl-C, the process ends at once. A signal that the process ignored before
+    stays ignored. Call it in the main thread.
     """
     work_thread = _WorkThread(work)
     command = _Command()

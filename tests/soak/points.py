@@ -22,10 +22,8 @@ TASKS = (
 )
 WHENS = ("before", "in", "after")
 VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal")
-ENDS_THE_RUN = (
-    "driver",
-    "terminal",
-)  # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
+# the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
+ENDS_THE_RUN = ("driver", "terminal")
 CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
 
 

@@ -56,3 +56,13 @@ async def until_generating(dispatcher: Dispatcher) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the engines do not generate")
+
+
+async def assert_idle(dispatcher: Dispatcher) -> None:
+    """Hold that no engine runs a request, a second from now at the latest."""
+    for engine in dispatcher._engines():
+        for _ in range(100):
+            if not (await engine.server_info())["load"]["running"]:
+                break
+            await asyncio.sleep(0.01)
+        assert (await engine.server_info())["load"]["running"] == 0

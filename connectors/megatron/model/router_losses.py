@@ -126,9 +126,8 @@ class RouterLosses:
         """For each of this rank's tokens its sample's number in the pack, -1 for padding. [T of this rank]."""
         samples = bounds.sample_of_token
         assert samples is not None
-        if (
-            self.tensor_size > 1
-        ):  # sequence parallelism, which megatron requires of experts under tensor parallelism
+        if self.tensor_size > 1:
+            # sequence parallelism, which megatron requires of experts under tensor parallelism
             samples = samples.chunk(self.tensor_size)[self.tensor_rank]
         return samples
 

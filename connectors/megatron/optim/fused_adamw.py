@@ -15,12 +15,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from millrace.connectors.megatron import patches
+from millrace.connectors.megatron.optim.parts import parts_of
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    return [
-        part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None
-    ]
+    return [part for part in parts_of(optimizer) if part.optimizer is not None]
 
 
 def _fusable(part: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from millrace.connectors.megatron.optim.parts import parts_of
 from millrace.connectors.megatron.process.memory_errors import out_of_host_memory, ran_out
 
 
@@ -101,7 +102,7 @@ class OptimizerOffload:
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         for model in self.models:
-            for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+            for part in parts_of(model.optimizer):
                 adam = part.optimizer
                 for group in adam.param_groups:
                     yield from group["params"]

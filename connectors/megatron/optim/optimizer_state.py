@@ -9,13 +9,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from millrace.connectors.megatron import patches
 from millrace.connectors.megatron.optim import fused_adamw
+from millrace.connectors.megatron.optim.parts import parts_of
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     """The optimizer's sharded state dict, in the form that loads under any layout."""
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     for part in parts:
         _fill_state(part.optimizer)
     with patches.padding_kept_in_state(_distributed(parts)):
@@ -32,7 +33,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
     The numbers of the parameter groups (rates, betas, ...) stay the configuration's: a state dict holds the run's that saved it.
     """
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     configured = [_group_numbers(part) for part in parts]
     states = [state] if len(parts) == 1 else [state[number] for number in sorted(state)]
     for part, part_state in zip(parts, states, strict=True):
@@ -56,10 +57,6 @@ def _group_numbers(part: Any) -> list[dict[str, Any]]:
         {name: value for name, value in group.items() if name != "params"}
         for group in part.optimizer.param_groups
     ]
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _distributed(parts: list[Any]) -> list[Any]:

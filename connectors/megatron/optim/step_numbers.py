@@ -9,14 +9,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from millrace.connectors.megatron.optim.parts import parts_of
 from millrace.core.replay import StepNumbers
 
-GROUP_NUMBERS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-)  # of a parameter group, as far as its optimizer has them
+# of a parameter group, as far as its optimizer has them
+GROUP_NUMBERS = ("lr", "betas", "eps", "weight_decay")
 
 
 @contextlib.contextmanager
@@ -25,7 +22,7 @@ def step_numbers(optimizer: Any, made_with: StepNumbers | None) -> Iterator[None
     if not made_with:
         yield
         return
-    parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    parts = parts_of(optimizer)
     groups = [group for part in parts for group in part.param_groups]
     before = [{name: group[name] for name in GROUP_NUMBERS if name in group} for group in groups]
     clips = [part.config.clip_grad for part in parts]

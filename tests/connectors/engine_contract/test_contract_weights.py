@@ -33,8 +33,8 @@ async def test_weights_from_disk_are_served_under_their_version(
 async def test_an_update_in_a_pause_shows_in_the_versions_of_a_request(
     http: Any, restored: None, other_model: Path
 ) -> None:
-    told = (await http.generate(PROMPT, **SHORT))["meta_info"]
-    if not http.own and "weight_versions" not in told:
+    meta = (await http.generate(PROMPT, **SHORT))["meta_info"]
+    if not http.own and "weight_versions" not in meta:
         pytest.skip(
             "SGLang 0.5.17 tells no spans, and ends when it is to flush its cache while a request waits"
         )

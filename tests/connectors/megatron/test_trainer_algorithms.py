@@ -75,6 +75,15 @@ def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
     return [{name: step[name] for name in FIGURES if name in step} for step in steps]
 
 
+def assert_steps_of(plain: PlainLearner, iteration: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+    """Hold the figures of every step of an iteration to those of the plain learner."""
+    plain.begin(iteration)
+    for step, found in enumerate(ours, start=1):
+        rows = [row for row in iteration if row["train_step"] == step]
+        for figure, value in plain.learn(rows, step).items():
+            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_plain_models_and_the_pure_functions(
     workers: Workers,
@@ -104,11 +113,7 @@ def test_several_steps_an_iteration_take_values_and_advantages_from_before_it(
     with workers.group(configuration(model(), algorithm=CASES["ppo"], global_batch=8)) as group:
         ours = group.train([1, 2, 3], url)
     plain = PlainLearner(model(), config)
-    plain.begin(iteration)
-    for step, found in enumerate(ours, start=1):
-        rows = [row for row in iteration if row["train_step"] == step]
-        for figure, value in plain.learn(rows, step).items():
-            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+    assert_steps_of(plain, iteration, ours)
 
 
 @pytest.mark.parametrize("layout", [{}, {"parallel": {"pipeline": 2}}], ids=["data", "pipeline"])
@@ -128,11 +133,7 @@ def test_whitening_keeps_what_tells_the_steps_of_an_iteration_apart(
         recorded = {"version": 1, "lr": 1e-3}  # of an earlier release: made again as it was made
         assert group.call("train", 1, url, None, recorded)[0]["advantage_mean"] == 0
     plain = PlainLearner(model(), config)
-    plain.begin(iteration)
-    for step, found in enumerate(ours, start=1):
-        rows = [row for row in iteration if row["train_step"] == step]
-        for figure, value in plain.learn(rows, step).items():
-            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+    assert_steps_of(plain, iteration, ours)
     tokens = [sum(sum(row["loss_mask"]) for row in iteration if row["train_step"] == step) for step in (1, 2)]
     first, second = (step["advantage_mean"] for step in ours)
     assert first < -0.5
@@ -280,7 +281,9 @@ def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
     rows[0]["advantage"] = 1.0
     some = write_batch(tmp_path / "some", rows)
     with workers.group(configuration(model())) as group:
-        with pytest.raises(RankFailedError, match=r"TrainerError.*needs advantages of samples"):
+        with pytest.raises(
+            RankFailedError, match=r"TrainerError.*8 of the step's 8 samples have no advantage"
+        ):
             group.call("train", 1, none)
         with pytest.raises(
             RankFailedError, match=r"TrainerError.*7 of the step's 8 samples have no advantage"

@@ -40,6 +40,9 @@ async def make_fleet(
 ) -> AsyncIterator[Callable[..., Fleet]]:
     """make_fleet(make_room, section={...}): a fleet over the two engines, behind a router where engines.router is given."""
     made: list[Fleet] = []
+    for held in handles:  # those that another test left dead would count as restarts
+        if held.server.starts:
+            await held.start(str(tiny_model))
 
     async def handle(index: int) -> LocalHandle:
         return handles[index]

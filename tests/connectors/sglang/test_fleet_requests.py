@@ -11,7 +11,16 @@ import pytest
 
 from millrace.connectors.sglang.dispatcher import request_id
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
-from tests.support.fleets import LONG, PROMPT, SHORT, MakeFleet, recovery, serving, until_generating
+from tests.support.fleets import (
+    LONG,
+    PROMPT,
+    SHORT,
+    MakeFleet,
+    assert_idle,
+    recovery,
+    serving,
+    until_generating,
+)
 from tests.support.local_handle import LocalHandle
 
 
@@ -203,10 +212,5 @@ async def test_a_cancelled_request_ends_at_the_engine(make_fleet: MakeFleet, tin
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    for engine in dispatcher._engines():
-        for _ in range(100):
-            if not (await engine.server_info())["load"]["running"]:
-                break
-            await asyncio.sleep(0.01)
-        assert (await engine.server_info())["load"]["running"] == 0
-        assert engine.in_flight == 0
+    await assert_idle(dispatcher)
+    assert all(engine.in_flight == 0 for engine in dispatcher._engines())

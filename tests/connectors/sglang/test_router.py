@@ -17,7 +17,7 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.sglang.router import PASSED, Router
 from millrace.core.errors import EngineError
-from tests.support.fleets import LONG, SHORT, generate, serving, until_generating
+from tests.support.fleets import LONG, SHORT, assert_idle, generate, serving, until_generating
 from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_config
 
 pytest.importorskip("sglang_router")
@@ -194,12 +194,7 @@ async def test_a_cancelled_request_ends_at_the_engine(make_fleet: MakeFleet, tin
     await until_generating(dispatcher)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    for engine in dispatcher._engines():
-        for _ in range(100):
-            if not (await engine.server_info())["load"]["running"]:
-                break
-            await asyncio.sleep(0.01)
-        assert (await engine.server_info())["load"]["running"] == 0
+    await assert_idle(dispatcher)
 
 
 async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> None:
