@@ -36,6 +36,9 @@ def loss(batch):
     count = batch.mask.sum()
     return -batch.advantages * batch.logprobs, {"of_the_users": (count, count)}
 '''
+BY_WHEEL = pytest.mark.parametrize(  # from a checkout every other test runs
+    "project", [pytest.param("checkout", marks=pytest.mark.slow), "wheel"], indirect=True
+)
 SHADOW = 'raise AssertionError("the user\'s {name} was imported in place of millrace.{name}")\n'
 
 
@@ -142,11 +145,13 @@ def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Pro
     assert "core.my_reward has no function grade" in " ".join(out.split())
 
 
+@BY_WHEEL
 def test_the_command_line_trains_with_the_users_functions(project: Project) -> None:
     assert "2 iterations complete, 2 of them now" in project.place.call("train", "run.yaml")
     assert_trained_by_the_users_functions(project.place.folder / "runs" / "a", 2)
 
 
+@BY_WHEEL
 def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_path: Path) -> None:
     place = project.place
     assert "prefect worker start --pool local" in place.call("deploy", PWD="/")

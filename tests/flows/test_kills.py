@@ -14,7 +14,7 @@ LONG = [
     point
     for point in REDUCED
     if (point.victim, point.when) in (("driver", "after"), ("ray", "before"), ("prefect", "before"))
-    or (point.victim, point.task) == ("terminal", "rollout")
+    or (point.victim, point.task) in (("terminal", "rollout"), ("trainer", "train_step"))
 ]
 
 
