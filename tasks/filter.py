@@ -161,7 +161,7 @@ async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
     )
     algorithm, budget = ctx.config.algorithm, ctx.config.rollout.sampling.max_new_tokens
     outcome = await ctx.runtime.scoring.credit_worker.call(
-        sample_credit, samples, algorithm, budget, timeout_s=CREDIT_TIMEOUT_S
+        sample_credit, samples, algorithm, budget, timeout_s=CREDIT_TIMEOUT_S, again=1
     )
     if outcome.kind != "done":
         raise ConfigError(

@@ -1,20 +1,25 @@
 """A pool of CPU processes for user code that may hang or crash.
 
-Owns the processes and the outcome of each call. Knows nothing of what is called. A call that passes its deadline costs its
-process, which pebble replaces, and not the pool.
+Owns the outcome of each call, and which process makes it. Knows nothing of what is called. A process that dies, idle or
+at work, or whose call passes its deadline, is replaced; no other call notices.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import signal
+import atexit
+import pickle
+import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
-from pebble import ProcessExpired, ProcessPool
+from millrace.connectors.workers.process import WorkerDiedError, WorkerProcess
+from millrace.core.errors import MillraceError
+
+STARTS = 3  # of processes for a call, all of which die before it begins
 
 
 @dataclass(frozen=True)
@@ -27,43 +32,150 @@ class Outcome:
 
 
 class WorkerPool:
-    """Runs picklable module-level functions in killable processes."""
+    """Makes picklable calls of module-level functions in killable processes, `workers` at a time.
+
+    A thread waits for each process. Processes start when first needed.
+    """
 
     def __init__(self, workers: int) -> None:
-        self._pool = ProcessPool(max_workers=workers, context=multiprocessing.get_context("spawn"))
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="millrace-worker")
+        self._lock = threading.Lock()  # of all below
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
+        self._closed = False
+        atexit.register(self.close)  # else Python waits at its end for processes that wait for calls
 
-    async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Outcome:
-        """Run one call. The timeout counts from when a process starts it. An error in the call is an outcome, not raised."""
-        future = self._pool.schedule(_run, args=(function, *args), timeout=timeout_s)
+    async def call(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float, again: int = 0
+    ) -> Outcome:
+        """Make one call. An error in it is an outcome, not raised.
+
+        timeout_s: counts from when a process takes the call up.
+        again: how many times the call is made again if a signal kills its process, such as that of a host without memory.
+        Errors: MillraceError if no process can be started.
+        """
+        call = _Call(function, args, timeout_s)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, self._outcome, call, again)
         try:
-            kind, value = await asyncio.wrap_future(future)
-        except TimeoutError:
-            return Outcome("timed_out", reason=f"no answer within {timeout_s:g} s")
-        except ProcessExpired as error:
-            return Outcome("died", reason=f"the worker process died of {_cause(error.exitcode)}")
-        except (CancelledError, asyncio.CancelledError):
-            future.cancel()  # type: ignore[no-untyped-call]
+            return await future
+        except asyncio.CancelledError:
+            call.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - arguments or results that cannot be pickled raise anything
-            return Outcome("failed", reason=f"{type(error).__name__}: {error}")
-        return Outcome("done", value) if kind == "done" else Outcome("failed", reason=value)
 
     def close(self) -> None:
         """Stop all processes at once."""
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        atexit.unregister(self.close)
+        with self._lock:
+            self._closed = True
+            for worker in self._all:
+                worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._all:
+            worker.close()
+        self._all.clear()
+        self._idle.clear()
+
+    def _outcome(self, call: _Call, again: int) -> Outcome:
+        """Runs in a thread: find or start a process, have it make the call, wait for it."""
+        try:
+            pickled = bytes(ForkingPickler.dumps((call.function, call.args)))
+        except Exception as error:  # noqa: BLE001 - arguments that cannot be pickled raise anything
+            return Outcome("failed", reason=f"{type(error).__name__}: {error}")
+        outcome, signalled = self._attempt(call, pickled)
+        while signalled and again and not call.cancelled:
+            outcome, signalled = self._attempt(call, pickled)
+            again -= 1
+        return outcome
+
+    def _attempt(self, call: _Call, pickled: bytes) -> tuple[Outcome, bool]:
+        """Make the call in a process, and keep the process for the next call unless it is lost.
+
+        Also returns whether a signal killed the process at work.
+        """
+        worker = self._begun(call, pickled)
+        if worker is None:
+            return Outcome("died", reason=f"{STARTS} worker processes died before the call began"), False
+        try:
+            answer = worker.answer(call.timeout_s)
+        except WorkerDiedError as error:
+            self._discard(call, worker)
+            return Outcome("died", reason=str(error)), error.signalled
+        if answer is None:
+            self._discard(call, worker)
+            return Outcome("timed_out", reason=f"no answer within {call.timeout_s:g} s"), False
+        self._give_back(call, worker)
+        try:
+            kind, value = pickle.loads(answer)  # noqa: S301 - from a process of this one's
+        except Exception as error:  # noqa: BLE001 - results that cannot be unpickled raise anything
+            return Outcome("failed", reason=f"{type(error).__name__}: {error}"), False
+        return (Outcome("done", value) if kind == "done" else Outcome("failed", reason=value)), False
+
+    def _begun(self, call: _Call, pickled: bytes) -> WorkerProcess | None:
+        """A process that has begun the call. Those that died while they were idle are replaced, however many."""
+        fresh = 0
+        while fresh < STARTS and not call.cancelled:
+            worker, is_new = self._take()
+            fresh += is_new
+            if call.hold(worker) and worker.begins(pickled):
+                return worker
+            self._discard(call, worker)
+        return None
+
+    def _take(self) -> tuple[WorkerProcess, bool]:
+        """An idle process, or a new one; and whether it is new."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            if self._idle:
+                return self._idle.pop(), False
+            try:
+                worker = WorkerProcess()
+            except OSError as error:
+                raise MillraceError(
+                    f"no worker process could be started: {error}",
+                    where="reward.workers",
+                    remedy="free memory or processes on this host, or lower reward.workers, and start the same command again",
+                ) from error
+            self._all.add(worker)
+            return worker, True
+
+    def _give_back(self, call: _Call, worker: WorkerProcess) -> None:
+        call.release()
+        with self._lock:
+            self._idle.append(worker)
+
+    def _discard(self, call: _Call, worker: WorkerProcess) -> None:
+        call.release()
+        with self._lock:
+            self._all.discard(worker)
+            worker.close()
 
 
-def _run(function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """Runs in the worker. Returns an error as text: exceptions of user code may not survive pickling."""
-    try:
-        return "done", function(*args)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - kept with its sample
-        return "failed", f"{type(error).__name__}: {error}"
+class _Call:
+    """A call on its way: cancelled, or held by a process."""
 
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:
+        self.function = function
+        self.args = args
+        self.timeout_s = timeout_s
+        self.cancelled = False
+        self._worker: WorkerProcess | None = None
+        self._lock = threading.Lock()
 
-def _cause(exit_code: int) -> str:
-    """An exit code in words."""
-    if exit_code < 0:
-        return f"signal {-exit_code} ({signal.strsignal(-exit_code)})"
-    return f"exit code {exit_code}"
+    def hold(self, worker: WorkerProcess) -> bool:
+        """Note the process that makes it; False if it is cancelled already."""
+        with self._lock:
+            self._worker = None if self.cancelled else worker
+            return not self.cancelled
+
+    def release(self) -> None:
+        """Note that its process has answered, or is lost."""
+        with self._lock:
+            self._worker = None
+
+    def cancel(self) -> None:
+        """Make it no more: kill its process, if one makes it."""
+        with self._lock:
+            self.cancelled = True
+            if self._worker:
+                self._worker.kill()

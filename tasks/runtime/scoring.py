@@ -17,12 +17,12 @@ class Scoring:
         self._credit: WorkerPool | None = None
 
     async def score(self, sample: Scorable) -> Outcome:
-        """Score one sample in a worker process."""
+        """Score one sample in a worker process; once more if a signal kills that, which may be no doing of the reward."""
         if self._pool is None:
             self._pool = WorkerPool(self._reward.workers)
         reward = self._reward
         return await self._pool.call(
-            score_sample, reward.function, reward.options, sample, timeout_s=reward.timeout_s
+            score_sample, reward.function, reward.options, sample, timeout_s=reward.timeout_s, again=1
         )
 
     @property

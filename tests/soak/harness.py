@@ -19,6 +19,17 @@ from tests.soak import promises, victims
 from tests.soak.points import ENDS_THE_RUN, Point
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
 
+# the victim "scorer" is at work for some time: the same reward, slowly
+SLOW_REWARD = """
+import time
+
+from millrace.core.rewards.text import contains
+
+
+def contains_slowly(sample):
+    time.sleep(0.02)
+    return contains(sample)
+"""
 DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
 __all__ = ["Outcome", "Site", "make_workplace"]
 STARTS = 4  # at most, for one kill
@@ -50,6 +61,7 @@ class Site:
         self.home = Path(self.place.environment["MILLRACE_HOME"])
         self.finished_log = folder / "finished.log"
         self.finished_log.touch()
+        (folder / "slow_reward.py").write_text(SLOW_REWARD)
         self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
         self._references = {False: whole} if whole else {}  # by whether sampling is dynamic
 
@@ -97,6 +109,8 @@ class Site:
             environment["MILLRACE_KILL_POINT_FILE"] = str(root / "held")
         command = [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", f"storage.root={root}"]
         command += [f"run.name={KILLED}"]
+        if point.victim == "scorer":
+            command += ["reward.function=slow_reward:contains_slowly"]
         with log.open("w") as out:
             process = subprocess.Popen(
                 [*command, *_overrides(point.dynamic)],
@@ -149,7 +163,7 @@ class Site:
     def _complete(self, root: Path, point: Point, process: subprocess.Popen[str], outcome: Outcome) -> None:
         code = process.wait(timeout=PATIENCE_S)
         outcome.survived = code == 0
-        if not outcome.survived and point.victim in ("trainer", "engine"):
+        if not outcome.survived and point.victim in ("trainer", "engine", "scorer"):
             outcome.problems.append(f"the run ended with {code} because its {point.victim} died")
         elif not outcome.survived and point.victim not in ENDS_THE_RUN and code != 2:
             outcome.problems.append(f"the run ended with {code}, which is none of its errors")

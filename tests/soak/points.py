@@ -21,7 +21,7 @@ TASKS = (
     "publish",
 )
 WHENS = ("before", "in", "after")
-VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal")
+VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
 # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
 ENDS_THE_RUN = ("driver", "terminal")
 CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
@@ -31,7 +31,8 @@ CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoi
 class Point:
     """One kill. A victim other than the driver dies in the task, after this share of its usual time.
 
-    The victim "terminal" is the command and its processes, to which Ctrl-C is sent.
+    The victim "terminal" is the command and its processes, to which Ctrl-C is sent. The victim "scorer" is every worker
+    process of the driver, those that score and the one that computes advantages: at work in their own tasks, idle in others.
     """
 
     victim: str
@@ -49,7 +50,7 @@ class Point:
 def matrix(every: bool = False) -> list[Point]:
     """The driver at all 24 points and every other victim in each task, alternating between the kinds of sampling.
 
-    With `every`: every victim at every point with either kind of sampling, 288 points.
+    With `every`: every victim at every point with either kind of sampling, 336 points.
     """
     if every:
         combined = product(VICTIMS, TASKS, WHENS, (False, True))
@@ -80,5 +81,7 @@ def at_random(seed: int, iterations: int) -> Iterator[Point]:
         victim = numbers.choice((*VICTIMS[1:], *["driver"] * (len(VICTIMS) - 1)))
         task, when = numbers.choice(TASKS), numbers.choice(WHENS)
         dynamic, share = numbers.random() < 0.5, numbers.uniform(0.05, 0.9)
-        iteration = CHECKPOINTED if task == "checkpoint" else numbers.randrange(iterations)
+        # worker processes start in the first iteration
+        settled = task == "checkpoint" or victim == "scorer"
+        iteration = CHECKPOINTED if settled else numbers.randrange(iterations)
         yield Point(victim, task, when, dynamic, iteration, share)

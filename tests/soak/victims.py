@@ -43,6 +43,8 @@ def processes(victim: str, driver: int, home: Path) -> list[int]:
     if victim == "prefect":
         server = psutil.Process(json.loads((home / "prefect-server.json").read_text())["pid"])
         return [server.pid, *(child.pid for child in server.children(recursive=True))]
+    if victim == "scorer":
+        return [child.pid for child in psutil.Process(driver).children() if _is_worker(child)]
     heads = [int(pid) for pid in json.loads((home / "ray.json").read_text())["pids"]]
     if victim == "ray":
         return heads
@@ -58,6 +60,13 @@ def _below(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.spawn" in argument for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_actor(process: psutil.Process) -> bool:

@@ -1,0 +1,162 @@
+"""One worker process: how it takes calls up, answers, and dies.
+
+Owns the process and its pipe. Knows nothing of which calls there are, of waiting calls, or of other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+START_TIMEOUT_S = 120.0  # in which a process answers that it is there, and unpickles a call
+CHECK_S = 0.5  # between looks at whether a process lives: a child of it may hold its end of the pipe open
+EXIT_S = 5.0  # from the end of the pipe to the end of the process
+READY, BEGINS = b"ready", b"begins"
+PR_SET_PDEATHSIG = 1
+# multiprocessing keeps one list of children for all threads, which is read where a process starts
+_starting_or_closing = threading.Lock()
+
+
+class WorkerDiedError(Exception):
+    """The process ended, or closed its pipe, in a call. `signalled`: a signal ended it."""
+
+    def __init__(self, reason: str, signalled: bool) -> None:
+        super().__init__(reason)
+        self.signalled = signalled
+
+
+class WorkerProcess:
+    """A process that makes one call after the other. Used by one thread at a time, but for `kill`."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name="millrace-worker")
+        try:
+            with _starting_or_closing:
+                self._process.start()
+        except BaseException:
+            self._pipe.close()
+            raise
+        finally:
+            theirs.close()
+
+    def begins(self, call: bytes) -> bool:
+        """Have it take up a pickled call. False if it died, or stands still: then nothing of the call was made."""
+        try:
+            self._pipe.send_bytes(READY)  # a process that stands still must not block a long call's sender
+            if self._receive(START_TIMEOUT_S) != READY:
+                return False
+            self._pipe.send_bytes(call)
+            return self._receive(START_TIMEOUT_S) == BEGINS
+        except (EOFError, OSError):
+            return False
+
+    def answer(self, timeout_s: float) -> bytes | None:
+        """The pickled answer to the call that it took up; None if there is none in time.
+
+        Errors: WorkerDiedError.
+        """
+        try:
+            return self._receive(timeout_s)
+        except (EOFError, OSError):
+            raise self._death() from None
+
+    def kill(self) -> None:
+        """End it at once, with the processes that it started and did not put into a session of their own."""
+        if self._process.is_alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.kill()
+
+    def close(self) -> None:
+        """Kill it, and give back its descriptors."""
+        self.kill()
+        self._process.join()
+        with _starting_or_closing:
+            self._process.close()
+        self._pipe.close()
+
+    def _receive(self, timeout_s: float) -> bytes | None:
+        """The next message, None if none comes in time. Errors: EOFError or OSError if the process is gone."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            if self._pipe.poll(min(max(left, 0.0), CHECK_S)):
+                return self._pipe.recv_bytes()
+            if left <= 0:
+                return None
+            if not self._process.is_alive() and not self._pipe.poll():
+                raise EOFError
+
+    def _death(self) -> WorkerDiedError:
+        self._process.join(EXIT_S)
+        code = self._process.exitcode
+        if code is None:
+            return WorkerDiedError("the worker process closed its connection", signalled=False)
+        if code < 0:
+            return WorkerDiedError(
+                f"the worker process died of signal {-code} ({signal.strsignal(-code)})", signalled=True
+            )
+        return WorkerDiedError(f"the worker process ended itself with exit code {code}", signalled=False)
+
+
+def _serve(pipe: Connection) -> None:
+    """Runs in the worker: one call after the other, until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes
+    os.setsid()  # a group of its own, to be killed with all that a call started
+    _die_with_parent()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            pipe.recv_bytes()
+            pipe.send_bytes(READY)
+            answer = _Call(pipe.recv_bytes())
+            pipe.send_bytes(BEGINS)
+            pipe.send_bytes(answer.make())
+
+
+class _Call:
+    """A call in the worker. What user code raises, SystemExit and CancelledError among it, becomes text: it may not unpickle."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._problem = ""
+        try:
+            self._function, self._args = pickle.loads(pickled)  # noqa: S301 - from the process that started this one
+        except BaseException as error:  # noqa: BLE001 - what a module raises that is imported by unpickling
+            self._problem = _text(error)
+
+    def make(self) -> bytes:
+        """Make it: a pickled pair of "done" and its value, or of "failed" and the reason."""
+        if self._problem:
+            return pickle.dumps(("failed", self._problem))
+        try:
+            return pickle.dumps(("done", self._function(*self._args)))
+        except BaseException as error:  # noqa: BLE001 - kept with its sample
+            return pickle.dumps(("failed", _text(error)))
+
+
+def _text(error: BaseException) -> str:
+    """An error's name and message, or its name alone where it has none."""
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - user code
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _die_with_parent() -> None:
+    """Die when the thread that started this process ends, in whatever call it is. Elsewhere than on Linux only the pipe ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent: Any = multiprocessing.parent_process()
+        if os.getppid() != parent.pid:
+            os._exit(1)
