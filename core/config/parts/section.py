@@ -8,9 +8,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, unknown keys refused."""
+    """A part of the configuration: immutable; unknown keys and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+    )
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:

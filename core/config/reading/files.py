@@ -5,6 +5,7 @@ A file with `base: other.yaml` holds what differs from that file, whose path is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def read_files(path: str, chain: Sequence[Path] = ()) -> Values:
     """
     file = Path(path)
     here = [*chain, file]
-    if file.resolve() in [other.resolve() for other in chain]:
+    if os.path.realpath(file) in [os.path.realpath(other) for other in chain]:
         raise ConfigError(
             "the files are bases of each other", where=_shown(here), remedy="remove `base` from one of them"
         )
@@ -68,7 +69,7 @@ def parse_values(text: str, name: str = "the configuration", chain: Sequence[Pat
     complete: Values = without_short_forms(named)
     if base is None:
         return complete
-    if not isinstance(base, str):
+    if not isinstance(base, str) or "\0" in base:
         raise ConfigError(f"base is {base!r}", where=name, remedy="give the path of one YAML file")
     folder = chain[-1].parent if chain else Path()
     return merged(read_files(str(folder / base), chain), complete, RunConfig)

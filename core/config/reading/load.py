@@ -16,6 +16,7 @@ from millrace.core.config import rules
 from millrace.core.config.parts.problems import Problem, render_problems
 from millrace.core.config.reading.files import Values, parse_values, read_files
 from millrace.core.config.reading.findings import as_problem, place_of
+from millrace.core.config.reading.odd_values import odd_values
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.reading.short_forms import without_short_forms
 from millrace.core.config.run_config import RunConfig
@@ -52,12 +53,17 @@ def load_config(path: str | None, overrides: Sequence[str] = (), text: str | Non
 def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
     """The configuration if the values make one; else what is wrong with them, rules between fields included."""
     values = without_short_forms(values)
+    rest = copy.deepcopy(values)
+    problems = []
+    for place, problem in odd_values(values):
+        problems.append(problem)
+        _leave_out(rest, place, stand_in=True)
     try:
-        return RunConfig.model_validate(values), []
+        config = RunConfig.model_validate(rest)
+        return (None, problems) if problems else (config, [])
     except ValidationError as error:
         items = error.errors()
-    problems = [as_problem(item) for item in items]
-    rest = copy.deepcopy(values)
+    problems += [as_problem(item) for item in items]
     for item in items:
         _leave_out(rest, place_of(item["loc"]).parts, stand_in=item["type"] != "extra_forbidden")
     try:

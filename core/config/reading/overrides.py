@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from millrace.core.config.reading.yaml_text import parse
+from millrace.core.config.reading.yaml_text import MAX_DEPTH, parse
 from millrace.core.errors import ConfigError
 
 
@@ -17,6 +17,8 @@ def apply(values: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not sign or not all(parts):
         raise ConfigError("has no key=value form", remedy="write it as in run.name=a")
+    if len(parts) > MAX_DEPTH:
+        raise ConfigError(f"its key is nested more than {MAX_DEPTH} deep", remedy="name a field")
     try:
         value = parse(text)
     except yaml.YAMLError as error:

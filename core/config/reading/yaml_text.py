@@ -1,4 +1,7 @@
-"""YAML as configurations use it: a key twice is an error, 1e-4 is a number. Pure."""
+"""YAML as configurations use it: a key twice is an error, 1e-4 is a number.
+
+Nesting and the number of values are bounded: a small text can mean more than memory holds. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,20 @@ FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-
 MERGE = "tag:yaml.org,2002:merge"
 
 
+MAX_DEPTH = 50
+MAX_VALUES = 100_000  # with what stands for an alias
+
+
 class _Loader(yaml.SafeLoader):
     """Plain data only."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As in yaml, but what Python makes no value of, such as the 32nd of a month, has a place too."""
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (ValueError, OverflowError) as error:
+            problem = f"no such number or date ({str(error).split(':')[0].lower()})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -37,4 +52,34 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+01234567
 
 def parse(text: str) -> Any:
     """The one document of a text. Raises yaml.YAMLError with the place of what is wrong."""
+    _check_size(text)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
+def _check_size(text: str) -> None:
+    """Refuse a text by its events, before anything is built that is nested too deep or holds too many values."""
+    open_at: list[int] = []  # how many values came before each collection that is open
+    names: list[str | None] = []  # their anchors
+    sizes: dict[str, int] = {}  # of what an alias stands for
+    count = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            began, name = open_at.pop(), names.pop()
+            if name:
+                sizes[name] = count - began
+        elif isinstance(event, yaml.AliasEvent):
+            count += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_at.append(count)
+            names.append(event.anchor)
+            count += 1
+        elif isinstance(event, yaml.ScalarEvent):
+            count += 1
+        if len(open_at) > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
+            )
+        if count > MAX_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {MAX_VALUES} values, aliases included", problem_mark=event.start_mark
+            )
