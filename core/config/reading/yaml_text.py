@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """As in yaml, but what Python makes no value of, such as the 32nd of a month, has a place too."""
         try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep)
         except (ValueError, OverflowError) as error:
             problem = f"no such number or date ({str(error).split(':')[0].lower()})"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
@@ -68,18 +68,17 @@ def _check_size(text: str) -> None:
             if name:
                 sizes[name] = count - began
         elif isinstance(event, yaml.AliasEvent):
-            count += sizes.get(event.anchor, 1)
+            count += sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.CollectionStartEvent):
             open_at.append(count)
             names.append(event.anchor)
             count += 1
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
+        too_much = ""
         if len(open_at) > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(
-                problem=f"nested more than {MAX_DEPTH} deep", problem_mark=event.start_mark
-            )
-        if count > MAX_VALUES:
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {MAX_VALUES} values, aliases included", problem_mark=event.start_mark
-            )
+            too_much = f"nested more than {MAX_DEPTH} deep"
+        elif count > MAX_VALUES:
+            too_much = f"more than {MAX_VALUES} values, aliases included"
+        if too_much:
+            raise yaml.MarkedYAMLError(problem=too_much, problem_mark=event.start_mark)  # type: ignore[arg-type]
