@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.errors import MillraceError
 
 PARAM_LIMIT = 500  # characters of a parameter's value
@@ -104,7 +104,7 @@ class Tracker:
         """Store bytes as a file of the run; `name` may contain folders."""
         target = PurePosixPath(name)
         subfolder = str(target.parent) if target.parent.name else None
-        with tempfile.TemporaryDirectory() as folder:
+        with temporary_folder("millrace-artifact") as folder:
             path = Path(folder) / target.name
             path.write_bytes(data)
             self._client.log_artifact(self.run_id, str(path), artifact_path=subfolder)

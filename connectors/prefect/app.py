@@ -1,8 +1,9 @@
 """The local Prefect server's process: Prefect's own application, which retries a request that SQLite refused.
 
-    python -m millrace.connectors.prefect.app FD
+    python -m millrace.connectors.prefect.app FD HOME
 
-FD is the number of an inherited socket that listens on loopback.
+FD is the number of an inherited socket that listens on loopback. HOME is the MILLRACE_HOME whose server it is, by which it
+is found among processes.
 
 SQLite refuses a writer whose transaction began to read before another writer wrote. Prefect's server then answers 503, having
 done nothing, and its client waits two seconds, in which the run stands still. A few milliseconds later the request succeeds.
@@ -90,9 +91,19 @@ def main() -> None:
     from prefect.logging.configuration import setup_logging
     from prefect.server.api.server import create_app
 
+    from millrace.connectors.prefect.retention import keep_newest
+    from millrace.connectors.prefect.server import kept_iterations
+
     setup_logging()
+    kept = kept_iterations()
     config = uvicorn.Config(RetryRefused(create_app(final=True)), log_level="error")
-    uvicorn.Server(config).run(sockets=[listener])
+
+    async def serve() -> None:
+        trimming = asyncio.create_task(keep_newest(kept))
+        await uvicorn.Server(config).serve(sockets=[listener])
+        trimming.cancel()
+
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

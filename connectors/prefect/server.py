@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +17,13 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from millrace.connectors.storage.local import locked
-from millrace.core.errors import MillraceError
+from millrace.connectors.storage.local import locked, write_whole
+from millrace.core.errors import ConfigError, MillraceError
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ POLL_S = 1.0
 USUAL_PORT = 4200
 BACKLOG = 2048  # connections that may wait for the server
 LOGGERS = ("millrace",)
+APP = "millrace.connectors.prefect.app"
 CLIENT_SETTINGS = {
     # millrace's log lines are shown and kept with the flow run; of Prefect's, warnings only
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -37,6 +40,20 @@ CLIENT_SETTINGS = {
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "DO_NOT_TRACK": "1",
 }
+
+KEPT = "MILLRACE_PREFECT_ITERATIONS"
+USUALLY_KEPT = 200  # iterations of a run, each some 200 KiB
+
+
+class ServerRecord(TypedDict):
+    """The local server as prefect-server.json knows it: its process by pid and when that was created."""
+
+    url: str
+    pid: int
+    created: float
+
+
+_record = TypeAdapter(ServerRecord)
 
 
 def home() -> Path:
@@ -61,9 +78,25 @@ def ensure_server(timeout_s: float = 120) -> str:
         return configured
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     with locked(home() / "prefect-server.lock"):
-        url = _running(timeout_s) or _start(timeout_s, USUAL_PORT, 0)
+        url = _running(timeout_s)
+        if url is None:
+            _end_servers()  # one that does not answer, or whose record is lost, must not write to the same database
+            url = _start(timeout_s, USUAL_PORT, 0)
     os.environ["PREFECT_API_URL"] = url
     return url
+
+
+def kept_iterations() -> int:
+    """How many finished iterations of a run stay in the local server's database; 0 stands for all.
+
+    Raises ConfigError if MILLRACE_PREFECT_ITERATIONS is no such number.
+    """
+    text = os.environ.get(KEPT, str(USUALLY_KEPT))
+    if not text.isdecimal() or len(text) > 18:
+        raise ConfigError(
+            "not a whole number", where=f"{KEPT}={text:.20}", remedy="give one, or 0 to keep all"
+        )
+    return int(text)
 
 
 async def keep_server(timeout_s: float = 120) -> None:
@@ -86,7 +119,7 @@ def restart_dead_server(timeout_s: float = 120) -> bool:
     log.warning("the local Prefect server died: restarting it")
     with locked(home() / "prefect-server.lock"):
         if not _alive(_read_record()):  # no other process has restarted it meanwhile
-            _start(timeout_s, int(_read_record()["url"].rsplit(":", 1)[1].split("/")[0]))
+            _start(timeout_s, int(os.environ["PREFECT_API_URL"].rsplit(":", 1)[1].split("/")[0]))
     return True
 
 
@@ -97,13 +130,10 @@ def ui_url(api_url: str) -> str:
 
 def stop_server() -> bool:
     """Stop the local server; False if none runs."""
-    if not _record_path().exists() or not _alive(_read_record()):
-        return False
-    process = psutil.Process(_read_record()["pid"])
-    for child in [*process.children(recursive=True), process]:
-        child.terminate()
-    _record_path().unlink(missing_ok=True)
-    return True
+    with locked(home() / "prefect-server.lock"):
+        ended = _end_servers()
+        _record_path().unlink(missing_ok=True)
+    return ended
 
 
 def _profile_url() -> str | None:
@@ -113,7 +143,12 @@ def _profile_url() -> str | None:
     path = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
     if not path.exists():
         return None
-    profiles = tomllib.loads(path.read_text())
+    try:
+        profiles = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MillraceError(
+            f"cannot be read: {error}", where=str(path), remedy="correct it, or move it away"
+        ) from error
     active = profiles.get("profiles", {}).get(
         os.environ.get("PREFECT_PROFILE", profiles.get("active", "")), {}
     )
@@ -123,20 +158,74 @@ def _profile_url() -> str | None:
 
 def _in_use() -> bool:
     """Whether this process uses the local server, and not one that its user configured."""
-    return _record_path().exists() and _read_record()["url"] == os.environ.get("PREFECT_API_URL")
+    record = _read_record()
+    return record is not None and record["url"] == os.environ.get("PREFECT_API_URL")
 
 
 def _record_path() -> Path:
     return home() / "prefect-server.json"
 
 
-def _read_record() -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(_record_path().read_text())
-    return record
+def _read_record() -> ServerRecord | None:
+    """The record of the local server; None if there is none, or it holds something else: then no server is known.
+
+    Raises MillraceError if the file cannot be read.
+    """
+    try:
+        text = _record_path().read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise MillraceError(
+            f"cannot be read: {error.strerror}",
+            where=str(_record_path()),
+            remedy="remove it, and start again",
+        ) from error
+    try:
+        return _record.validate_json(text)
+    except ValidationError:
+        log.warning("%s is no record of a Prefect server: what it was about is ended", _record_path())
+        return None
 
 
-def _alive(record: dict[str, Any]) -> bool:
+def _end_servers() -> bool:
+    """End every local server of this home, also one whose record is lost; whether any ran."""
+    record = _read_record()
+    left = {process for process in psutil.process_iter() if _is_server(process)}
+    if record and _alive(record):
+        left.add(psutil.Process(record["pid"]))
+    for process in left:
+        _signal(process, signal.SIGTERM)
+    _, slow = psutil.wait_procs(left, timeout=5)
+    for process in slow:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(slow, timeout=5)
+    return bool(left)
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        arguments = process.cmdline()
+        return (
+            APP in arguments
+            and arguments[-1] == str(home().absolute())
+            and process.uids().real == os.getuid()
+        )
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _alive(record: ServerRecord | None) -> bool:
     """Whether the recorded process lives, and no other one has its pid."""
+    if record is None:
+        return False
     try:
         process = psutil.Process(record["pid"])
         same = abs(process.create_time() - record["created"]) < 1
@@ -147,10 +236,8 @@ def _alive(record: dict[str, Any]) -> bool:
 
 def _running(patience_s: float = 0) -> str | None:
     """The URL of the recorded server if its process lives and answers within `patience_s`."""
-    if not _record_path().exists():
-        return None
     record, deadline = _read_record(), time.monotonic() + patience_s
-    while _alive(record):
+    while record and _alive(record):
         if _healthy(record["url"]):
             return str(record["url"])
         if time.monotonic() > deadline:
@@ -211,10 +298,11 @@ def _start(timeout_s: float, *ports: int) -> str:
 
 def _launch(log_file: Path, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
     """Start the process, and record it before it answers: a command that comes after one that was ended waits for it."""
+    kept_iterations()  # an error of it belongs to this process, not into the server's log
     with log_file.open("ab") as out, listening(*ports) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "millrace.connectors.prefect.app", str(listener.fileno())],
+            [sys.executable, "-P", "-m", APP, str(listener.fileno()), str(home().absolute())],
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -222,6 +310,6 @@ def _launch(log_file: Path, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
             pass_fds=[listener.fileno()],
             cwd=Path(__file__).parent,  # prefect.toml with the server's settings lies here
         )
-    record = {"url": url, "pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-    _record_path().write_text(json.dumps(record))
+    record = ServerRecord(url=url, pid=process.pid, created=psutil.Process(process.pid).create_time())
+    write_whole(_record_path(), [json.dumps(record).encode()])
     return process, url

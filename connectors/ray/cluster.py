@@ -7,21 +7,24 @@ actors survive the driver that made them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from millrace.connectors.storage.local import library_log, locked
+from millrace.connectors.storage.local import library_log, locked, write_whole
 from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,18 @@ STARTS = 3  # of a head that is killed again and again while a run joins it
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+class HeadRecord(TypedDict):
+    """The local head as ray.json knows it: its processes by pid and when each was created; none while it starts."""
+
+    address: str
+    pids: list[int]
+    created: list[float]
+    folder: str
+
+
+_record = TypeAdapter(HeadRecord)
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
@@ -137,13 +152,12 @@ def leave() -> None:
 
 
 def local_head() -> str:
-    """Address of the local head, started if it does not run."""
+    """Address of the local head, started if it does not run. What an earlier one left ends and goes first."""
     with locked(_path().with_suffix(".lock")):
         record = _read()
         if record and _alive(record):
             return str(record["address"])
-        if record:
-            _end_rest(record)
+        _end(record)
         return _start()
 
 
@@ -154,39 +168,55 @@ def head_lives() -> bool:
 
 
 def stop_local_head() -> bool:
-    """End the local head and all its processes; False if none runs."""
-    record = _read()
-    if not record or not _alive(record):
-        return False
-    processes = [psutil.Process(pid) for pid in record["pids"] if psutil.pid_exists(pid)]
-    # Ray's server for remote clients, which may have died alone and so is not in the record.
-    served = f"--address={record['address']}"
-    processes += [process for process in psutil.process_iter() if _belongs(process, served)]
-    everything = {child for process in processes for child in process.children(recursive=True)} | set(
-        processes
-    )
-    for process in everything:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(everything, timeout=5)
-    for process in alive:
-        _signal(process, signal.SIGKILL)
-    _path().unlink(missing_ok=True)
-    return True
+    """End the local head, or what is left of one, with its folder; False if nothing of one runs."""
+    with locked(_path().with_suffix(".lock")):
+        ended = _end(_read(), patience_s=5)
+        _path().unlink(missing_ok=True)
+    return ended
 
 
-def _end_rest(record: dict[str, Any]) -> None:
-    """End what is left of a head that lost one of its processes, or whose start was interrupted."""
-    left = {process for process in psutil.process_iter() if _belongs(process, record["folder"])}
-    for pid, created in zip(record["pids"], record["created"], strict=True):
-        try:
-            process = psutil.Process(pid)
-            if abs(process.create_time() - created) < 1:
-                left |= {*process.children(recursive=True), process}
-        except psutil.NoSuchProcess:
-            continue
+def _end(record: HeadRecord | None, patience_s: float = 0, *, keep_folders: bool = False) -> bool:
+    """End every process of this home's heads, and remove their folders; whether any ran.
+
+    record: of the last one, which may have lost some of its processes, or whose start was interrupted.
+    patience_s: that long they may end by themselves.
+    """
+    folders = {str(folder) for folder in _parent().glob(f"{_prefix()}*")}
+    marks = set(folders)
+    left: set[psutil.Process] = set()
+    if record:
+        folders.add(record["folder"])
+        # Ray's server for remote clients, which may have died alone and so is not in the record, is known by the address
+        marks |= {record["folder"], *([f"--address={record['address']}"] if record["address"] else [])}
+        left |= {process for process in map(_same, record["pids"], record["created"]) if process}
+    left |= {process for process in psutil.process_iter() if any(_belongs(process, mark) for mark in marks)}
+    left |= {child for process in left for child in _below(process)}
+    if patience_s:
+        for process in left:
+            _signal(process, signal.SIGTERM)
+        psutil.wait_procs(left, timeout=patience_s)
     for process in left:
         _signal(process, signal.SIGKILL)
     psutil.wait_procs(left, timeout=5)
+    for folder in [] if keep_folders else folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return bool(left)
+
+
+def _same(pid: int, created: float) -> psutil.Process | None:
+    """The process of a pid, if it is the one that was recorded."""
+    try:
+        process = psutil.Process(pid)
+        return process if abs(process.create_time() - created) < 1 else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _signal(process: psutil.Process, number: int) -> None:
@@ -197,9 +227,9 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 def _start() -> str:
-    parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"millrace-ray-{os.getuid()}-", dir=parent))
+    _parent().mkdir(parents=True, exist_ok=True)
+    folder = _parent() / f"{_prefix()}{secrets.token_hex(2)}"  # short: paths of sockets in it have 107 bytes
+    folder.mkdir(mode=0o700)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     command += [
         "--port=0",  # Ray binds the port that it picks: one picked here might be another's by then
@@ -221,7 +251,7 @@ def _start() -> str:
     environment.setdefault("RAY_AUTH_MODE", "disabled")  # drivers find a token only by an explicit mode
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
-    record: dict[str, Any] = {"address": "", "pids": [], "created": [], "folder": str(folder)}
+    record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder)}
     # before it starts: whoever comes after a start that was interrupted ends what is left of it
     _write(record)
     try:
@@ -229,10 +259,10 @@ def _start() -> str:
             command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        _end_rest(record)
+        _end(record, keep_folders=True)
         raise MillraceError(f"Ray did not start within {START_TIMEOUT_S} s; its log: {folder}") from None
     if done.returncode:
-        _end_rest(record)
+        _end(record)
         raise MillraceError(f"Ray did not start:\n{(done.stdout + done.stderr)[-2000:]}")
     found = [process for process in psutil.process_iter() if _belongs(process, str(folder))]
     record["pids"] = [process.pid for process in found]
@@ -242,14 +272,17 @@ def _start() -> str:
     return str(record["address"])
 
 
-def _belongs(process: psutil.Process, folder: str) -> bool:
+def _belongs(process: psutil.Process, mark: str) -> bool:
+    """Whether it is a process of Ray's, of this user, with a mark among its arguments. A pager that shows a log is none."""
     try:
-        return any(folder in argument for argument in process.cmdline())
+        arguments = process.cmdline()
+        ours = process.uids().real == os.getuid() and any("/ray/" in a or "ray." in a for a in arguments)
+        return ours and any(mark in argument for argument in arguments)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
 
-def _alive(record: dict[str, Any]) -> bool:
+def _alive(record: HeadRecord) -> bool:
     """Whether every process of the head is the one that was started."""
     try:
         found = [psutil.Process(pid) for pid in record["pids"]]
@@ -261,18 +294,51 @@ def _alive(record: dict[str, Any]) -> bool:
         return False
 
 
+def _parent() -> Path:
+    """Where folders of heads lie."""
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+
+
+def _prefix() -> str:
+    """With what folders of this home's heads begin: whose record is lost, or was never written whole, is found by it."""
+    whose = f"{os.getuid()}:{_path().parent.absolute()}"
+    return f"millrace-ray-{hashlib.sha256(whose.encode()).hexdigest()[:6]}-"
+
+
 def _path() -> Path:
     return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "ray.json"
 
 
-def _write(record: dict[str, Any]) -> None:
-    _path().parent.mkdir(parents=True, exist_ok=True)
-    _path().write_text(json.dumps(record))
+def _write(record: HeadRecord) -> None:
+    write_whole(_path(), [json.dumps(record).encode()])
 
 
-def _read() -> dict[str, Any] | None:
-    path = _path()
-    return json.loads(path.read_text()) if path.exists() else None
+def _read() -> HeadRecord | None:
+    """The record of the local head; None if there is none, or it holds something else: then no head is known.
+
+    Raises MillraceError if the file cannot be read.
+    """
+    try:
+        text = _path().read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise MillraceError(
+            f"cannot be read: {error.strerror}", where=str(_path()), remedy="remove it, and start again"
+        ) from error
+    try:
+        record = _record.validate_json(text)
+    except ValidationError:
+        record = None
+    if not record or len(record["pids"]) != len(record["created"]) or not _is_heads(record["folder"]):
+        log.warning("%s is no record of a Ray head: what it was about, if anything, is ended", _path())
+        return None
+    return record
+
+
+def _is_heads(folder: str) -> bool:
+    """Whether it has the name of a head's folder: what a record names is removed."""
+    return Path(folder).is_absolute() and Path(folder).name.startswith("millrace-ray-")
 
 
 def _python_path() -> str:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -26,7 +24,8 @@ from millrace.connectors.sglang.launch import (
     sglang_command,
     sglang_environment,
 )
-from millrace.connectors.storage import local
+from millrace.connectors.storage.local import log_folder
+from millrace.connectors.storage.own_folders import own_folder, remove_own_folder, temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.config import RunConfig
 from millrace.core.config.plan import visible_gpus
@@ -41,7 +40,7 @@ class _ServerHolder:
 
     def __init__(self, config: dict[str, Any], name: str) -> None:
         self.config = RunConfig.model_validate(config)
-        self.log = Path(tempfile.gettempdir()) / f"millrace-{self.config.run.name}-{name}.log"
+        self.log = log_folder(self.config.storage.root, self.config.run.name) / f"{name}.log"
         self.starts = 0
         host = self.config.engines.host
         everywhere = host in ("0.0.0.0", "::")
@@ -73,6 +72,7 @@ class _ServerHolder:
         Raises EngineError with the end of its log if it dies or stays silent for engines.start_timeout_s.
         """
         self.starts += 1
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
                 command,
@@ -145,7 +145,7 @@ class EngineServer(_ServerHolder):
         kind = engine_kind(self.config, visible_gpus())
         what = f"engine {self.index} ({kind})"
         if kind == "embedded":
-            with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
+            with temporary_folder("millrace-engine") as folder:
                 port_file = Path(folder) / "port"
                 command = embedded_command(self.config, model, port_file)
                 self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
@@ -160,14 +160,14 @@ class EngineServer(_ServerHolder):
         """Copy a folder from storage to this node, where it stays until `remove_download`; returns its path."""
         self.remove_download()
         store, name = split_url(url)
-        self._download = local.own_folder(f"millrace-{self.config.run.name}-engine-{self.index}")
+        self._download = own_folder(f"millrace-{self.config.run.name}-engine-{self.index}")
         store.download_dir(name, self._download)
         return self._download
 
     def remove_download(self) -> None:
         """Remove what was downloaded."""
         if self._download:
-            shutil.rmtree(self._download, ignore_errors=True)
+            remove_own_folder(self._download)
         self._download = None
 
 

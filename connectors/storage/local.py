@@ -1,5 +1,4 @@
-"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), a lock file, folders of a process,
-and the place of its log.
+"""Local disks: atomic writes (temporary file, fsync, rename, fsync of the folder), a lock file, and the places of logs.
 
 Owns the names of files that are still being written. Knows nothing of stores.
 """
@@ -8,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import psutil
 
 ASIDE = ".aside-"
 
@@ -76,14 +72,17 @@ def library_log() -> Path:
     return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "stderr.log"
 
 
-def own_folder(prefix: str, where: str | None = None) -> str:
-    """A new folder for this process, in `where` or shared memory. Removes folders of the prefix whose process has died."""
-    where = where or ("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
-    for old in Path(where).glob(f"{prefix}-*.*"):
-        pid = old.name.removeprefix(f"{prefix}-").split(".")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}.", dir=where)
+def log_folder(root: str, run: str) -> Path:
+    """Where the processes of a run on this host write their logs.
+
+    In the run's folder if this host has it. Else, as with a run in an object store, in MILLRACE_HOME: logs are appended
+    to line by line, which no object store can.
+    """
+    path = root.removeprefix("file://")
+    if "://" not in path and (folder := Path(path).expanduser().absolute() / run).is_dir():
+        return folder / "logs"
+    key = hashlib.sha256(root.encode()).hexdigest()[:8]
+    return library_log().parent / "logs" / f"{run}-{key}"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -46,7 +46,12 @@ class RunConfig(Section):
     def for_actors(self) -> dict[str, Any]:
         """The configuration as actors get it, with absolute paths: their working folder is another."""
         settings = self.model_dump(mode="json")
-        for section, name in (("model", "path"), ("algorithm", "teacher"), ("sync", "directory")):
+        for section, name in (
+            ("model", "path"),
+            ("storage", "root"),
+            ("algorithm", "teacher"),
+            ("sync", "directory"),
+        ):
             if settings[section][name] is not None and "://" not in settings[section][name]:
                 settings[section][name] = os.path.abspath(settings[section][name])
         return settings

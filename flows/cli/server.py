@@ -12,17 +12,24 @@ from millrace.flows.cli.terminal import console, guarded
 
 def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start") -> None:
     """Start (or find) the local Prefect server; or stop it, and the local Ray head with every actor on it."""
-    from millrace.connectors.prefect.server import ensure_server, stop_server, ui_url
+    from millrace.connectors.prefect.server import ensure_server, ui_url
 
     if action == "stop":
-        from millrace.connectors.ray.cluster import stop_local_head
-
-        console.print(f"Prefect server: {'stopped' if stop_server() else 'none runs'}")
-        console.print(f"Ray head: {'stopped' if stop_local_head() else 'none runs'}")
+        guarded(_stop)
     elif action == "start":
         guarded(lambda: console.print(f"Prefect: {ui_url(ensure_server())}"))
     else:
         raise typer.BadParameter("start or stop")
+
+
+def _stop() -> None:
+    from millrace.connectors.prefect.server import stop_server
+    from millrace.connectors.ray.cluster import stop_local_head
+    from millrace.connectors.storage.own_folders import remove_dead_folders
+
+    console.print(f"Prefect server: {'stopped' if stop_server() else 'none runs'}")
+    console.print(f"Ray head: {'stopped' if stop_local_head() else 'none runs'}")
+    remove_dead_folders()
 
 
 def deploy() -> None:

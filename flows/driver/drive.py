@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.storage.lease import DURATION_S, Lease
+from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.errors import ConfigError, StorageError
@@ -113,6 +114,7 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
     try:
         await asyncio.to_thread(runtime.run_folder.clean)
+        await asyncio.to_thread(remove_dead_folders)
         with on_signal(runtime.kill_actors):
             await runtime.open()
             yield lease.token

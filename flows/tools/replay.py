@@ -6,7 +6,6 @@ Uses trainer ranks of its own beside a run that may be going on; changes nothing
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -96,7 +96,7 @@ async def _compare_weights(
 ) -> None:
     """Against the export or the checkpoint after the last iteration, whichever there is."""
     here = None if config.sync.by_url else config.sync.directory
-    with tempfile.TemporaryDirectory(dir=here) as name:
+    with temporary_folder("millrace-replay", here) as name:
         again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
         await _export(config, ranks, version, again)
         if folder.store.list(f"exports/{last:06d}"):

@@ -13,7 +13,7 @@ import os
 import socket
 import uuid
 
-from millrace.connectors.storage import local
+from millrace.connectors.storage.own_folders import own_folder, remove_own_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -34,7 +34,7 @@ class WeightsFolder:
             self._store = _in_storage(config)
         else:
             where = os.path.abspath(config.sync.directory) if config.sync.directory else None
-            self._store = Store(local.own_folder(f"millrace-{config.run.name}", where))
+            self._store = Store(own_folder(f"millrace-{config.run.name}", where))
 
     @property
     def url(self) -> str:
@@ -55,6 +55,9 @@ class WeightsFolder:
 
     def close(self) -> None:
         """Remove the folder."""
+        if not self._by_url:
+            remove_own_folder(self._store.root)
+            return
         try:
             self._store.remove("", recursive=True)
         except StorageError as error:

@@ -46,7 +46,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     finally:
         if process.poll() is None:
             process.kill()
-        subprocess.run(["tail", "-n", "40", "/tmp/millrace-a-engine-0.log"], check=False)
+        subprocess.run(["tail", "-n", "40", str(run / "logs" / "engine-0.log")], check=False)
         place.call("server", "stop")
     return Done(run, process.returncode, out, there)
 

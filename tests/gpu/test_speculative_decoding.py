@@ -41,14 +41,12 @@ def test_samples_have_the_policys_log_probabilities(
         options["speculative_draft_model_path"] = str(tmp_path / options["speculative_draft_model_path"])
     config["engines"]["sglang"].update(options, max_running_requests=256)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    log = Path(f"/tmp/millrace-{config['run']['name']}-engine-0.log")
-    before = len(log.read_text(errors="replace")) if log.exists() else 0
+    run = tmp_path / "runs" / config["run"]["name"]
     place = Workplace(tmp_path)
     try:
         place.call("train", "run.yaml")
     finally:
         place.call("server", "stop")
-    run = tmp_path / "runs" / config["run"]["name"]
     assert json.loads((run / "run.json").read_text())["completed"]
     assert (
         len(trained(run))
@@ -60,7 +58,9 @@ def test_samples_have_the_policys_log_probabilities(
         assert 0 < step["logprob_gap_mean"] < 0.02
     accepted = [
         float(found)
-        for found in re.findall(r"accept len: ([\d.]+)", log.read_text(errors="replace")[before:])
+        for found in re.findall(
+            r"accept len: ([\d.]+)", (run / "logs" / "engine-0.log").read_text(errors="replace")
+        )
     ]
     assert accepted
     assert max(accepted) > MORE_THAN[algorithm]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
 from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import Store
 
 
@@ -26,7 +26,7 @@ def write_folder(store: Store) -> Iterator[Path]:
         on_rank_0(lambda: Path(store.root).mkdir(parents=True, exist_ok=True))
         yield Path(store.root)
     else:
-        with tempfile.TemporaryDirectory(prefix="millrace-save-") as folder:
+        with temporary_folder("millrace-save") as folder:
             yield Path(folder)
 
 
@@ -56,7 +56,7 @@ def read_folder(store: Store, files: list[FileEntry]) -> Iterator[Path]:
         yield Path(store.root)
         return
     first = hosts.index(hosts[rank]) == rank
-    temporary = tempfile.TemporaryDirectory(prefix="millrace-load-") if first else contextlib.nullcontext("")
+    temporary = temporary_folder("millrace-load") if first else contextlib.nullcontext("")
     with temporary as folder:
         on_every_rank(lambda: _download(store, files, folder) if first else None)
         folders: list[Any] = [None] * len(hosts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from millrace.connectors.megatron.weights.hf_tensors import (
     tensor_parallel_place,
     writes,
 )
+from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.architecture import Architecture, architecture
 from millrace.core.model_folder.tensors import INDEX, weight_tensors
@@ -95,7 +95,7 @@ def upload_hf(model: PolicyModel, hf: dict[str, Any], source: str, url: str) -> 
     All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank.
     """
     store, name = split_url(url)
-    with tempfile.TemporaryDirectory(prefix="millrace-export-") as local:
+    with temporary_folder("millrace-export") as local:
         written = _write(model, hf, source, Path(local))
         store.upload_dir(local, name)
     return written

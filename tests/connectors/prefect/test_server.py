@@ -8,9 +8,23 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.connectors.prefect import server
 from millrace.connectors.prefect.server import listening
 from millrace.core.errors import MillraceError
 from tests.support.flow_runs import Workplace
+
+ODD_RECORDS = [
+    b"",
+    b"{}",
+    b"[]",
+    b"17",
+    b'{"url": "http://127.0.0.1:42',
+    b'{"url": 17, "pid": 1, "created": 1.0}',
+    b'{"url": "http://127.0.0.1:4200/api", "pid": "many", "created": 1.0}',
+    b'{"url": "http://127.0.0.1:4200/api", "pid": 1}',
+    b"\xff\x00",
+    b"[" * 10_000,
+]
 
 
 def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home(tmp_path: Path) -> None:
@@ -24,9 +38,53 @@ def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home
     records = [json.loads((p.folder / "home" / "prefect-server.json").read_text()) for p in places]
     assert len({record["url"] for record in records}) == 2
     assert all(psutil.pid_exists(record["pid"]) for record in records)
+    record = places[0].folder / "home" / "prefect-server.json"
+    record.write_text(record.read_text()[:20])  # and it is found without its record
     assert "stopped" in places[0].call("server", "stop")
+    assert not psutil.pid_exists(records[0]["pid"])
+    assert not record.exists()
     assert psutil.Process(records[1]["pid"]).is_running()
     assert "stopped" in places[1].call("server", "stop")
+
+
+@pytest.mark.parametrize("content", ODD_RECORDS)
+def test_what_is_no_record_of_a_server_is_told_and_taken_for_none(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    record = tmp_path / "prefect-server.json"
+    record.write_bytes(content)
+    assert not server.restart_dead_server()
+    assert not server.stop_server()
+    assert str(record) in caplog.text
+    assert not record.exists()
+
+
+def test_a_record_that_cannot_be_read_is_named_and_its_remedy_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    record = tmp_path / "prefect-server.json"
+    record.mkdir()
+    with pytest.raises(MillraceError, match="prefect-server.json: cannot be read: .*; remove it") as raised:
+        server.stop_server()
+    Path(raised.value.where).rmdir()
+    assert not server.stop_server()
+
+
+def test_a_prefect_profile_that_cannot_be_read_is_named_and_its_remedy_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    profiles = tmp_path / "profiles.toml"
+    profiles.write_text("active = [")
+    with pytest.raises(MillraceError, match="profiles.toml: cannot be read: .*; correct it, or move it away"):
+        server.ensure_server()
+    profiles.write_text('active = "x"\n[profiles.x]\nPREFECT_API_URL = "http://there/api"\n')
+    assert server.ensure_server() == "http://there/api"
 
 
 def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:

@@ -1,0 +1,103 @@
+"""Temporary folders that end with their process: in shared memory, in the temporary folder, or beside a run's weights.
+
+A process holds a lock on each of its folders. Whoever finds a folder without one knows that its process is dead, in
+whatever container it ran. Owns the folders' names; knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+NAMED = re.compile(r"^millrace-.+-(\d+)\.[a-z0-9_]{8}$")  # with the pid of the process that made it
+_locks: dict[str, int] = {}  # descriptors of the locks that this process holds, by folder
+
+
+def own_folder(prefix: str, where: str | None = None) -> str:
+    """A new folder for this process, in `where` or in shared memory. Removes those that dead processes left there.
+
+    prefix: begins with `millrace-`.
+    """
+    place = where or str(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir())
+    remove_dead_folders(place)
+    while True:
+        folder = tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}.", dir=place)
+        assert NAMED.match(Path(folder).name), folder
+        if _lock(folder):
+            return folder
+
+
+def remove_own_folder(folder: str) -> None:
+    """Remove a folder of this process, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder in _locks:
+        os.close(_locks.pop(folder))
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str, where: str | None = None) -> Iterator[str]:
+    """A new folder for this process, in `where` or in the temporary folder, removed on leaving."""
+    folder = own_folder(prefix, where or tempfile.gettempdir())
+    try:
+        yield folder
+    finally:
+        remove_own_folder(folder)
+
+
+def remove_dead_folders(*places: str | Path) -> list[Path]:
+    """Remove this user's folders whose process has died, in shared memory and the temporary folder where none is named."""
+    removed = []
+    for place in places or {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for folder in Path(place).glob("millrace-*"):
+            named = NAMED.match(folder.name)
+            if named and str(folder) not in _locks and _is_dead(folder, int(named[1])):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+    return removed
+
+
+def _lock(folder: str) -> bool:
+    """Hold a new folder's lock until this process ends. False if somebody took it for a dead one's and removed it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(OSError):  # a network file system without locks: the pid alone decides
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    if not Path(folder).is_dir():
+        os.close(handle)
+        return False
+    _locks[folder] = handle
+    return True
+
+
+def _is_dead(folder: Path, pid: int) -> bool:
+    """Whether no process holds the folder's lock, nor is one by its pid old enough to have made it."""
+    try:
+        state = folder.stat()
+        if state.st_uid != os.getuid():
+            return False
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False  # removed meanwhile
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return not psutil.pid_exists(pid)
+    finally:
+        os.close(handle)
+    try:
+        return psutil.Process(pid).create_time() > state.st_mtime
+    except psutil.NoSuchProcess:
+        return True
