@@ -55,6 +55,10 @@ class CorruptFileError(StorageError):
     """A file does not have the hash, rows or schema that its manifest names."""
 
 
+class LeaseHeldError(MillraceError):
+    """Another process drives this run."""
+
+
 class EngineError(MillraceError):
     """An engine cannot do what was asked of it."""
 
@@ -95,7 +99,7 @@ class EngineStalledError(EngineLostError):
     """An engine answers but generates nothing, although it has requests and is not paused."""
 
 
-LASTING = ConfigError | TrainerMemoryError | RefusedStepError | ReplayedStepError
+LASTING = ConfigError | LeaseHeldError | TrainerMemoryError | RefusedStepError | ReplayedStepError
 """Errors that come again as long as nothing is changed."""
 
 

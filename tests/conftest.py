@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,12 +13,22 @@ import pytest
 def s3_bucket() -> Iterator[str]:
     """URL of a bucket; endpoint and credentials stand in the environment, as a user gives them."""
     import boto3
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
+
+    one_put = threading.Lock()
+    put_object = S3Response.put_object
+
+    def put_at_once(response: S3Response) -> Any:
+        """S3 judges a condition and stores the object at once; moto does one after the other."""
+        with one_put:
+            return put_object(response)
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as environment:
+        environment.setattr(S3Response, "put_object", put_at_once)
         environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         environment.setenv("AWS_ACCESS_KEY_ID", "test")
         environment.setenv("AWS_SECRET_ACCESS_KEY", "test")

@@ -19,9 +19,10 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.filesystems import WritableFileSystem
 from prefect.serializers import JSONSerializer
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
+from millrace.connectors.storage.files import Fence
 from millrace.connectors.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ class RecordStorage(WritableFileSystem):
     _block_type_slug = "millrace-storage-root"
 
     root: str = Field(description="Path or fsspec URL that holds the runs.")
+    _fence: Fence | None = PrivateAttr(None)  # no server knows of it
+
+    def use_fence(self, fence: Fence | None) -> None:
+        """Records are written only while the fence lets this process change files."""
+        self._fence = fence
 
     async def read_path(self, path: str) -> bytes:
         """A record's bytes."""
@@ -44,7 +50,9 @@ class RecordStorage(WritableFileSystem):
 
     async def write_path(self, path: str, content: bytes) -> None:
         """Write a record, whole or not at all."""
-        await asyncio.to_thread(Store(self.root).write, path, content)
+        store = Store(self.root)
+        store.fence = self._fence
+        await asyncio.to_thread(store.write, path, content)
 
 
 @dataclass

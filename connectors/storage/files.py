@@ -11,14 +11,15 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import fsspec
 from pydantic import BaseModel, ConfigDict
 
-from millrace.connectors.storage import local
+from millrace.connectors.storage import conditional, local
 from millrace.connectors.storage.faults import retried
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import MissingFileError, StorageError
@@ -51,10 +52,31 @@ class FileEntry(BaseModel):
         )
 
 
+class Fence(Protocol):
+    """What keeps a driver whose lease another process has taken from changing files."""
+
+    @property
+    def token(self) -> int:
+        """Number of the driver among all of the run."""
+        ...
+
+    def check(self) -> None:
+        """Raise LeaseHeldError if another process has taken the lease."""
+        ...
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Within, files may be changed; raises LeaseHeldError on entry if another process has taken the lease."""
+        ...
+
+
 class Files:
-    """A folder on a local disk or an object store; paths are relative and use slashes."""
+    """A folder on a local disk or an object store; paths are relative and use slashes.
+
+    With a `fence`, which children inherit, every change raises LeaseHeldError once another process has taken the lease.
+    """
 
     def __init__(self, root: str) -> None:
+        self.fence: Fence | None = None
         head, separator, rest = root.partition("://")
         self.protocol = head if separator else "file"
         self.local = self.protocol in ("file", "local")
@@ -82,9 +104,35 @@ class Files:
         """URL of a path under the root."""
         return f"{self.url}/{path}" if path else self.url
 
-    def write(self, path: str, data: bytes) -> FileEntry:
-        """Write a whole file or nothing. Raises StorageError naming the file."""
-        return self._write(path, data)
+    def write(self, path: str, data: bytes, *, unique: bool = False) -> FileEntry:
+        """Write a whole file or nothing. Raises StorageError naming the file.
+
+        unique: nothing else ever writes to this path. On S3 that saves looking for a change of it.
+        """
+        return self._write(path, data, unique=unique)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a new file; False if one is there that holds something else. Of several at once, one succeeds.
+
+        Where `creates_once` is False that is not held: the last one stays.
+        """
+
+        def create() -> bool:
+            with self._writing():
+                created = (
+                    local.create_whole(Path(self._full(path)), data)
+                    if self.local
+                    else self._create_object(path, data)
+                )
+                # an earlier attempt of this call may have taken effect and failed
+                return created or bool(self.fs.cat_file(self._full(path)) == data)
+
+        return retried("write", self.url_of(path), create)
+
+    @property
+    def creates_once(self) -> bool:
+        """Whether the store refuses to create a file twice. An object store is tried once in this process."""
+        return self.local or self._conditions()[0]
 
     def read(self, path: str) -> bytes:
         """The whole file. Raises MissingFileError or StorageError."""
@@ -124,7 +172,7 @@ class Files:
     def remove(self, path: str, recursive: bool = False) -> None:
         """Remove a file, or with `recursive` a folder; does nothing if it does not exist."""
         try:
-            self._retried("remove", path, lambda: self.fs.rm(self._full(path), recursive=recursive))
+            self._retried("remove", path, lambda: self._remove(path, recursive))
         except MissingFileError:
             return
 
@@ -155,13 +203,56 @@ class Files:
         data: bytes = self.fs.cat_file(self._full(path), start=start, end=end)
         return data
 
-    def _write(self, path: str, data: bytes, probe: bool = False) -> FileEntry:
-        full = self._full(path)
-        if self.local:
-            retried("write", self.url_of(path), lambda: local.write_whole(Path(full), [data]), probe)
-        else:
-            retried("write", self.url_of(path), lambda: self.fs.pipe_file(full, data), probe)
+    def _write(self, path: str, data: bytes, *, unique: bool = False, probe: bool = False) -> FileEntry:
+        retried("write", self.url_of(path), lambda: self._put(path, data, unique or probe), probe)
         return entry_of(path, data)
+
+    def _put(self, path: str, data: bytes, unique: bool) -> None:
+        full = self._full(path)
+        if self.fence and not unique and not self.local and self._conditions()[1]:
+            self._replace(path, data)
+            return
+        with self._writing():
+            if self.local:
+                local.write_whole(Path(full), [data])
+            else:
+                self.fs.pipe_file(full, data)
+
+    def _replace(self, path: str, data: bytes) -> None:
+        """Write an object if it is still what it was before the fence was checked; else check again."""
+        assert self.fence is not None
+        full, done = self._full(path), False
+        while not done:
+            etag = conditional.etag(self.fs, full)
+            self.fence.check()
+            done = (
+                conditional.create(self.fs, self.protocol, full, data)
+                if etag is None
+                else conditional.replace(self.fs, full, data, etag)
+            )
+
+    def _create_object(self, path: str, data: bytes) -> bool:
+        full = self._full(path)
+        if self._conditions()[0]:
+            return conditional.create(self.fs, self.protocol, full, data)
+        if self.fs.exists(full):
+            return False
+        self.fs.pipe_file(full, data)
+        return True
+
+    def _remove(self, path: str, recursive: bool) -> None:
+        with self._writing():
+            self.fs.rm(self._full(path), recursive=recursive)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return self.fence.writing() if self.fence else nullcontext()
+
+    def _conditions(self) -> tuple[bool, bool]:
+        """Whether the store refuses to create an object twice, and to replace a changed one."""
+        if self.protocol == "memory":
+            return True, False
+        bucket = self.root.split("/")[0]
+        return _conditions(self.protocol, os.environ.get("AWS_ENDPOINT_URL"), bucket, self.root)
 
     def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
         return retried(verb, self.url_of(path), call)
@@ -184,6 +275,20 @@ def file_blocks(file: Path) -> Iterator[bytes]:
     with file.open("rb") as handle:
         while block := handle.read(BLOCK):
             yield block
+
+
+_tried: dict[tuple[str, str | None, str], tuple[bool, bool]] = {}
+
+
+def _conditions(protocol: str, endpoint: str | None, bucket: str, folder: str) -> tuple[bool, bool]:
+    """What `conditional.tried` found for a bucket, kept for this process."""
+    key = (protocol, endpoint, bucket)
+    if key not in _tried:
+        filesystem = _filesystem(protocol, os.getpid(), endpoint)
+        _tried[key] = retried(
+            "write", f"{protocol}://{folder}", lambda: conditional.tried(filesystem, protocol, folder)
+        )
+    return _tried[key]
 
 
 @lru_cache(maxsize=16)

@@ -1,32 +1,72 @@
 """One driver per run: a lease in the run folder with a fencing token that only grows.
 
-Owns the lease file. Knows nothing of what the driver does. A driver that died on this host is replaced at once, one that
-died on another host when its lease has expired.
+Owns `lease/NNNNNN.json`, a file a driver: the holder of token n is the process that created the file of n, and the highest is
+the run's. Creating is exclusive, so that one process gets a token. The holder renews by writing to its own file.
+Knows nothing of what the driver does.
+
+Whether a holder lives is judged without comparing clocks: by the process table where holder and judge share a kernel and a PID
+namespace, else by watching for a renewal. docs/durability.md says what holds on which store.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
 import socket
 import time
 import uuid
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import psutil
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from millrace.connectors.storage import local
+from millrace.connectors.storage.process_identity import ProcessIdentity
 from millrace.connectors.storage.store import Store
-from millrace.core.errors import MillraceError, MissingFileError
+from millrace.core.errors import CorruptFileError, LeaseHeldError, MissingFileError, StorageError
 
-PATH = "lease.json"
-DURATION_S = 60.0
+log = logging.getLogger(__name__)
+
+FOLDER = "lease"
+FORMER = "lease.json"  # of earlier releases
+LOCK = f"{FOLDER}/lock"
+NAME = re.compile(rf"^{FOLDER}/(\d+)\.json$")
+SETTLE_S = 2.0  # on a store that cannot create a file once: time for another process's file to show
+FRESH_S = 1.0  # on object stores a look at the lease holds for so long
+LOCK_PATIENCE_S = 5.0
+Claim = TypeVar("Claim", bound=BaseModel)
+REMOVE = "make sure that no process drives the run, then remove this file"
 
 
-class LeaseHeldError(MillraceError):
-    """Another process drives this run."""
+def duration_s() -> float:
+    """How long a holder that shows no renewal keeps the lease. Tests shorten it by MILLRACE_LEASE_S."""
+    return float(os.environ.get("MILLRACE_LEASE_S", "60"))
 
 
-class _Record(BaseModel):
+class _Claim(BaseModel):
+    """What a driver's file says."""
+
+    token: int
+    owner: str  # of this claim alone
+    folder: str  # the run folder as the holder calls it: a copied one is another
+    process: ProcessIdentity
+    renewals: int = 0
+    released: bool = False
+
+    def lives(self, folder: str) -> bool | None:
+        return self.process.lives() if self.folder == folder else None
+
+    def __str__(self) -> str:
+        return str(self.process)
+
+
+class _FormerClaim(BaseModel):
+    """What lease.json says."""
+
     token: int
     owner: str
     host: str
@@ -35,85 +75,222 @@ class _Record(BaseModel):
     renewed: float
     released: bool = False
 
+    def lives(self, _folder: str) -> bool | None:
+        """True for a process of this pid namespace; a host's name alone does not say that one is dead."""
+        try:
+            same = abs(psutil.Process(self.pid).create_time() - self.created) < 1
+        except psutil.NoSuchProcess:
+            return None
+        return True if same and self.host == socket.gethostname() else None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
 
 class Lease:
     """The right to drive a run. `token` counts the run's drivers so far; the newest wins."""
 
-    def __init__(self, store: Store, record: _Record) -> None:
+    def __init__(self, store: Store, claim: _Claim) -> None:
         self._store = store
-        self._record = record
+        self._claim = claim
+        self._checked = self._renewed = _now()
 
     @property
     def token(self) -> int:
         """Number of this driver among all of the run; the first is 1."""
-        return self._record.token
+        return self._claim.token
 
     @classmethod
     def take(cls, store: Store) -> Lease:
-        """Take the lease of a run folder.
+        """Take the lease of a run folder. Where only a renewal can show that the holder lives, waits `duration_s()` for one.
 
-        Raises LeaseHeldError, naming host and process, while another driver is alive.
+        Raises LeaseHeldError, naming host and process, while another driver lives; CorruptFileError for a broken lease.
         """
-        before = _read(store)
-        if before and _is_alive(before):
-            raise LeaseHeldError(
-                f"{store.url}: driven by process {before.pid} on {before.host} (renewed {time.time() - before.renewed:.0f} s ago). "
-                "Stop that process, or start under another run.name. A driver lost on another host frees the run after "
-                f"{DURATION_S:.0f} s."
-            )
-        now = time.time()
-        record = _Record(
-            token=(before.token if before else 0) + 1,
-            owner=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            created=psutil.Process().create_time(),
-            renewed=now,
-        )
-        store.write_json(PATH, record.model_dump())
-        lease = cls(store, record)
-        lease.check()  # if two took it at once, the later write wins; the other driver sees it here or at its next renewal
-        return lease
+        files, owner = Store(store.url), uuid.uuid4().hex
+        while True:
+            before = _newest(files)
+            if before is not None:
+                _wait_until_free(files, before)
+            token = before.token + 1 if before else 1
+            claim = _Claim(token=token, owner=owner, folder=files.url, process=ProcessIdentity.own())
+            lease = cls(files, claim)
+            if lease._create(before.token if before else 0):
+                files.remove(FORMER)  # whose holder, if it lives after all, stops where it is missing
+                return lease
 
     def check(self) -> None:
-        """Raise LeaseHeldError if a newer driver has taken the run."""
-        now = _read(self._store)
-        if now is None or now.owner != self._record.owner:
-            holder = "nobody" if now is None else f"process {now.pid} on {now.host}"
-            raise LeaseHeldError(
-                f"{self._store.url}: the lease of this driver was taken over by {holder}; this process stops"
-            )
+        """Raise LeaseHeldError if another process has taken the run, or the lease was removed."""
+        newest = max(_tokens(self._store), default=0)
+        if newest != self.token:
+            self._lost(_read(self._store, newest) if newest else None)
+        self._checked = _now()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, the run's files may be changed. On a local disk no other process can take the lease meanwhile.
+
+        Raises LeaseHeldError if another process has taken it. On object stores a look at it holds for FRESH_S.
+        """
+        if not self._store.local:
+            if _now() - self._checked > FRESH_S:
+                self.check()
+            yield
+            return
+        with self._locked(alone=False) as locked:
+            if not locked:
+                raise LeaseHeldError(
+                    "another process is taking it over; this one stops", where=self._store.url
+                )
+            self.check()
+            yield
 
     def renew(self) -> None:
-        """Extend the lease; raises LeaseHeldError if it was lost."""
+        """Show that this driver lives. Raises LeaseHeldError if the lease was lost."""
         self.check()
-        self._record = self._record.model_copy(update={"renewed": time.time()})
-        self._store.write_json(PATH, self._record.model_dump())
+        self._keep(renewals=self._claim.renewals + 1)
+        self._renewed = _now()
 
     def release(self) -> None:
         """Release the run; does nothing if the lease was lost already."""
-        now = _read(self._store)
-        if now and now.owner == self._record.owner:
-            self._store.write_json(PATH, self._record.model_copy(update={"released": True}).model_dump())
+        with contextlib.suppress(LeaseHeldError):
+            self.check()
+            self._keep(released=True)
+
+    def may_be_lost(self) -> bool:
+        """Whether another process may have taken the lease: it has, or storage cannot say and the last renewal is long ago."""
+        try:
+            self.check()
+        except LeaseHeldError:
+            return True
+        except StorageError:
+            return _now() - self._renewed > duration_s()
+        return False
+
+    def _keep(self, **changes: Any) -> None:
+        """Write this driver's file. Raises LeaseHeldError if it is gone, or another's."""
+        path = _path(self.token)
+        try:
+            stored = _read(self._store, self.token)
+            if stored is None or stored.owner != self._claim.owner:
+                self._lost(stored)
+        except CorruptFileError as error:
+            log.warning("%s: writing it again", error)
+        self._claim = self._claim.model_copy(update=changes)
+        self._store.write_json(path, self._claim.model_dump())
+
+    def _create(self, before: int) -> bool:
+        """Create this token's file; False if another process did, or does."""
+        data = self._claim.model_dump_json(indent=1).encode()
+        with self._locked(alone=True) as locked:
+            if not locked:
+                raise LeaseHeldError(
+                    "a process that drove it is amid a write, and does not end it",
+                    where=self._store.url,
+                    remedy="a stopped process is continued by `kill -CONT` or ended by `kill -9`; then start again",
+                )
+            if max(_tokens(self._store), default=0) not in (before, 0):
+                return False
+            if not self._store.create(_path(self.token), data):
+                return False
+        if self._store.creates_once:
+            return True
+        log.warning(
+            "%s: this store cannot create a file only once: two drivers that start at the same moment may both go on for %.0f s",
+            self._store.url,
+            duration_s() / 6,
+        )
+        time.sleep(SETTLE_S)
+        stored = _read(self._store, self.token)
+        return stored is not None and stored.owner == self._claim.owner
+
+    def _locked(self, alone: bool) -> contextlib.AbstractContextManager[bool]:
+        if not self._store.local:
+            return contextlib.nullcontext(True)
+        lock = Path(self._store.root) / LOCK
+        return local.shared_or_alone(lock, alone=alone, patience_s=LOCK_PATIENCE_S)
+
+    def _lost(self, holder: _Claim | None) -> NoReturn:
+        raise LeaseHeldError(
+            f"the lease of this driver was {f'taken over by {holder}' if holder else 'removed'}; this process stops",
+            where=self._store.url,
+            remedy="the other driver goes on" if holder else "start the same command again",
+        )
 
 
-def _read(store: Store) -> _Record | None:
+def _wait_until_free(store: Store, holder: _Claim | _FormerClaim) -> None:
+    """Return when the holder has released the run, is dead, or has shown no renewal for `duration_s()`.
+
+    Raises LeaseHeldError if it lives. A newer holder is left to the caller.
+    """
+    if holder.released:
+        return
+    lives = holder.lives(store.url)
+    if lives is None:
+        lives = _is_renewed(store, holder)
+    if lives:
+        raise LeaseHeldError(
+            f"driven by {holder}",
+            where=store.url,
+            remedy="stop that process, or start under another run.name",
+        )
+
+
+def _is_renewed(store: Store, holder: _Claim | _FormerClaim) -> bool:
+    """Whether the holder renews the lease while this process watches."""
+    log.warning(
+        "%s: %s drove it and left without a word; it is on another host, or in another container: waiting %.0f s for a sign of "
+        "its life",
+        store.url,
+        holder,
+        duration_s(),
+    )
+    until = time.monotonic() + duration_s()
+    while time.monotonic() < until:
+        time.sleep(duration_s() / 60)
+        now = _newest(store)
+        if now is None or now.owner != holder.owner or now.released:
+            return False
+        if now != holder:
+            return True
+    log.warning("%s: no sign of life of %s: going on in its place", store.url, holder)
+    return False
+
+
+def _tokens(store: Store) -> list[int]:
+    return [int(match[1]) for match in map(NAME.match, store.list(FOLDER)) if match]
+
+
+def _newest(store: Store) -> _Claim | _FormerClaim | None:
+    """The claim of the highest token, None if nobody has driven the run."""
+    while tokens := _tokens(store):
+        claim = _read(store, max(tokens))
+        if claim is not None:  # else it was removed just now
+            return claim
     try:
-        content: Any = store.read_json(PATH)
+        return _parsed(_FormerClaim, store, FORMER)
     except MissingFileError:
         return None
-    return _Record.model_validate(content)
 
 
-def _is_alive(record: _Record) -> bool:
-    if record.released:
-        return False
-    if record.host == socket.gethostname():
-        try:
-            process = psutil.Process(record.pid)
-            return (
-                process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - record.created) < 1
-            )
-        except psutil.NoSuchProcess:
-            return False
-    return time.time() - record.renewed < DURATION_S
+def _read(store: Store, token: int) -> _Claim | None:
+    try:
+        return _parsed(_Claim, store, _path(token))
+    except MissingFileError:
+        return None
+
+
+def _parsed(kind: type[Claim], store: Store, path: str) -> Claim:
+    try:
+        return kind.model_validate(store.read_json(path))
+    except (ValidationError, CorruptFileError) as error:
+        raise CorruptFileError("is not a lease", where=store.url_of(path), remedy=REMOVE) from error
+
+
+def _path(token: int) -> str:
+    return f"{FOLDER}/{token:06d}.json"
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine sleeps, where it has one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)

@@ -6,6 +6,7 @@ Owns the names of files that are still being written. Knows nothing of stores.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,6 +16,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ASIDE = ".aside-"
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+LOCK_POLL_S = 0.01
 
 
 def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
@@ -22,16 +26,43 @@ def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
     make_folder(target.parent)
     aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
     try:
-        with aside.open("wb") as file:
-            for block in blocks:
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_synced(aside, blocks, "wb")
         aside.replace(target)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
+
+
+def create_whole(target: Path, data: bytes) -> bool:
+    """Write a new file; False if one is there. It is whole from the first moment at which it is seen.
+
+    On a file system without hard links it is seen while it is written, and a crash may leave a part of it.
+    """
+    make_folder(target.parent)
+    aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
+    try:
+        _write_synced(aside, [data], "wb")
+        try:
+            os.link(aside, target)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            _write_synced(target, [data], "xb")
+    except FileExistsError:
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
+    _sync_folder(target.parent)
+    return True
+
+
+def _write_synced(file: Path, blocks: Iterable[bytes], mode: str) -> None:
+    with file.open(mode) as handle:
+        for block in blocks:
+            handle.write(block)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def make_folder(folder: Path) -> None:
@@ -65,6 +96,31 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def shared_or_alone(path: Path, *, alone: bool, patience_s: float) -> Iterator[bool]:
+    """Hold a lock of many readers or one writer; yields whether it was had within the time.
+
+    On a file system that has no locks it yields True at once.
+    """
+    make_folder(path.parent)
+    kind, deadline = fcntl.LOCK_EX if alone else fcntl.LOCK_SH, time.monotonic() + patience_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(LOCK_POLL_S)
+                    continue
+                yield False
+                return
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield True
+            return
 
 
 def library_log() -> Path:

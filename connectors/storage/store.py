@@ -28,7 +28,9 @@ class Store(Files):
 
     def child(self, *parts: str) -> Store:
         """The store of a folder below this one."""
-        return Store(self.url_of("/".join(parts)))
+        child = Store(self.url_of("/".join(parts)))
+        child.fence = self.fence
+        return child
 
     # JSON and tables
 
@@ -119,13 +121,21 @@ class Store(Files):
     def _upload(self, file: Path, path: str) -> FileEntry:
         if self.local:
             target = Path(self._full(path))
-            self._retried("write", path, lambda: local.write_whole(target, file_blocks(file)))
+            self._retried("write", path, lambda: self._upload_here(file, target))
         else:
-            self._retried("write", path, lambda: self.fs.put_file(str(file), self._full(path)))
+            self._retried("write", path, lambda: self._upload_object(file, path))
         hashed = hashlib.sha256()
         for block in file_blocks(file):
             hashed.update(block)
         return FileEntry(path=path, sha256=hashed.hexdigest(), size=file.stat().st_size)
+
+    def _upload_here(self, file: Path, target: Path) -> None:
+        with self._writing():
+            local.write_whole(target, file_blocks(file))
+
+    def _upload_object(self, file: Path, path: str) -> None:
+        with self._writing():
+            self.fs.put_file(str(file), self._full(path))
 
     def _check(self, path: str, actual: FileEntry, wanted: FileEntry) -> None:
         for what in ("size", "sha256", "rows", "table"):

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from millrace.connectors.prefect.server import keep_server
-from millrace.connectors.storage.lease import DURATION_S, Lease
+from millrace.connectors.storage.lease import Lease, duration_s
 from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
@@ -97,13 +97,14 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
     The run's actors end on leaving, unless another driver has taken the lease and with it the actors.
     """
     lease = await asyncio.to_thread(Lease.take, runtime.run_folder.store)
+    runtime.drive_under(lease)
     driver = asyncio.current_task()
     assert driver is not None
     lost: list[Exception] = []
 
     async def renew() -> None:
         while True:
-            await asyncio.sleep(DURATION_S / 6)
+            await asyncio.sleep(duration_s() / 6)
             try:
                 await asyncio.to_thread(lease.renew)
             except Exception as error:  # noqa: BLE001 - whatever keeps the lease from being renewed ends this driver
@@ -125,7 +126,7 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
     finally:
         for task in background:
             task.cancel()
-        await runtime.close(end_actors=not lost)
+        await runtime.close(end_actors=not await asyncio.to_thread(lease.may_be_lost))
         try:
             await asyncio.to_thread(lease.release)
         except (

@@ -6,13 +6,16 @@ Owns the connection and the run's reservation; knows nothing of what the actors 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.files import Fence
 from millrace.connectors.storage.local import library_log
 from millrace.core.config import RunConfig
+from millrace.core.errors import LeaseHeldError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=actors.HeldPart)
@@ -25,6 +28,7 @@ class Cluster:
         self.config = config
         self.settings: Mapping[str, Any] = config.for_actors()  # the configuration as actors get it
         self._reservation = placement.Reservation(config)
+        self.fence: Fence | None = None
         self._joining = asyncio.Lock()
         self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
 
@@ -49,16 +53,32 @@ class Cluster:
     async def adopt(self) -> None:
         """Keep the actors that an earlier driver left if this very configuration made them; end the others."""
         await self.join()
+        await self._check_fence()
         await actors.end_others(self.settings)
+
+    async def end_role(self, role: str) -> None:
+        """End the run's actors of a role. Raises LeaseHeldError if they are another driver's by now."""
+        await self._check_fence()
+        await actors.end(role)
+
+    async def find_alive(
+        self, role: str, index: int, cls: Callable[[Any, int, int], T]
+    ) -> actors.Actor[T] | None:
+        """An actor that an earlier driver left, or this one made, if it answers; what is left of one that does not is ended."""
+        await self._check_fence()
+        return await actors.find_alive(role, index, cls)
 
     async def places(self, role: str) -> list[placement.Place]:
         """A place for each actor of a role."""
         return await asyncio.to_thread(self._reservation.places, role)
 
     def kill_actors(self) -> None:
-        """Kill the run's actors at once, whatever they do."""
+        """Kill the run's actors at once, whatever they do, unless they are another driver's by now."""
         if self._reaches_actors():
-            actors.kill_all()
+            with contextlib.suppress(LeaseHeldError):
+                if self.fence:
+                    self.fence.check()
+                actors.kill_all()
 
     async def end_actors(self) -> None:
         """End the run's actors, and give back what was reserved for them."""
@@ -70,6 +90,10 @@ class Cluster:
         """Disconnect. Actors that were not ended stay for the next driver."""
         if not self._connecting:  # Ray aborts the process where it is left while it is joined
             cluster.leave()
+
+    async def _check_fence(self) -> None:
+        if self.fence:
+            await asyncio.to_thread(self.fence.check)
 
     def _reaches_actors(self) -> bool:
         return (

@@ -66,7 +66,7 @@ class Engines:
         """Handles on the engines whose actors live, by index."""
         await self._cluster.join()
         count = self.config.engines.count
-        living = [await actors.find_alive("engine", index, EngineServer) for index in range(count)]
+        living = [await self._cluster.find_alive("engine", index, EngineServer) for index in range(count)]
         return {index: EngineProxy(actor) for index, actor in enumerate(living) if actor is not None}
 
     async def _engine(self, index: int) -> EngineHandle:
@@ -74,7 +74,7 @@ class Engines:
         if self.config.engines.kind == "external":
             return ExternalEngine(self.config, index)
         await self._cluster.join()
-        actor = await actors.find_alive("engine", index, EngineServer)
+        actor = await self._cluster.find_alive("engine", index, EngineServer)
         if actor is not None:
             check_network(self.config, [(await actor.state())["address"]], served=True)
             return EngineProxy(actor)

@@ -7,6 +7,7 @@ of flows.
 from __future__ import annotations
 
 from millrace.connectors.prefect.record_storage import RecordStorage, save_record_storage
+from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.cluster import Cluster
@@ -37,10 +38,16 @@ class Runtime:
         assert self._record_storage is not None, "open comes first"
         return self._record_storage
 
+    def drive_under(self, lease: Lease) -> None:
+        """From now on files change and actors end only while this process holds the lease."""
+        self.run_folder.store.fence = lease
+        self._cluster.fence = lease
+
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if this very configuration made them."""
         await self.memory.open()
         self._record_storage = await save_record_storage(self.config.storage.root)
+        self._record_storage.use_fence(self.run_folder.store.fence)
         await self._cluster.adopt()
 
     def kill_actors(self) -> None:

@@ -69,7 +69,7 @@ class Trainer:
                     return ranks
                 log.warning("trainer ranks hold versions %s, not %d: rebuilding them", versions, version)
             if not self._prepared:
-                await actors.end("trainer")
+                await self._cluster.end_role("trainer")
             await self._before_build()
             self._built = await self._build(version)
             return self._built
@@ -81,7 +81,7 @@ class Trainer:
             async with self._lock:
                 await self._cluster.join()
                 if not self._existing():
-                    await actors.end("trainer")
+                    await self._cluster.end_role("trainer")
                     self._prepared = await self._make_ranks()
                     try:
                         await self._prepared.prepare()
@@ -107,7 +107,7 @@ class Trainer:
     async def end(self) -> None:
         """End the ranks; the next use builds new ones."""
         self._built = None
-        await actors.end("trainer")
+        await self._cluster.end_role("trainer")
 
     def _existing(self) -> TrainerProxy | None:
         group = actors.find_group("trainer", self.config.trainer.world_size, TrainerRank)

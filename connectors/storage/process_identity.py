@@ -1,0 +1,100 @@
+"""Which process something belongs to, and whether that process lives: exact on the same kernel, unknown elsewhere.
+
+Owns what makes two processes the same: boot, PID namespace, pid and start time. A pid alone is reused; a host's name is shared
+by containers; a start by the wall clock moves with the clock. Knows nothing of leases.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NAMESPACES = ("pid", "time")
+GONE = ("Z", "X", "x")  # states of a process that has ended
+
+
+class ProcessIdentity(BaseModel):
+    """One process of one boot of one machine. Equal identities are the same process."""
+
+    host: str  # for people
+    boot: str
+    namespaces: str
+    pid: int
+    started: float  # Linux: clock ticks since the boot; elsewhere seconds since the epoch, as the kernel noted them
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """The calling process."""
+        pid = os.getpid()
+        started = _started("self") if sys.platform == "linux" else psutil.Process(pid).create_time()
+        assert started is not None, "a running process has a start"
+        return cls(
+            host=socket.gethostname(), boot=_boot(), namespaces=_namespaces(), pid=pid, started=started
+        )
+
+    def lives(self) -> bool | None:
+        """Whether the process lives. None where this process cannot know: another machine, boot or PID namespace."""
+        if (self.boot, self.namespaces) != (_boot(), _namespaces()):
+            return None
+        if not _pid_exists(self.pid):
+            return False
+        if sys.platform != "linux":
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None  # /proc shows another namespace's processes
+        started = _started(str(self.pid))
+        if started is not None:
+            return started == self.started
+        return None if _pid_exists(self.pid) and not _is_gone(str(self.pid)) else False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _boot() -> str:
+    """Names this boot of this machine's kernel."""
+    if BOOT_ID.exists():
+        return BOOT_ID.read_text().strip()
+    return f"{socket.gethostname()} since {psutil.boot_time():.0f}"
+
+
+def _namespaces() -> str:
+    """The namespaces in which pids and start times of this process are meant, empty where there are none."""
+    links = [Path("/proc/self/ns") / name for name in NAMESPACES]
+    return " ".join(os.readlink(link) for link in links if link.exists())
+
+
+def _pid_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
+def _started(process: str) -> float | None:
+    """Start of a process of /proc in clock ticks since the boot; None if it has ended or is hidden."""
+    fields = _stat(process)
+    return float(fields[19]) if fields and fields[0] not in GONE else None
+
+
+def _is_gone(process: str) -> bool:
+    fields = _stat(process)
+    return bool(fields) and fields[0] in GONE
+
+
+def _stat(process: str) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty if there is no such process, or it is hidden."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
