@@ -6,6 +6,7 @@ does it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from millrace.connectors.storage.local import locked
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.errors import MillraceError
 
@@ -20,6 +22,7 @@ PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
 METRIC_BATCH = 1000
 TAG_LIMIT = 5000  # characters of a tag's value
+SQLITE = "sqlite:///"
 FOLDER_TAG = "millrace.run_folder"
 
 
@@ -46,8 +49,9 @@ class Tracker:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each table that it creates
         where = uri or default_uri()
         try:
-            client = MlflowClient(tracking_uri=where)
-            experiment_id = _experiment(client, experiment, where)
+            with _made_once(where):
+                client = MlflowClient(tracking_uri=where)
+                experiment_id = _experiment(client, experiment, where)
             if not (run_id and _exists(client, run_id)):
                 run_id = _by_folder(client, experiment_id, folder)
             if run_id is None:
@@ -139,16 +143,34 @@ def ui_command(uri: str | None) -> str:
     )
 
 
+def _made_once(uri: str) -> contextlib.AbstractContextManager[None]:
+    """Within, no other process of this host makes or migrates the tables of this SQLite file: MLflow locks nothing.
+
+    A tracking server makes its own.
+    """
+    if not uri.startswith(SQLITE):
+        return contextlib.nullcontext()
+    file = Path(uri.removeprefix(SQLITE)).absolute()
+    return locked(file.with_name(f"{file.name}.lock"))
+
+
 def _experiment(client: Any, name: str, uri: str) -> str:
+    """Id of the experiment, created if it does not exist."""
+    from mlflow.exceptions import MlflowException
+
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return str(experiment.experiment_id)
     location = None
-    if uri.startswith("sqlite:///"):
-        location = (
-            (Path(uri.removeprefix("sqlite:///")).parent / "mlflow-artifacts" / name).absolute().as_uri()
-        )
-    return str(client.create_experiment(name, artifact_location=location))
+    if uri.startswith(SQLITE):
+        location = (Path(uri.removeprefix(SQLITE)).parent / "mlflow-artifacts" / name).absolute().as_uri()
+    try:
+        return str(client.create_experiment(name, artifact_location=location))
+    except MlflowException:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:  # no other process has created it meanwhile
+            raise
+        return str(experiment.experiment_id)
 
 
 def _exists(client: Any, run_id: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,36 @@ def test_the_same_run_folder_twice_is_one_run(uri: str) -> None:
     assert run_of(second).info.status == "RUNNING"
     assert Tracker.start(uri, "e", "another-name", "/runs/another-name", None).run_id != first.run_id
     assert Tracker.start(uri, "another-experiment", "by-name", "/runs/by-name", None).run_id != first.run_id
+
+
+def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
+    """MLflow's migration fails where another process migrates the same file: `duplicate column name: step`."""
+    code = (
+        "import sys, mlflow.tracking; from millrace.connectors.mlflow.tracker import Tracker\n"
+        "print('imported', flush=True); sys.stdin.readline()\n"
+        "Tracker.start(sys.argv[1], 'e', sys.argv[2], sys.argv[2], None).log_metrics({'reward': 1.0}, 0)"
+    )
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    starting = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, uri, f"/runs/{number}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    for process in starting:
+        assert process.stdout
+        assert process.stdout.readline() == "imported\n"
+    for process in starting:
+        assert process.stdin
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [(process.communicate()[1][-500:], process.returncode)[1] for process in starting] == [0] * 3
+    runs = Tracker.start(uri, "e", "/runs/0", "/runs/0", None)
+    assert len(runs._client.search_runs([runs.experiment_id])) == 3
 
 
 def test_an_unknown_or_deleted_run_id_starts_a_new_run(uri: str) -> None:
