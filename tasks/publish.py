@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from prefect import task
 
 from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import FilterRecord, PublishRecord, StepMetrics
 from millrace.core.metrics import group_metrics, sample_metrics, staleness_metrics
@@ -24,6 +24,7 @@ SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
     *("moe_aux_loss", "moe_z_loss"),
 )
+PARTS = ("rollouts", "rewards")
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 
 
@@ -49,9 +50,12 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
 
 
 def _commit(ctx: IterationContext, metrics: dict[str, float]) -> None:
-    folders = [path for folder in ("rollouts", "rewards", "results") for path in ctx.folder.list(folder)]
-    files = ctx.folder.entries([*TABLES, *folders])
+    parts = [path for folder in PARTS for path in list_parts(ctx.folder, folder)]
+    others = [*list_takeovers(ctx.folder), *ctx.folder.list("results")]
+    files = ctx.folder.entries([*TABLES, *parts, *others])
     tasks = {"trained_version": ctx.version_after, "metrics": metrics, "committed": time.time()}
+    if ctx.folder.fence:
+        tasks["driver"] = ctx.folder.fence.token
     ctx.run_folder.commit_manifest(ctx.index, Manifest(iteration=ctx.index, files=files, tasks=tasks))
 
 

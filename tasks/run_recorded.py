@@ -44,6 +44,8 @@ async def run_recorded(
     """
     started = time.perf_counter()
     await kill_point(ctx.index, task.name, "before")
+    if ctx.folder.fence:  # trainer and engines are another driver's where the lease is
+        await asyncio.to_thread(ctx.folder.fence.check)
     path = f"results/{task.name}.json"
     await asyncio.to_thread(_remove_if_broken, ctx, path)
     key = f"{ctx.config.run.name}/{ctx.run_folder.iteration_path(ctx.index)}/{path}"

@@ -60,6 +60,7 @@ class Host:
             raise ActorLostError(f"node {node} died before the actor was made")
         os.environ.update(environment)
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
+        os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
         self._made_by = digest(config)
         self._held = cls(config, index, count)
 

@@ -41,6 +41,8 @@ class _ServerHolder:
     def __init__(self, config: dict[str, Any], name: str) -> None:
         self.config = RunConfig.model_validate(config)
         self.log = log_folder(self.config.storage.root, self.config.run.name) / f"{name}.log"
+        # of this run alone: in an actor its namespace is the run's identity
+        self._identity = os.environ.get("MILLRACE_RUN", self.config.run.name)
         self.starts = 0
         host = self.config.engines.host
         everywhere = host in ("0.0.0.0", "::")
@@ -160,7 +162,7 @@ class EngineServer(_ServerHolder):
         """Copy a folder from storage to this node, where it stays until `remove_download`; returns its path."""
         self.remove_download()
         store, name = split_url(url)
-        self._download = own_folder(f"millrace-{self.config.run.name}-engine-{self.index}")
+        self._download = own_folder(f"millrace-{self._identity}-engine-{self.index}")
         store.download_dir(name, self._download)
         return self._download
 

@@ -100,6 +100,11 @@ class Files:
         """The root as a URL, or as a path if it is local."""
         return self.root if self.local else f"{self.protocol}://{self.root}"
 
+    @property
+    def real_url(self) -> str:
+        """The root as a URL, the same by whatever links it is reached."""
+        return os.path.realpath(self.root) if self.local else self.url
+
     def url_of(self, path: str) -> str:
         """URL of a path under the root."""
         return f"{self.url}/{path}" if path else self.url

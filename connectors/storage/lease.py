@@ -112,7 +112,7 @@ class Lease:
             if before is not None:
                 _wait_until_free(files, before)
             token = before.token + 1 if before else 1
-            claim = _Claim(token=token, owner=owner, folder=files.url, process=ProcessIdentity.own())
+            claim = _Claim(token=token, owner=owner, folder=files.real_url, process=ProcessIdentity.own())
             lease = cls(files, claim)
             if lease._create(before.token if before else 0):
                 files.remove(FORMER)  # whose holder, if it lives after all, stops where it is missing
@@ -224,7 +224,7 @@ def _wait_until_free(store: Store, holder: _Claim | _FormerClaim) -> None:
     """
     if holder.released:
         return
-    lives = holder.lives(store.url)
+    lives = holder.lives(store.real_url)
     if lives is None:
         lives = _is_renewed(store, holder)
     if lives:

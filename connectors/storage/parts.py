@@ -1,16 +1,22 @@
 """Parts: tables appended to a folder, each a file with a unique name, written atomically.
 
-Names are never reused, so a task that starts again adds parts and overwrites none. A name contains the first digits of the
-content's hash, so that a part can be verified before a manifest names it.
+Names are never reused, so a task that starts again adds parts and overwrites none. A name contains the token of the driver that
+wrote it, and the first digits of the content's hash, so that a part can be verified before a manifest names it.
+
+A driver that takes over an open iteration first notes which parts it found. Parts of earlier drivers that land later do not
+count: their writers had lost the lease, and their samples are generated again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import uuid
+from collections.abc import Sequence
 
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace.connectors.storage import tables
 from millrace.connectors.storage.files import FileEntry, in_threads
@@ -20,19 +26,51 @@ from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 
+PART = re.compile(r"^part-(\d{6,})-")
+TAKEOVER = re.compile(r"^takeover-(\d{6,})\.json$")
+
+
+class _Takeover(BaseModel):
+    """Names of the parts that a driver found when it took over, by folder."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    parts: dict[str, list[str]]
+
 
 def write_part(store: Store, folder: str, table: pa.Table, kind: str) -> FileEntry:
     """Append a part."""
     data = tables.encode(table, kind)
-    name = f"part-{uuid.uuid4().hex}.{hashlib.sha256(data).hexdigest()[:16]}.parquet"
-    entry = store.write(f"{folder}/{name}", data)
+    token = store.fence.token if store.fence else 0
+    name = f"part-{token:06d}-{uuid.uuid4().hex}.{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    entry = store.write(f"{folder}/{name}", data, unique=True)
     return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
 
+def take_over_parts(store: Store, folders: Sequence[str], token: int) -> None:
+    """Note the parts that count now. From now on those of drivers before `token` that land do not."""
+    parts = {
+        folder: [path.removeprefix(f"{folder}/") for path in list_parts(store, folder)] for folder in folders
+    }
+    store.write_json(f"takeover-{token:06d}.json", _Takeover(parts=parts).model_dump())
+
+
 def list_parts(store: Store, folder: str) -> list[str]:
-    """Paths of all parts of a folder, sorted."""
-    names = [path.rsplit("/", 1)[-1] for path in store.list(folder)]
-    return [f"{folder}/{name}" for name in names if name.startswith("part-") and name.endswith(".parquet")]
+    """Paths of a folder's parts that count, sorted. Raises CorruptFileError if the note of the newest takeover is broken."""
+    paths = store.list()
+    names = [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/part-")]
+    parts = [name for name in names if name.endswith(".parquet")]
+    takeovers = {int(match[1]): path for path in paths if (match := TAKEOVER.match(path))}
+    if takeovers:
+        newest = max(takeovers)
+        found = set(_read_takeover(store, takeovers[newest]).parts.get(folder, []))
+        parts = [name for name in parts if name in found or _token(name) >= newest]
+    return [f"{folder}/{name}" for name in parts]
+
+
+def list_takeovers(store: Store) -> list[str]:
+    """Paths of the notes of takeovers in an iteration's folder."""
+    return [path for path in store.list() if TAKEOVER.match(path)]
 
 
 def read_parts(
@@ -56,3 +94,20 @@ def read_parts(
     empty = schema.schema(kind).empty_table()
     tables_read = [table for table in in_threads(read, list_parts(store, folder)) if table is not None]
     return pa.concat_tables([empty.select(columns) if columns else empty, *tables_read])
+
+
+def _token(name: str) -> int:
+    """Token of the driver that wrote a part; 0 for parts of releases that noted none."""
+    match = PART.match(name)
+    return int(match[1]) if match else 0
+
+
+def _read_takeover(store: Store, path: str) -> _Takeover:
+    try:
+        return _Takeover.model_validate(store.read_json(path))
+    except (ValidationError, CorruptFileError) as error:
+        raise CorruptFileError(
+            "does not say which parts count",
+            where=store.url_of(path),
+            remedy="restore it, or remove it: then all parts count",
+        ) from error

@@ -5,15 +5,17 @@ Owns the layout, the commit of manifests and the completeness of checkpoints. Kn
 
 from __future__ import annotations
 
+import json
 import logging
 
 from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.parts import take_over_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
-from millrace.core.contracts.ids import iteration_number
+from millrace.core.contracts.ids import iteration_number, run_identity
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 from millrace.core.ledger import GroupOutcome, IterationHistory
 
@@ -28,8 +30,13 @@ class RunFolder:
     """`<storage.root>/<run>/`."""
 
     def __init__(self, root: str, run: str) -> None:
+        self.name = run
         self.store = Store(root).child(run)
         self._manifests: list[Manifest] = []
+
+    def identity(self, run_id: str | None) -> str:
+        """What the run's actors and temporary files are named by. run_id: of its run.json; those of earlier releases have none."""
+        return run_identity(self.name, self.store.real_url, run_id) if run_id else self.name
 
     # iterations
 
@@ -59,9 +66,9 @@ class RunFolder:
             return
         if manifest.history is None and any(entry.path == "verdicts.parquet" for entry in manifest.files):
             manifest = manifest.model_copy(update={"history": self.outcomes(index)})
-        self.store.write_json(
-            f"{self.iteration_path(index)}/{MANIFEST}", manifest.sealed().model_dump(mode="json")
-        )
+        content = json.dumps(manifest.sealed().model_dump(mode="json"), indent=1, ensure_ascii=False)
+        if not self.store.create(f"{self.iteration_path(index)}/{MANIFEST}", content.encode()):
+            self.commit_manifest(index, manifest)  # another driver did meanwhile: its files decide
 
     def manifest(self, index: int) -> Manifest | None:
         """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming it."""
@@ -103,6 +110,17 @@ class RunFolder:
             )
         self._manifests = self._manifests[:start] + committed
         return dict(enumerate(self._manifests))
+
+    def take_over(self) -> int:
+        """Note what earlier drivers left in the first open iteration, so that what they still write there does not count.
+
+        For the holder of the lease, before it works. Returns the iteration's index.
+        """
+        assert self.store.fence is not None, "the lease comes first"
+        index, token = self.first_open_iteration(), self.store.fence.token
+        if token > 1:
+            take_over_parts(self.iteration(index), ("rollouts", "rewards"), token)
+        return index
 
     def first_open_iteration(self) -> int:
         """The first iteration without a manifest."""

@@ -48,3 +48,11 @@ def sample_seed(
 def iteration_number(index: int) -> int:
     """How people count iterations: from 1. Folders, columns and code keep the index, from 0."""
     return index + 1
+
+
+def run_identity(name: str, folder: str, run_id: str) -> str:
+    """What a run's actors, placement group, shared memory and temporary folders are named by: one folder's run alone.
+
+    A copied run folder has the same `run_id`, a run of the same name under another storage root the same `name`.
+    """
+    return f"{name}-{digest('run', folder, run_id)[:12]}"

@@ -22,7 +22,7 @@ from millrace.core.errors import ConfigError, StorageError
 from millrace.core.hooks import load_function
 from millrace.flows.driver.interruption import on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
-from millrace.flows.driver.run_record import finish_run_record, open_run_record
+from millrace.flows.driver.run_record import finish_run_record, open_run_record, run_id
 from millrace.flows.preflight.check import check
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -72,6 +72,7 @@ async def _drive(
         )
         return {"run": config.run.name, "iterations": first, "did": 0}
     async with _leased(runtime) as attempt:
+        first = await asyncio.to_thread(runtime.run_folder.take_over)
         await open_run_record(runtime, attempt)
         if before_first and first == 0:
             await before_first(runtime)
@@ -97,7 +98,6 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
     The run's actors end on leaving, unless another driver has taken the lease and with it the actors.
     """
     lease = await asyncio.to_thread(Lease.take, runtime.run_folder.store)
-    runtime.drive_under(lease)
     driver = asyncio.current_task()
     assert driver is not None
     lost: list[Exception] = []
@@ -114,6 +114,7 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
 
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
     try:
+        runtime.drive_under(lease, await asyncio.to_thread(run_id, runtime.run_folder.store))
         await asyncio.to_thread(runtime.run_folder.clean)
         await asyncio.to_thread(remove_dead_folders)
         with on_signal(runtime.kill_actors):

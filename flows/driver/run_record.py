@@ -9,6 +9,7 @@ import asyncio
 import logging
 import platform
 import subprocess
+import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -18,6 +19,7 @@ from typing import Any
 from prefect.runtime import flow_run
 from pydantic import ValidationError
 
+from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.restart import Change, changes
 from millrace.core.config.reading.stored import VERSION, lifted
@@ -42,6 +44,15 @@ VERSIONED = (
 )
 
 
+def run_id(store: Store) -> str:
+    """The run's id from run.json, a new one for a run that has none yet."""
+    try:
+        record = store.read_json("run.json")
+    except MissingFileError:
+        record = {}
+    return str(record.get("id") or uuid.uuid4().hex)
+
+
 async def open_run_record(runtime: Runtime, attempt: int) -> None:
     """Write or extend run.json, and open the MLflow run that belongs to it.
 
@@ -60,6 +71,7 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
         check_branch(
             stored_config(record["parent"]["config"], record["name"]), runtime.config, record["parent"]
         )
+    record["id"] = runtime.run_id
     record["config"], record["config_version"] = resolved, VERSION
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)

@@ -46,7 +46,7 @@ def replay_run(root: str, run: str, first: int, last: int) -> Replay:
             f"{folder.store.url}: has {committed} committed iterations; ask for 0 <= from < to <= {committed}"
         )
     config = configuration_of(record, folder, first)
-    cluster.start_or_join(config.placement.ray_address, f"{run}-replay")
+    cluster.start_or_join(config.placement.ray_address, f"{folder.identity(record.get('id'))}-replay")
     try:
         return asyncio.run(_replay(config, folder, first, last))
     finally:

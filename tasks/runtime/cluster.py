@@ -28,9 +28,20 @@ class Cluster:
         self.config = config
         self.settings: Mapping[str, Any] = config.for_actors()  # the configuration as actors get it
         self._reservation = placement.Reservation(config)
-        self.fence: Fence | None = None
+        self._identity: str | None = None
+        self._fence: Fence | None = None
         self._joining = asyncio.Lock()
         self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
+
+    def use(self, identity: str, fence: Fence) -> None:
+        """Work in the namespace of this run alone, and end actors only while the fence lets this process."""
+        self._identity, self._fence = identity, fence
+
+    @property
+    def identity(self) -> str:
+        """The run's identity, the namespace of its actors; `use` comes first."""
+        assert self._identity is not None, "use comes first"
+        return self._identity
 
     async def join(self) -> None:
         """Be connected. A local head that died is started again; the actors it had are lost and rebuilt."""
@@ -46,7 +57,7 @@ class Cluster:
     def _connect(self) -> None:
         self._connecting = True
         try:
-            cluster.start_or_join(self.config.placement.ray_address, self.config.run.name)
+            cluster.start_or_join(self.config.placement.ray_address, self.identity)
         finally:
             self._connecting = False
 
@@ -76,8 +87,8 @@ class Cluster:
         """Kill the run's actors at once, whatever they do, unless they are another driver's by now."""
         if self._reaches_actors():
             with contextlib.suppress(LeaseHeldError):
-                if self.fence:
-                    self.fence.check()
+                if self._fence:
+                    self._fence.check()
                 actors.kill_all()
 
     async def end_actors(self) -> None:
@@ -92,8 +103,8 @@ class Cluster:
             cluster.leave()
 
     async def _check_fence(self) -> None:
-        if self.fence:
-            await asyncio.to_thread(self.fence.check)
+        if self._fence:
+            await asyncio.to_thread(self._fence.check)
 
     def _reaches_actors(self) -> bool:
         return (

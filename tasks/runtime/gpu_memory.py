@@ -53,9 +53,9 @@ class GpuMemory:
         self._owner = GpuOwner(Holder.HANDING_OVER)
         self._turn = asyncio.Lock()  # of the engines; on shared GPUs of the trainer too
 
-    async def open(self) -> None:
-        """Make what weights may go through."""
-        await self._weights.open()
+    async def open(self, identity: str) -> None:
+        """Make what weights may go through, named by the run's identity."""
+        await self._weights.open(identity)
 
     async def close(self) -> None:
         """Close connections to engines, and remove what weights went through."""

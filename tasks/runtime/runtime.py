@@ -30,6 +30,7 @@ class Runtime:
         self.tracking = Tracking(config)
         self.memory = GpuMemory(config, cluster := Cluster(config), self.run_folder, self.recovery)
         self._cluster = cluster
+        self._run_id: str | None = None
         self._record_storage: RecordStorage | None = None
 
     @property
@@ -38,14 +39,21 @@ class Runtime:
         assert self._record_storage is not None, "open comes first"
         return self._record_storage
 
-    def drive_under(self, lease: Lease) -> None:
-        """From now on files change and actors end only while this process holds the lease."""
+    @property
+    def run_id(self) -> str:
+        """The run's id, as run.json has it; `drive_under` comes first."""
+        assert self._run_id is not None, "drive_under comes first"
+        return self._run_id
+
+    def drive_under(self, lease: Lease, run_id: str) -> None:
+        """From now on files change and actors end only while this process holds the lease. Actors are those of this run alone."""
+        self._run_id = run_id
         self.run_folder.store.fence = lease
-        self._cluster.fence = lease
+        self._cluster.use(self.run_folder.identity(run_id), lease)
 
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if this very configuration made them."""
-        await self.memory.open()
+        await self.memory.open(self._cluster.identity)
         self._record_storage = await save_record_storage(self.config.storage.root)
         self._record_storage.use_fence(self.run_folder.store.fence)
         await self._cluster.adopt()

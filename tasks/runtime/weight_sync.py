@@ -26,9 +26,9 @@ class WeightSync:
         self.config = config
         self._folder: WeightsFolder | None = None
 
-    async def open(self) -> None:
-        """Make the folder that weights may go through."""
-        self._folder = await asyncio.to_thread(WeightsFolder, self.config)
+    async def open(self, identity: str) -> None:
+        """Make the folder that weights may go through, named by the run's identity."""
+        self._folder = await asyncio.to_thread(WeightsFolder, self.config, identity)
 
     async def close(self) -> None:
         """Remove the folder."""

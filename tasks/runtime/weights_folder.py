@@ -7,14 +7,11 @@ left. Knows nothing of engines.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
-import socket
 import uuid
 
 from millrace.connectors.storage.own_folders import own_folder, remove_own_folder
-from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
@@ -26,15 +23,15 @@ log = logging.getLogger(__name__)
 class WeightsFolder:
     """One driver's folder, with one version of the weights."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, identity: str) -> None:
         """Raises StorageError if it cannot be made, or what drivers of the run that died left cannot be removed."""
         self.version: int | None = None
         self._by_url = config.sync.by_url
         if self._by_url:
-            self._store = _in_storage(config)
+            self._store = _in_storage(config, identity)
         else:
             where = os.path.abspath(config.sync.directory) if config.sync.directory else None
-            self._store = Store(own_folder(f"millrace-{config.run.name}", where))
+            self._store = Store(own_folder(f"millrace-{identity}", where))
 
     @property
     def url(self) -> str:
@@ -69,11 +66,8 @@ def _name(version: int | None) -> str:
     return f"weights-{version:08d}"
 
 
-def _in_storage(config: RunConfig) -> Store:
+def _in_storage(config: RunConfig, identity: str) -> Store:
     """A folder of this driver's alone in the run's, where no other driver is at work: the run's lease sees to that."""
-    runs = RunFolder(config.storage.root, config.run.name).store
-    place = f"{socket.gethostname()}:{runs.url}" if runs.local else runs.url
-    key = hashlib.sha256(place.encode()).hexdigest()[:8]
-    mine = Store(config.sync.directory or "").child(f"millrace-{config.run.name}-{key}")
+    mine = Store(config.sync.directory or "").child(f"millrace-{identity}")
     mine.remove("", recursive=True)
     return mine.child(uuid.uuid4().hex)

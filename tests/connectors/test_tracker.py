@@ -62,7 +62,7 @@ def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in range(3)
+        for number in range(2)
     ]
     for process in starting:
         assert process.stdout
@@ -71,9 +71,10 @@ def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
         assert process.stdin
         process.stdin.write("go\n")
         process.stdin.flush()
-    assert [(process.communicate()[1][-500:], process.returncode)[1] for process in starting] == [0] * 3
+    problems = [process.communicate()[1] for process in starting]
+    assert [process.returncode for process in starting] == [0, 0], problems
     runs = Tracker.start(uri, "e", "/runs/0", "/runs/0", None)
-    assert len(runs._client.search_runs([runs.experiment_id])) == 3
+    assert len(runs._client.search_runs([runs.experiment_id])) == 2
 
 
 def test_an_unknown_or_deleted_run_id_starts_a_new_run(uri: str) -> None:

@@ -12,6 +12,8 @@ import threading
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
+import s3fs  # noqa: F401 - before the processes fork: it takes a second
+
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import LeaseHeldError

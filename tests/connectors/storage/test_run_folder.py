@@ -18,6 +18,24 @@ from millrace.core.ledger import Ledger
 SAMPLES = 2
 
 
+def test_a_run_is_itself_by_any_link_and_neither_its_copy_nor_its_namesake(tmp_path: Path) -> None:
+    """Actors, placement groups, shared memory and temporary folders are named by the identity."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    one = RunFolder(str(tmp_path / "runs"), "a").identity("1")
+    assert RunFolder(str(tmp_path / "link"), "a").identity("1") == one
+    assert RunFolder(f"file://{tmp_path}/runs/", "a").identity("1") == one
+    others = {
+        "a copy under another root": RunFolder(str(tmp_path / "copies"), "a").identity("1"),
+        "a copy of another name": RunFolder(str(tmp_path / "runs"), "b").identity("1"),
+        "another run under another root": RunFolder(str(tmp_path / "other"), "a").identity("2"),
+        "a run that took the place of a removed one": RunFolder(str(tmp_path / "runs"), "a").identity("2"),
+        "a bucket": RunFolder("memory://runs", "a").identity("1"),
+    }
+    assert len({one, *others.values()}) == 1 + len(others)
+    assert RunFolder(str(tmp_path / "runs"), "a").identity(None) == "a"  # of a release whose runs had no id
+
+
 def write_iteration(folder: RunFolder, index: int, ledger: Ledger) -> Manifest:
     """An iteration of four groups: kept, dropped, half kept, returned."""
     draws = ledger.draw(index, 3, 1)

@@ -1,0 +1,208 @@
+"""A driver that lost its lease changes nothing any more, at whatever line it was stopped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from prefect.results import ResultStore
+
+from millrace.connectors.prefect.record_storage import RecordStorage
+from millrace.connectors.storage import lease as leases
+from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.contracts import schema
+from millrace.core.contracts.sample import ScoredSample
+from millrace.core.errors import LeaseHeldError, StorageError
+
+TABLE = schema.schema("rewards").empty_table()
+CHANGES: dict[str, Callable[[Store, Path], object]] = {
+    "write": lambda store, _: store.write("file", b"new"),
+    "create": lambda store, _: store.create("another", b"new"),
+    "remove": lambda store, _: store.remove("file"),
+    "write_json": lambda store, _: store.write_json("file", {}),
+    "write_table": lambda store, _: store.write_table("file", TABLE, "rewards"),
+    "upload_dir": lambda store, folder: store.upload_dir(str(folder), "uploaded"),
+    "check_writable": lambda store, _: store.check_writable(),
+}
+READS = {
+    *("read", "read_json", "read_table", "blocks", "exists", "list", "folders", "entry", "entries", "verify"),
+    *("download_dir", "child", "url_of", "fs", "url", "real_url", "creates_once"),
+    "sweep",  # files that nobody writes any more
+}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait for a holder's sign of life, and no look at the lease that holds for a while."""
+    monkeypatch.setenv("MILLRACE_LEASE_S", "0")
+    monkeypatch.setattr(leases, "FRESH_S", 0.0)
+
+
+def driven(root: str) -> Store:
+    store = Store(root)
+    store.fence = Lease.take(store)
+    return store
+
+
+def taken_over(store: Store) -> Store:
+    """The store of a new driver on another host."""
+    path = f"lease/{store.fence.token:06d}.json" if store.fence else ""
+    plain = Store(store.url)
+    claim = plain.read_json(path)
+    plain.write_json(path, {**claim, "process": {**claim["process"], "boot": "another"}})
+    return driven(store.url)
+
+
+def test_every_method_of_a_store_reads_or_is_in_the_table() -> None:
+    public = {name for name, _ in inspect.getmembers(Store) if not name.startswith("_")}
+    assert public == READS | set(CHANGES)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_nothing_changes_by_a_driver_that_lost_its_lease(
+    root: str, change: Callable[[Store, Path], object], tmp_path: Path
+) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "one").write_bytes(b"1")
+    stale = Store(f"{root}/run")
+    stale.write("file", b"old")
+    stale = driven(stale.url)
+    change(stale.child("below"), tmp_path / "local")
+    new = taken_over(stale)
+    before = {path: new.read(path) for path in new.list()}
+    for store in (stale, stale.child("below")):
+        with pytest.raises(LeaseHeldError, match="taken over by process"):
+            change(store, tmp_path / "local")
+    assert {path: new.read(path) for path in new.list()} == before
+
+
+async def test_a_record_of_a_driver_that_lost_its_lease_is_refused(tmp_path: Path) -> None:
+    stale = driven(str(tmp_path / "a"))
+    storage = RecordStorage(root=str(tmp_path))
+    storage.use_fence(stale.fence)
+    assert (
+        ResultStore(result_storage=storage).result_storage is storage
+    )  # Prefect makes no copy without the fence
+    await storage.write_path("a/iterations/000000/results/rollout.json", b"{}")
+    taken_over(stale)
+    with pytest.raises(LeaseHeldError):
+        await storage.write_path("a/iterations/000000/results/reward.json", b"{}")
+    assert not (tmp_path / "a/iterations/000000/results/reward.json").exists()
+
+
+def test_on_a_disk_no_other_takes_the_lease_amid_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LOCK_PATIENCE_S", 0.2)
+    stale = driven(str(tmp_path))
+    assert stale.fence
+    with stale.fence.writing(), pytest.raises(LeaseHeldError, match="amid a write.*kill -9"):
+        taken_over(stale)
+    assert taken_over(stale).fence is not None
+
+
+@pytest.mark.parametrize("root", ["s3"], indirect=True)
+@pytest.mark.parametrize("existed", [True, False])
+def test_on_s3_a_write_stopped_after_its_look_at_the_lease_is_refused(
+    root: str, existed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if existed:
+        Store(root).write("step.json", b"of an earlier attempt")
+    stale = driven(root)
+    look = stale.fence.check if stale.fence else None
+
+    def look_and_stop() -> None:
+        assert look
+        look()
+        monkeypatch.setattr(stale.fence, "check", look)
+        taken_over(stale).write("step.json", b"of the successor")
+
+    monkeypatch.setattr(stale.fence, "check", look_and_stop)
+    with pytest.raises(LeaseHeldError):
+        stale.write("step.json", b"of the stale driver")
+    assert Store(root).read("step.json") == b"of the successor"
+
+
+def rewards(*samples: str) -> pa.Table:
+    rows = [
+        ScoredSample(
+            sample_id=name,
+            group_id="g",
+            reward=1.0,
+            reward_parts=[],
+            scoring="scored",
+            reason=None,
+            scoring_s=0.0,
+        )
+        for name in samples
+    ]
+    return schema.to_table(rows, "rewards")
+
+
+@dataclass(frozen=True)
+class Passing:
+    """The fence of a driver whose write was under way when the lease was taken: nothing refuses it."""
+
+    token: int
+
+    def check(self) -> None:
+        """Find nothing."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Refuse nothing."""
+        return nullcontext()
+
+
+def test_parts_that_land_after_a_takeover_do_not_count(root: str) -> None:
+    """Three drivers: what the first one wrote before it was replaced counts for ever, what it wrote after never does."""
+    folder = RunFolder(root, "a")
+    folder.store.fence = Lease.take(folder.store)
+    stale = folder.iteration(0)
+    kept = write_part(stale, "rewards", rewards("one"), "rewards").path
+    stale.fence = Passing(1)
+    for sample in ("two", "three"):
+        folder.store = taken_over(folder.store)
+        assert folder.take_over() == 0
+        late = write_part(stale, "rewards", rewards(sample), "rewards").path
+        new = folder.iteration(0)
+        mine = write_part(new, "rewards", rewards(sample), "rewards").path
+        assert late not in list_parts(new, "rewards")
+        assert {kept, mine} <= set(list_parts(new, "rewards"))
+        assert new.exists(late)
+    assert read_parts(new, "rewards", "rewards")["sample_id"].to_pylist() == ["one", "two", "three"]
+
+
+def test_parts_of_earlier_releases_count(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    entry = write_part(store, "rewards", rewards("one"), "rewards")
+    former = "rewards/part-" + "0" * 32 + "." + entry.sha256[:16] + ".parquet"
+    (tmp_path / entry.path).rename(tmp_path / former)
+    assert list_parts(store, "rewards") == [former]
+
+
+def test_of_two_manifests_of_an_iteration_the_first_stays(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = RunFolder(root, "a"), RunFolder(root, "a")
+    files = [first.iteration(0).write("step.json", b"{}")]
+    looked = second.manifest
+
+    def look_before_the_other_commits(index: int) -> Manifest | None:
+        monkeypatch.setattr(second, "manifest", looked)
+        found = looked(index)
+        first.commit_manifest(0, Manifest(iteration=0, files=files, tasks={"driver": 2}))
+        return found
+
+    monkeypatch.setattr(second, "manifest", look_before_the_other_commits)
+    with pytest.raises(StorageError, match="committed with other files"):
+        second.commit_manifest(0, Manifest(iteration=0, files=[], tasks={"driver": 1}))
+    manifest = first.manifest(0)
+    assert manifest
+    assert (manifest.files, manifest.tasks) == (files, {"driver": 2})
