@@ -28,20 +28,14 @@ class Cluster:
         self.config = config
         self.settings: Mapping[str, Any] = config.for_actors()  # the configuration as actors get it
         self._reservation = placement.Reservation(config)
-        self._identity: str | None = None
+        self.identity = config.run.name  # the namespace of its actors; that of one run alone from `use` on
         self._fence: Fence | None = None
         self._joining = asyncio.Lock()
         self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
 
     def use(self, identity: str, fence: Fence) -> None:
         """Work in the namespace of this run alone, and end actors only while the fence lets this process."""
-        self._identity, self._fence = identity, fence
-
-    @property
-    def identity(self) -> str:
-        """The run's identity, the namespace of its actors; `use` comes first."""
-        assert self._identity is not None, "use comes first"
-        return self._identity
+        self.identity, self._fence = identity, fence
 
     async def join(self) -> None:
         """Be connected. A local head that died is started again; the actors it had are lost and rebuilt."""
