@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeVar
 import fsspec
 from pydantic import BaseModel, ConfigDict
 
-from millrace.connectors.storage import conditional, local
+from millrace.connectors.storage import local
+from millrace.connectors.storage.exclusive import conditional
 from millrace.connectors.storage.faults import retried
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import MissingFileError, StorageError

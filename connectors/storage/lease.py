@@ -25,7 +25,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from millrace.connectors.storage import local
-from millrace.connectors.storage.process_identity import ProcessIdentity
+from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, LeaseHeldError, MissingFileError, StorageError
 

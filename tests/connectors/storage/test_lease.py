@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.files import Files
 from millrace.connectors.storage.lease import Lease
-from millrace.connectors.storage.process_identity import ProcessIdentity
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, LeaseHeldError
 
