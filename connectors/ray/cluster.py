@@ -30,6 +30,7 @@ from millrace.core.errors import MillraceError
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
 TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
+LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
 STARTS = 3  # of a head that is killed again and again while a run joins it
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
@@ -249,6 +250,8 @@ def _start() -> str:
         "PYTHONPATH": _python_path(),
     }
     environment.setdefault("RAY_AUTH_MODE", "disabled")  # drivers find a token only by an explicit mode
+    environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
+    environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
     record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder)}
