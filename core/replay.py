@@ -104,7 +104,7 @@ def check_replayed(index: int, recorded: StepMetrics, again: StepMetrics, *, exa
         raise ReplayedStepError(
             f"iteration {iteration_number(index)}, step {recorded['version']}: made again, {name} is {now!r}, recorded is {before!r}",
             remedy="put back what changed since (the batch, the model's files, functions of yours, package versions), or "
-            "go on without the steps after a checkpoint: millrace branch",
+            "go on without the steps after a checkpoint: `millrace branch RUN NEW --at ITERATION`",
         )
 
 

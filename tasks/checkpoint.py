@@ -10,7 +10,8 @@ import time
 
 from prefect import task
 
-from millrace.core.contracts.task_records import CheckpointRecord
+from millrace.connectors.storage.run_folder import COMPLETE
+from millrace.core.contracts.task_records import CheckpointRecord, FileRecord
 from millrace.core.retention import checkpoints_to_drop, due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
@@ -34,11 +35,13 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
                 await ranks.save(ctx.run_folder.store.url_of(path))
             await kill_point(ctx.index, "checkpoint", "in")
         record["saved"] = path
+        marker = await asyncio.to_thread(ctx.run_folder.store.entry, f"{path}/{COMPLETE}")
+        record["marker"] = marker.record()
         record["dropped"] = await asyncio.to_thread(_retain, ctx)
     if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (
         last and config.checkpoint.export_last
     ):
-        record["exported"] = await _export(ctx, done)
+        record["exported"], record["export_files"] = await _export(ctx, done)
     record["seconds"] = time.perf_counter() - started
     return record
 
@@ -58,8 +61,8 @@ def _retain(ctx: IterationContext) -> list[str]:
     return [ctx.run_folder.checkpoint_path(number) for number in dropped]
 
 
-async def _export(ctx: IterationContext, done: int) -> str:
+async def _export(ctx: IterationContext, done: int) -> tuple[str, list[FileRecord]]:
     path = f"exports/{done:06d}"
     async with ctx.runtime.memory.for_weights(ctx.version_after) as ranks:
-        await ranks.upload(ctx.run_folder.store.url_of(path), ctx.version_after)
-    return path
+        files = await ranks.upload(ctx.run_folder.store.url_of(path), ctx.version_after)
+    return path, files

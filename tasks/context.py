@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.contracts.task_records import IterationRecords
+from millrace.core.contracts.task_records import FileRecord, IterationRecords
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
@@ -26,6 +27,15 @@ class IterationContext:
         self.folder: Store = self.run_folder.iteration(index)
         self.records: IterationRecords = {}  # committed so far
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
+        self.parts: dict[str, list[FileRecord]] = {
+            "rollouts": [],
+            "rewards": [],
+        }  # of rollouts and rewards, while their task runs
+
+    def start_parts(self, folder: str) -> None:
+        """Begin the list of a folder's parts with those that an earlier attempt stored."""
+        entries = self.folder.entries(list_parts(self.folder, folder))
+        self.parts[folder] = [entry.record() for entry in entries]
 
     @property
     def version_before(self) -> int:

@@ -8,13 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import task
 
-from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import manifest_from_records
+from millrace.connectors.storage.parts import read_parts
 from millrace.core.config import RunConfig
-from millrace.core.contracts.task_records import FilterRecord, PublishRecord, StepMetrics
+from millrace.core.contracts.task_records import (
+    FilterRecord,
+    PublishRecord,
+    RewardRecord,
+    RolloutRecord,
+    StepMetrics,
+)
 from millrace.core.metrics import group_metrics, sample_metrics, staleness_metrics
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
@@ -24,8 +32,6 @@ SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
     *("moe_aux_loss", "moe_z_loss"),
 )
-PARTS = ("rollouts", "rewards")
-TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 
 
 @task(name="publish", retries=2, retry_delay_seconds=1)
@@ -34,8 +40,7 @@ async def publish(ctx: IterationContext) -> PublishRecord:
     metrics = await asyncio.to_thread(iteration_metrics, ctx)
     await report.iteration(ctx, metrics)
     await kill_point(ctx.index, "publish", "in")
-    await asyncio.to_thread(_commit, ctx, metrics)
-    return {"metrics": metrics}
+    return await asyncio.to_thread(_commit, ctx, metrics)
 
 
 @task(name="publish", retries=2, retry_delay_seconds=1)
@@ -45,25 +50,29 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
     metrics.update(_time_metrics(ctx))
     await report.iteration(ctx, metrics)
-    await asyncio.to_thread(_commit, ctx, metrics)
-    return {"metrics": metrics}
+    return await asyncio.to_thread(_commit, ctx, metrics)
 
 
-def _commit(ctx: IterationContext, metrics: dict[str, float]) -> None:
-    parts = [path for folder in PARTS for path in list_parts(ctx.folder, folder)]
-    others = [*list_takeovers(ctx.folder), *ctx.folder.list("results")]
-    files = ctx.folder.entries([*TABLES, *parts, *others])
-    tasks = {"trained_version": ctx.version_after, "metrics": metrics, "committed": time.time()}
-    if ctx.folder.fence:
-        tasks["driver"] = ctx.folder.fence.token
-    ctx.run_folder.commit_manifest(ctx.index, Manifest(iteration=ctx.index, files=files, tasks=tasks))
+def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
+    """Write the manifest, unless an earlier attempt has: the record says what the manifest says."""
+    manifest = ctx.run_folder.manifest(ctx.index)
+    if manifest is None:
+        driver = ctx.folder.fence.token if ctx.folder.fence else None
+        made = manifest_from_records(ctx.run_folder, ctx.index, metrics, time.time(), driver)
+        manifest = ctx.run_folder.commit_manifest(ctx.index, made)
+    tasks = manifest.tasks
+    return {
+        "metrics": tasks["metrics"],
+        "committed": tasks["committed"],
+        "driver": tasks.get("driver"),
+        "manifest": manifest.sha256,
+    }
 
 
 def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
     """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest."""
-    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
-    rewards = read_parts(ctx.folder, "rewards", "rewards")
     records = ctx.records
+    rollouts, rewards = _parts(ctx, "rollouts", records["rollout"]), _parts(ctx, "rewards", records["reward"])
     metrics = {
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
@@ -78,6 +87,12 @@ def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
     if "evaluate" in records:
         metrics.update(report.evaluation_metrics(records["evaluate"]))
     return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _parts(ctx: IterationContext, kind: str, record: RolloutRecord | RewardRecord) -> pa.Table:
+    """The parts that a record names; those of an earlier release's record are all in the folder."""
+    entries = [FileEntry.model_validate(file) for file in record["files"]] if "files" in record else None
+    return read_parts(ctx.folder, kind, kind, entries=entries)
 
 
 def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:

@@ -28,6 +28,7 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     """Score until the filter has settled; the record counts outcomes and seconds."""
     assert ctx.stream is not None
     stored = await asyncio.to_thread(read_parts, ctx.folder, "rewards", "rewards", ignore_incomplete=True)
+    await asyncio.to_thread(ctx.start_parts, "rewards")
     done: set[str] = set(stored.column("sample_id").to_pylist())
     counts: dict[Scoring, int] = {"scored": 0, "failed": 0, "timed_out": 0, "skipped": 0}
     for outcome in stored.column("scoring").to_pylist():
@@ -41,11 +42,11 @@ async def reward(ctx: IterationContext) -> RewardRecord:
             started = time.perf_counter()
             rows = await asyncio.to_thread(_read_unscored, ctx, path)
             scored = await asyncio.gather(*(_score(ctx, row) for row in rows if row["sample_id"] not in done))
-            await _write(ctx, scored)
             for sample in scored:
-                done.add(sample.sample_id)
                 counts[sample.scoring] += 1
-            _check_budget(ctx, counts, scored)
+            _check_budget(ctx, counts, scored)  # before they are stored: what is stored is not scored again
+            await _write(ctx, scored)
+            done.update(sample.sample_id for sample in scored)
             parts.add(path)
             busy += time.perf_counter() - started
         if ctx.stream.settled:
@@ -55,6 +56,7 @@ async def reward(ctx: IterationContext) -> RewardRecord:
                 "timed_out": counts["timed_out"],
                 "skipped": counts["skipped"],
                 "seconds": busy,
+                "files": ctx.parts["rewards"],
             }
         await ctx.stream.wait(revision)
 
@@ -89,7 +91,8 @@ def _check_budget(ctx: IterationContext, counts: dict[Scoring, int], scored: Seq
             f"scoring of {failed} samples failed, more than reward.max_failed_share = {share:g} allows "
             f"({allowed:.0f}); the last reason: {last}",
             where=f"iteration {iteration_number(ctx.index)}",
-            remedy=f"fix {ctx.config.reward.function} or the data and start the run again; what finished is kept",
+            remedy=f"fix {ctx.config.reward.function} or the data, or raise reward.max_failed_share, and start the run again; "
+            "what finished is kept",
         )
 
 
@@ -98,6 +101,7 @@ async def _write(ctx: IterationContext, scored: Sequence[ScoredSample]) -> None:
         return
     table = schema.to_table(scored, "rewards")
     entry = await asyncio.to_thread(write_part, ctx.folder, "rewards", table, "rewards")
+    ctx.parts["rewards"].append(entry.record())
     await kill_point(ctx.index, "reward", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rewards", entry.path)

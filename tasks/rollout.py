@@ -39,6 +39,7 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     started = time.perf_counter()
     groups = await asyncio.to_thread(_read_groups, ctx)
     parts = await asyncio.to_thread(read_parts, ctx.folder, "rollouts", "rollouts", ignore_incomplete=True)
+    await asyncio.to_thread(ctx.start_parts, "rollouts")
     finished = set(parts.column("sample_id").to_pylist())
     generator = sample_generator(ctx, failed=parts.column("status").to_pylist().count("failed"))
     released = 0
@@ -61,6 +62,7 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
         "samples_generated": generator.samples,
         "tokens_generated": generator.tokens,
         "engines_s": generator.engines_s,
+        "files": ctx.parts["rollouts"],
     }
 
 
@@ -161,6 +163,7 @@ async def _write(ctx: IterationContext, rows: list[GeneratedSample]) -> None:
         return
     table = schema.to_table(rows, "rollouts")
     entry = await asyncio.to_thread(write_part, ctx.folder, "rollouts", table, "rollouts")
+    ctx.parts["rollouts"].append(entry.record())
     await kill_point(ctx.index, "rollout", "in")
     assert ctx.stream is not None
     await ctx.stream.land("rollouts", entry.path)

@@ -15,7 +15,9 @@ from typing import Any, TypeVar, cast
 from prefect import Task
 
 from millrace.connectors.prefect.record_storage import kept_at
-from millrace.core.errors import LASTING, CorruptFileError, MissingFileError, StorageError
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
+from millrace.core.errors import LASTING, BudgetError, CorruptFileError, RefusedStepError, StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 
@@ -46,10 +48,14 @@ async def run_recorded(
     await kill_point(ctx.index, task.name, "before")
     if ctx.folder.fence:  # trainer and engines are another driver's where the lease is
         await asyncio.to_thread(ctx.folder.fence.check)
-    path = f"results/{task.name}.json"
-    await asyncio.to_thread(_remove_if_broken, ctx, path)
+    path = record_path(task.name)
+    await asyncio.to_thread(_check_found, ctx, task.name)
     key = f"{ctx.config.run.name}/{ctx.run_folder.iteration_path(ctx.index)}/{path}"
-    record = await kept_at(key, task, ctx.runtime.record_storage)(ctx)
+    try:
+        record = await kept_at(key, task, ctx.runtime.record_storage)(ctx)
+    except (RefusedStepError, BudgetError) as error:
+        error.remedy = f"{error.remedy or 'correct the cause'}, or {way_out(ctx.config.run.name, ctx.index)}"
+        raise
     if not await asyncio.to_thread(ctx.folder.exists, path):  # Prefect only logs that it could not write it
         await asyncio.to_thread(ctx.run_folder.store.check_writable)
         raise StorageError(
@@ -63,12 +69,18 @@ async def run_recorded(
     return record
 
 
-def _remove_if_broken(ctx: IterationContext, path: str) -> None:
-    """Remove a record that is no JSON, so that the task runs again."""
+def _check_found(ctx: IterationContext, task: str) -> None:
+    """Remove a record that is not what was written, so that the task runs again; check the files that a whole one names.
+
+    Raises MissingFileError or CorruptFileError for a file that is gone or changed since the record was committed.
+    """
+    files = IterationFiles(ctx.run_folder, ctx.index)
     try:
-        ctx.folder.read_json(path)
-    except MissingFileError:
-        pass
+        record = files.record(task)
     except CorruptFileError as error:
-        log.warning("removing a broken record: %s", error)
-        ctx.folder.remove(path)
+        log.warning("removing a broken record, its task runs again: %s", error)
+        ctx.folder.remove(record_path(task))
+        return
+    if record:
+        named = [*record.get("files", ()), *([record["batch"]] if "batch" in record else [])]
+        files.check([FileEntry.model_validate(file) for file in named])

@@ -1,6 +1,6 @@
 """train_step: apply this iteration's optimizer steps to the live trainer.
 
-Reads batch.parquet (by url, in the ranks); writes step.json. The record never stands for live weights: `Trainer.at` rebuilds a
+Reads batch.parquet (by url, in the ranks, which check its hash); writes step.json. The record never stands for live weights: `Trainer.at` rebuilds a
 lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
 """
 
@@ -11,7 +11,7 @@ import time
 
 from prefect import task
 
-from millrace.core.contracts.task_records import StepFile, StepMetrics, TrainStepRecord
+from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
@@ -22,7 +22,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     """Train the steps of the iteration in order; the record holds each step's metrics."""
     started = time.perf_counter()
     steps: list[StepMetrics] = []
-    batch_url = ctx.folder.url_of("batch.parquet")
+    batch_url, batch = ctx.folder.url_of("batch.parquet"), _batch(ctx)
     async with ctx.runtime.memory.for_trainer() as trainer:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
@@ -31,7 +31,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             compares = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
             gap = ctx.config.sync.max_logprob_gap if compares else None
             ctx.runtime.recovery.ready()
-            steps.append(await ranks.train(version, batch_url, gap))
+            steps.append(await ranks.train(version, batch_url, gap, None, batch["sha256"]))
             await kill_point(ctx.index, "train_step", "in")
     made: StepFile = {
         "version": ctx.version_after,
@@ -40,4 +40,11 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
         "seconds": time.perf_counter() - started,
     }
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
-    return {**made, "files": [entry.record()]}
+    return {**made, "files": [entry.record()], "batch": batch}
+
+
+def _batch(ctx: IterationContext) -> FileRecord:
+    """The batch as the task that wrote it recorded it."""
+    supervised = ctx.config.algorithm.supervised
+    files = (ctx.records["sample_supervised"] if supervised else ctx.records["filter"])["files"]
+    return next(file for file in files if file["path"] == "batch.parquet")

@@ -148,7 +148,7 @@ class Learner:
             raise TrainerError(
                 f"step {version} of {batch_url} needs log-probabilities, values or whitened advantages under the weights "
                 f"from before the iteration, which began at step {steps[0]}",
-                remedy="rebuild the trainer from a checkpoint and replay the iteration",
+                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
         rewards = self._rewards(rows)
         batches = {}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.megatron.rank_weights import RankWeights
-from millrace.core.errors import RefusedStepError, TrainerError
+from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
 from millrace.core.replay import (
     check_trainer_fits,
@@ -44,6 +44,7 @@ class TrainerRank(RankWeights):
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self.reload_s = 0.0  # seconds that taking GPU memory back took, at the last call that needed it
         self._rows: tuple[str, list[Row]] | None = None
+        self._trained_on: str | None = None  # hash of the batch of the last step
 
     def address(self) -> tuple[str, int]:
         """This node's address and a free port, for the ranks to meet at."""
@@ -100,35 +101,47 @@ class TrainerRank(RankWeights):
         batch_url: str,
         max_logprob_gap: float | None = None,
         recorded: StepMetrics | None = None,
+        batch_sha256: str | None = None,
     ) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
         Answers from memory if the version is held already. max_logprob_gap, given with an iteration's first step: largest mean
         |engine - trainer| log-probability difference, on the samples of any of its steps, with which it is applied.
         recorded: the figures of the step when it was made before: it is then made under the settings of that time.
-        Raises RefusedStepError for a larger gap, a step without tokens, a loss or a gradient that is not
+        batch_sha256: the hash of the batch in the record or manifest that committed it.
+        Raises CorruptFileError for a batch of another hash, RefusedStepError for a larger gap, a step without tokens, a loss or a gradient that is not
         finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
         are then as before.
         """
         if version == self.version and self.last is not None:
+            if batch_sha256 != self._trained_on and None not in (batch_sha256, self._trained_on):
+                raise TrainerError(
+                    f"rank {self.rank} made weight version {version} of another batch than {batch_url}",
+                    remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
+                )
             return self.last
         if self.version is None or version != self.version + 1:
             raise TrainerError(
-                f"rank {self.rank} holds weight version {self.version} and cannot make version {version} of it; "
-                "rebuild the trainer from its newest checkpoint"
+                f"rank {self.rank} holds weight version {self.version} and cannot make version {version} of it",
+                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
         with self._working("train"):
-            self.last = self._train(version, batch_url, max_logprob_gap, recorded)
-            self.version = version
+            self.last = self._train(version, batch_url, max_logprob_gap, recorded, batch_sha256)
+            self.version, self._trained_on = version, batch_sha256
         return self.last
 
     def _train(
-        self, version: int, batch_url: str, max_logprob_gap: float | None, recorded: StepMetrics | None
+        self,
+        version: int,
+        batch_url: str,
+        max_logprob_gap: float | None,
+        recorded: StepMetrics | None,
+        batch_sha256: str | None,
     ) -> dict[str, Any]:
         started = time.perf_counter()
         if recorded is not None:
             check_trainer_fits(version, recorded, self.step_settings)
-        every = self._read(batch_url)
+        every = self._read(batch_url, batch_sha256)
         rows = [row for row in every if row.train_step == version]
         if not rows:
             raise TrainerError(
@@ -223,13 +236,20 @@ class TrainerRank(RankWeights):
             return save(self.learner, url, self.version, self.last)
 
     def load(self, url: str) -> int:
-        """Load what `save` wrote, under whatever layout this is; returns the version now held."""
+        """Load what `save` wrote, under whatever layout this is; returns the version now held.
+
+        Raises CorruptFileError or MissingFileError for a checkpoint that is not whole; the weights are then as before.
+        """
         from millrace.connectors.megatron.checkpoint.trainer_state import load
 
         with self._working("load"):
-            self.version = self.last = None
-            self._rows = None
-            self.version, self.last = load(self.learner, url)
+            before = self.version, self.last
+            self.version = self.last = self._rows = self._trained_on = None
+            try:
+                self.version, self.last = load(self.learner, url)
+            except (CorruptFileError, MissingFileError):
+                self.version, self.last = before  # files are checked before any of them is loaded
+                raise
         return self.version
 
     def offload(self) -> int:
@@ -247,14 +267,14 @@ class TrainerRank(RankWeights):
         self.close_broadcast()
         world.leave()
 
-    def _read(self, url: str) -> list[Row]:
-        """Rows of a batch; an iteration's steps read its file once."""
+    def _read(self, url: str, sha256: str | None = None) -> list[Row]:
+        """Rows of a batch, which must have that hash; an iteration's steps read its file once."""
         from millrace.connectors.megatron.packing import read_rows
         from millrace.connectors.storage.store import Store
 
         if self._rows is None or self._rows[0] != url:
             folder, _, name = url.rpartition("/")
-            self._rows = (url, read_rows(Store(folder).read_table(name, "batch")))
+            self._rows = (url, read_rows(Store(folder).read_table(name, "batch", sha256=sha256)))
         return self._rows[1]
 
     @contextlib.contextmanager

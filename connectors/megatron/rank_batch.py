@@ -107,7 +107,7 @@ def _sample_advantages(
         raise TrainerError(
             f"{len(missing)} of the step's {len(rows)} samples have no advantage, {missing[0]} for one; "
             "the batch was not written whole",
-            remedy="run the filter again",
+            remedy=f"have it filtered again: `millrace discard {config.run.name} --iteration ITERATION`",
         )
     return None
 

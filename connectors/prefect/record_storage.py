@@ -1,6 +1,6 @@
 """Where Prefect keeps the results of tasks: files under the storage root, at paths that the caller names.
 
-They are written through the Store, whole or not at all, and retried as every other file is. Knows nothing of what a
+They are written through the Store, whole or not at all, each with a hash of itself, and retried as every other file is. Knows nothing of what a
 result means or of which tasks there are. Servers know the block type by its slug and by a hash of its fields and docstring:
 both stay as they are.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -45,14 +46,16 @@ class RecordStorage(WritableFileSystem):
         self._fence = fence
 
     async def read_path(self, path: str) -> bytes:
-        """A record's bytes."""
-        return await asyncio.to_thread(Store(self.root).read, path)
+        """A record's bytes. Raises CorruptFileError if they are not those that were written."""
+        content = await asyncio.to_thread(Store(self.root).read_sealed, path)
+        return json.dumps(content).encode()
 
     async def write_path(self, path: str, content: bytes) -> None:
-        """Write a record, whole or not at all."""
-        store = Store(self.root)
-        store.fence = self._fence
-        await asyncio.to_thread(store.write, path, content)
+        """Write a record, whole or not at all. Its place is that in the run, whatever the run's name."""
+        name, place = path.split("/", 1)
+        run = Store(self.root).child(name)
+        run.fence = self._fence
+        await asyncio.to_thread(run.write_sealed, place, json.loads(content))
 
 
 @dataclass

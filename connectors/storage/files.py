@@ -182,6 +182,19 @@ class Files:
         except MissingFileError:
             return
 
+    def move(self, path: str, target: str) -> None:
+        """Give a file another path. A file that is at neither place raises MissingFileError."""
+
+        def move() -> None:
+            with self._writing():
+                if self.local:
+                    local.move(Path(self._full(path)), Path(self._full(target)))
+                else:
+                    self.fs.copy(self._full(path), self._full(target))
+                    self.fs.rm(self._full(path))
+
+        self._retried("move", path, move)
+
     def sweep(self, older_than_s: float) -> Names:
         """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none."""
         if not self.local:

@@ -65,6 +65,14 @@ def _write_synced(file: Path, blocks: Iterable[bytes], mode: str) -> None:
         os.fsync(handle.fileno())
 
 
+def move(source: Path, target: Path) -> None:
+    """Give a file another path. After a crash at any moment it is at one of the two."""
+    make_folder(target.parent)
+    source.replace(target)
+    _sync_folder(target.parent)
+    _sync_folder(source.parent)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, so that they survive a power cut."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]

@@ -26,7 +26,14 @@ class Manifest(BaseModel):
     files: list[FileEntry]
     tasks: dict[str, Any] = {}
     history: IterationHistory | None = None
+    before: str | None = (
+        None  # hash of the manifest before, so that none can be replaced; earlier releases kept none
+    )
     sha256: str = ""
+
+    def after(self, before: Manifest | None) -> Manifest:
+        """This manifest as the one that follows `before`."""
+        return self.model_copy(update={"before": before.sha256 if before else None})
 
     def sealed(self) -> Manifest:
         """This manifest with its hash."""
@@ -34,7 +41,8 @@ class Manifest(BaseModel):
 
     def content_hash(self) -> str:
         """Hash of the content as JSON, without the hash."""
-        content = json.dumps(self.model_dump(mode="json", exclude={"sha256"}), sort_keys=True)
+        fields = {"sha256"} if self.before else {"sha256", "before"}
+        content = json.dumps(self.model_dump(mode="json", exclude=fields), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def file(self, path: str) -> FileEntry:

@@ -26,7 +26,8 @@ from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 
-PART = re.compile(r"^part-(\d{6,})-")
+# the token of the driver that wrote it, and the first digits of its hash; parts of earlier releases lack them
+PART = re.compile(r"part-(?:(\d{6,})-)?[0-9a-f]{32}(?:\.([0-9a-f]{16}))?\.parquet")
 TAKEOVER = re.compile(r"^takeover-(\d{6,})\.json$")
 
 
@@ -52,20 +53,30 @@ def take_over_parts(store: Store, folders: Sequence[str], token: int) -> None:
     parts = {
         folder: [path.removeprefix(f"{folder}/") for path in list_parts(store, folder)] for folder in folders
     }
-    store.write_json(f"takeover-{token:06d}.json", _Takeover(parts=parts).model_dump())
+    name = f"takeover-{token:06d}.json"
+    iteration = "/".join(store.url.split("/")[-2:])
+    store.write_sealed(name, _Takeover(parts=parts).model_dump(), place=f"{iteration}/{name}")
 
 
 def list_parts(store: Store, folder: str) -> list[str]:
-    """Paths of a folder's parts that count, sorted. Raises CorruptFileError if the note of the newest takeover is broken."""
+    """Paths of a folder's parts that count, sorted. Of parts with one content, which only a copy makes, the first counts.
+
+    Raises CorruptFileError if the note of the newest takeover is broken.
+    """
     paths = store.list()
-    names = [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/part-")]
-    parts = [name for name in names if name.endswith(".parquet")]
+    names = [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")]
+    parts = [name for name in names if PART.fullmatch(name)]
     takeovers = {int(match[1]): path for path in paths if (match := TAKEOVER.match(path))}
     if takeovers:
         newest = max(takeovers)
-        found = set(_read_takeover(store, takeovers[newest]).parts.get(folder, []))
-        parts = [name for name in parts if name in found or _token(name) >= newest]
-    return [f"{folder}/{name}" for name in parts]
+        noted = set(_read_takeover(store, takeovers[newest]).parts.get(folder, []))
+        parts = [name for name in parts if name in noted or _token(name) >= newest]
+    found: dict[str, str] = {}
+    for name in parts:
+        content = name.split(".", 1)[1] if name.count(".") > 1 else name
+        if found.setdefault(content, name) != name:
+            log.warning("%s: a copy of %s, which counts", store.url_of(f"{folder}/{name}"), found[content])
+    return [f"{folder}/{name}" for name in found.values()]
 
 
 def list_takeovers(store: Store) -> list[str]:
@@ -74,16 +85,23 @@ def list_takeovers(store: Store) -> list[str]:
 
 
 def read_parts(
-    store: Store, folder: str, kind: str, *, columns: list[str] | None = None, ignore_incomplete: bool = False
+    store: Store,
+    folder: str,
+    kind: str,
+    *,
+    columns: list[str] | None = None,
+    entries: Sequence[FileEntry] | None = None,
+    ignore_incomplete: bool = False,
 ) -> pa.Table:
-    """All rows of a folder's parts, in the order of their paths.
+    """All rows of a folder's parts, in the order of their paths; given entries, of the parts that they name, each checked.
 
     A broken part raises CorruptFileError; with `ignore_incomplete` it is removed with a log line.
     """
 
-    def read(path: str) -> pa.Table | None:
+    def read(part: tuple[str, FileEntry | None]) -> pa.Table | None:
+        path, entry = part
         try:
-            return store.read_table(path, kind, columns=columns)
+            return store.read_table(path, kind, entry, columns)
         except CorruptFileError as error:
             if not ignore_incomplete:
                 raise
@@ -91,20 +109,25 @@ def read_parts(
             store.remove(path)
             return None
 
+    parts: list[tuple[str, FileEntry | None]] = (
+        [(path, None) for path in list_parts(store, folder)]
+        if entries is None
+        else [(entry.path, entry) for entry in entries if entry.path.startswith(f"{folder}/")]
+    )
     empty = schema.schema(kind).empty_table()
-    tables_read = [table for table in in_threads(read, list_parts(store, folder)) if table is not None]
+    tables_read = [table for table in in_threads(read, parts) if table is not None]
     return pa.concat_tables([empty.select(columns) if columns else empty, *tables_read])
 
 
 def _token(name: str) -> int:
     """Token of the driver that wrote a part; 0 for parts of releases that noted none."""
-    match = PART.match(name)
-    return int(match[1]) if match else 0
+    match = PART.fullmatch(name)
+    return int(match[1]) if match and match[1] else 0
 
 
 def _read_takeover(store: Store, path: str) -> _Takeover:
     try:
-        return _Takeover.model_validate(store.read_json(path))
+        return _Takeover.model_validate(store.read_sealed(path))
     except (ValidationError, CorruptFileError) as error:
         raise CorruptFileError(
             "does not say which parts count",

@@ -5,6 +5,7 @@ Owns the layout, the commit of manifests and the completeness of checkpoints. Kn
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COMPLETE = "complete.json"
+PUBLISHED = "results/publish.json"  # written after the manifest
 ABANDONED_S = 3600.0
+MAKE_AGAIN = "restore it from a copy, or remove it and start the run again: it is made again from the iteration's records"
 
 
 class RunFolder:
@@ -48,27 +51,39 @@ class RunFolder:
         """Store of an iteration's folder."""
         return self.store.child(self.iteration_path(index))
 
-    def commit_manifest(self, index: int, manifest: Manifest) -> None:
-        """Make an iteration final. Adds the outcome of its groups from its verdicts, if it has any.
+    def commit_manifest(self, index: int, manifest: Manifest, expected: str | None = None) -> Manifest:
+        """Make an iteration final and return its manifest. Adds the outcome of its groups from its verdicts, if it has any.
 
         A committed manifest is never overwritten: committing the same files again does nothing, committing others raises
-        StorageError.
+        StorageError. expected: the hash that it must have, where it was committed before. Raises CorruptFileError if not.
         """
         assert manifest.iteration == index
         committed = self.manifest(index)
         if committed:
             if committed.files != manifest.files:
                 raise StorageError(
-                    f"{self._manifest_url(index)}: iteration {iteration_number(index)} is committed with other files; a committed "
-                    "iteration is final: start a new run, or remove the iteration's folder and all later ones"
+                    f"iteration {iteration_number(index)} is committed with other files, and a committed iteration is final",
+                    where=self._manifest_url(index),
+                    remedy="end every other process that drives the run, and start this one again: it goes on after the "
+                    "committed iteration",
                 )
             log.info("iteration %d was committed before", iteration_number(index))
-            return
+            return committed
         if manifest.history is None and any(entry.path == "verdicts.parquet" for entry in manifest.files):
-            manifest = manifest.model_copy(update={"history": self.outcomes(index)})
-        content = json.dumps(manifest.sealed().model_dump(mode="json"), indent=1, ensure_ascii=False)
+            manifest = manifest.model_copy(update={"history": self.outcomes(index, manifest)})
+        before = self.manifest(index - 1) if index else None
+        manifest = manifest.after(before).sealed()
+        if expected and manifest.sha256 != expected:
+            raise CorruptFileError(
+                "made again from the records, it is not the manifest that was committed",
+                where=self._manifest_url(index),
+                remedy=f"restore it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at "
+                "ITERATION`",
+            )
+        content = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
         if not self.store.create(f"{self.iteration_path(index)}/{MANIFEST}", content.encode()):
-            self.commit_manifest(index, manifest)  # another driver did meanwhile: its files decide
+            return self.commit_manifest(index, manifest)  # another driver did meanwhile: its files decide
+        return manifest
 
     def manifest(self, index: int) -> Manifest | None:
         """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming it."""
@@ -78,37 +93,47 @@ class RunFolder:
             content = self.store.read_json(f"{self.iteration_path(index)}/{MANIFEST}")
         except MissingFileError:
             return None
+        except CorruptFileError as error:
+            error.remedy = MAKE_AGAIN
+            raise
         url = self._manifest_url(index)
         if isinstance(content, dict) and content.get("schema_version") != schema.VERSION:
             raise CorruptFileError(
-                f"{url}: of schema version {content.get('schema_version')}, wanted {schema.VERSION}; "
-                "continue the run with the release that wrote it"
+                f"of schema version {content.get('schema_version')}, wanted {schema.VERSION}",
+                where=url,
+                remedy="continue the run with the release that wrote it",
             )
         try:
             manifest = Manifest.model_validate(content)
         except ValidationError as error:
-            raise CorruptFileError(f"{url}: not a manifest: {error}; restore the file") from error
+            raise CorruptFileError(f"not a manifest: {error}", where=url, remedy=MAKE_AGAIN) from error
         if manifest.sha256 != manifest.content_hash() or manifest.iteration != index:
-            raise CorruptFileError(f"{url}: its content does not have the hash it names; restore the file")
+            raise CorruptFileError(
+                "its content does not have the hash it names", where=url, remedy=MAKE_AGAIN
+            )
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
         """All committed manifests by iteration. Each is read once: a manifest never changes.
 
-        Raises CorruptFileError if one is broken, MissingFileError if one is missing before a committed one.
+        Raises CorruptFileError if one is broken or does not follow the one before, MissingFileError if one is gone: others
+        follow, or the iteration was published.
         """
         start = len(self._manifests)
         numbers = [number for number in self._numbers("iterations") if number >= start]
         by_number = dict(zip(numbers, in_threads(self.manifest, numbers), strict=True))
-        committed: list[Manifest] = []
-        while manifest := by_number.pop(start + len(committed), None):
-            committed.append(manifest)
-        if any(by_number.values()):
+        while manifest := by_number.get(len(self._manifests)):
+            self._check_order(manifest)
+            self._manifests.append(manifest)
+            del by_number[manifest.iteration]
+        first = len(self._manifests)
+        if any(by_number.values()) or (first in by_number and self.iteration(first).exists(PUBLISHED)):
             raise MissingFileError(
-                f"{self._manifest_url(start + len(committed))}: no such file, though later iterations are committed; "
-                "restore it, or remove the later iterations' folders"
+                "no such file, though the iteration was committed",
+                where=self._manifest_url(first),
+                remedy="start the run again: it is made again from the iteration's records. Where they are gone too, restore "
+                f"it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at ITERATION`",
             )
-        self._manifests = self._manifests[:start] + committed
         return dict(enumerate(self._manifests))
 
     def take_over(self) -> int:
@@ -122,6 +147,12 @@ class RunFolder:
             take_over_parts(self.iteration(index), ("rollouts", "rewards"), token)
         return index
 
+    def first_without_manifest(self) -> int:
+        """The first iteration that has no manifest, also where later ones have."""
+        with contextlib.suppress(MissingFileError):
+            self.manifests()
+        return len(self._manifests)
+
     def first_open_iteration(self) -> int:
         """The first iteration without a manifest."""
         return len(self.manifests())
@@ -130,14 +161,20 @@ class RunFolder:
         """The groups of each committed iteration and their outcomes, from which the ledger is computed."""
         return [manifest.history for manifest in self.manifests().values() if manifest.history]
 
-    def outcomes(self, index: int) -> IterationHistory:
-        """The history of one iteration, from its prompts and verdicts."""
+    def outcomes(self, index: int, manifest: Manifest) -> IterationHistory:
+        """The history of one iteration, from its prompts and verdicts, which its manifest names."""
         folder = self.iteration(index)
         prompts = folder.read_table(
-            "prompts.parquet", "prompts", columns=["group_id", "source", "row", "epoch", "ordinal"]
+            "prompts.parquet",
+            "prompts",
+            manifest.file("prompts.parquet"),
+            columns=["group_id", "source", "row", "epoch", "ordinal"],
         )
         verdicts = folder.read_table(
-            "verdicts.parquet", "verdicts", columns=["group_id", "verdict", "reason", "train_step"]
+            "verdicts.parquet",
+            "verdicts",
+            manifest.file("verdicts.parquet"),
+            columns=["group_id", "verdict", "reason", "train_step"],
         )
         samples: dict[str, list[dict[str, str | int | None]]] = {}
         for row in verdicts.to_pylist():
@@ -147,7 +184,9 @@ class RunFolder:
             group = samples.get(row.pop("group_id"))
             if group is None:
                 raise CorruptFileError(
-                    f"{folder.url_of('verdicts.parquet')}: has no verdict on the group of {row}; restore the file"
+                    f"has no verdict on the group of {row}",
+                    where=folder.url_of("verdicts.parquet"),
+                    remedy="restore the file",
                 )
             kept = [sample for sample in group if sample["verdict"] == "kept"]
             shown = (kept or group)[0]
@@ -203,6 +242,14 @@ class RunFolder:
 
     def _is_complete(self, done: int) -> bool:
         return self.store.exists(f"{self.checkpoint_path(done)}/{COMPLETE}")
+
+    def _check_order(self, manifest: Manifest) -> None:
+        if manifest.before and self._manifests and manifest.before != self._manifests[-1].sha256:
+            raise CorruptFileError(
+                f"is not the manifest that iteration {iteration_number(manifest.iteration)} follows",
+                where=self._manifest_url(manifest.iteration - 1),
+                remedy=MAKE_AGAIN,
+            )
 
     def _manifest_url(self, index: int) -> str:
         return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")

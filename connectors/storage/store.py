@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from millrace.connectors.storage import local, tables
 from millrace.connectors.storage.files import FileEntry, Files, Names, entry_of, file_blocks, in_threads
+from millrace.connectors.storage.sealed import check_seal, sealed
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
@@ -34,18 +35,29 @@ class Store(Files):
 
     # JSON and tables
 
-    def read_json(self, path: str) -> Any:
-        """Parsed JSON. Raises CorruptFileError if the file is not JSON."""
+    def read_json(self, path: str, entry: FileEntry | None = None) -> Any:
+        """Parsed JSON. Raises CorruptFileError if the file is not JSON or, given its entry, is another file."""
+        data = self.read(path)
+        if entry:
+            self._check(path, entry_of(path, data), entry)
         try:
-            return json.loads(self.read(path))
+            return json.loads(data)
         except (ValueError, RecursionError) as error:
             raise CorruptFileError(
-                f"{self.url_of(path)}: not JSON: {error}; restore the file or remove it"
+                f"not JSON: {error}", where=self.url_of(path), remedy="restore the file"
             ) from error
 
     def write_json(self, path: str, value: Any) -> FileEntry:
         """Write a value as JSON."""
         return self.write(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
+
+    def read_sealed(self, path: str) -> dict[str, Any]:
+        """What `write_sealed` wrote, or an earlier release without a seal. Raises CorruptFileError if it changed since."""
+        return check_seal(self.read_json(path), self.url_of(path))
+
+    def write_sealed(self, path: str, content: Mapping[str, Any], place: str | None = None) -> FileEntry:
+        """Write a JSON object with its hash. `place`: how its URL ends, the path here when not given."""
+        return self.write_json(path, sealed(content, place or path))
 
     def write_table(self, path: str, table: pa.Table, kind: str) -> FileEntry:
         """Write a table of a kind known to millrace.core.contracts.schema."""
@@ -58,8 +70,9 @@ class Store(Files):
         kind: str | None = None,
         entry: FileEntry | None = None,
         columns: Names | None = None,
+        sha256: str | None = None,
     ) -> pa.Table:
-        """Read a table and check its kind, version and, given its entry, hash and rows.
+        """Read a table and check its kind, version and, given its entry, hash and rows. `sha256`: its hash where that is known.
 
         Raises MissingFileError or CorruptFileError, naming file and remedy.
         """
@@ -67,10 +80,14 @@ class Store(Files):
         actual = self._check_name(entry_of(path, data))
         if entry:
             self._check(path, actual, entry)
+        if sha256:
+            self._check(path, actual, actual.model_copy(update={"sha256": sha256}))
         table = tables.decode(data, kind, self.url_of(path), columns)
         if entry and entry.rows is not None and table.num_rows != entry.rows:
             raise CorruptFileError(
-                f"{self.url_of(path)}: holds {table.num_rows} rows, the manifest says {entry.rows}; restore the file"
+                f"holds {table.num_rows} rows, what committed it says {entry.rows}",
+                where=self.url_of(path),
+                remedy="restore the file",
             )
         return table
 
@@ -97,6 +114,10 @@ class Store(Files):
         """Compare a file with its entry. Raises MissingFileError or CorruptFileError, naming file and difference."""
         self._check(entry.path, self.entry(entry.path), entry)
 
+    def check(self, path: str, data: bytes, entry: FileEntry) -> None:
+        """Compare a file's content, which was read, with its entry. Raises CorruptFileError, naming file and difference."""
+        self._check(path, entry_of(path, data), entry)
+
     # folders
 
     def upload_dir(self, folder: str, path: str) -> Entries:
@@ -106,9 +127,9 @@ class Store(Files):
             lambda file: self._upload(file, f"{path}/{file.relative_to(folder).as_posix()}"), files
         )
 
-    def download_dir(self, path: str, folder: str) -> None:
-        """Copy a folder from here to a local folder. Raises MissingFileError if it is empty."""
-        names = self.list(path)
+    def download_dir(self, path: str, folder: str, only: Names | None = None) -> None:
+        """Copy a folder from here to a local folder, or `only` these files of it. Raises MissingFileError if it is empty."""
+        names = self.list(path) if only is None else [f"{path}/{name}" if path else name for name in only]
         if not names:
             raise MissingFileError(f"{self.url_of(path)}: no such folder, or it is empty; correct the path")
         here = Path(folder)
@@ -142,7 +163,9 @@ class Store(Files):
             expected, got = getattr(wanted, what), getattr(actual, what)
             if expected is not None and got is not None and got != expected:
                 raise CorruptFileError(
-                    f"{self.url_of(path)}: its {what} is {got}, the manifest says {expected}; restore the file"
+                    f"its {what} is {got}, what committed it says {expected}",
+                    where=self.url_of(path),
+                    remedy="restore the file",
                 )
 
     def _check_name(self, entry: FileEntry) -> FileEntry:
@@ -150,7 +173,9 @@ class Store(Files):
         match = HASH_IN_NAME.search(entry.path)
         if match and not entry.sha256.startswith(match[1]):
             raise CorruptFileError(
-                f"{self.url_of(entry.path)}: its content does not have the hash in its name; {tables.REMEDY}"
+                "its content does not have the hash in its name",
+                where=self.url_of(entry.path),
+                remedy=tables.REMEDY,
             )
         return entry
 

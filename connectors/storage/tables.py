@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError
 
-REMEDY = "restore it, or remove it if it is a part"
+REMEDY = "restore the file"
 
 
 def encode(table: pa.Table, kind: str) -> bytes:
@@ -48,23 +48,26 @@ def decode(data: bytes, kind: str | None, name: str, columns: list[str] | None =
         version = (stored.metadata or {}).get(b"millrace.version", b"none").decode(errors="replace")
         if wanted is None or stored_kind != wanted.metadata[b"millrace.table"].decode():
             raise CorruptFileError(
-                f"{name}: holds {stored_kind or 'no table of millrace'}, wanted {kind or 'any of its tables'}; {REMEDY}"
+                f"holds {stored_kind or 'no table of millrace'}, wanted {kind or 'any of its tables'}",
+                where=name,
+                remedy=REMEDY,
             )
         if version != str(schema.VERSION):
             raise CorruptFileError(
-                f"{name}: {stored_kind} of schema version {version}, wanted {schema.VERSION}; "
-                "read it with the release that wrote it"
+                f"{stored_kind} of schema version {version}, wanted {schema.VERSION}",
+                where=name,
+                remedy="read it with the release that wrote it",
             )
         added = [column for column in schema.ADDED.get(stored_kind, ()) if column not in stored.names]
         if not stored.equals(_without(wanted, added)):
             differing = [field.name for field in wanted if field not in list(stored)]
             raise CorruptFileError(
-                f"{name}: {stored_kind}: columns {differing} are not as the schema says; {REMEDY}"
+                f"{stored_kind}: columns {differing} are not as the schema says", where=name, remedy=REMEDY
             )
         table = file.read(columns=columns, use_threads=False)
         return _with_nulls(table, wanted, added, columns) if added else table
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"{name}: not a whole Parquet file: {error}; {REMEDY}") from error
+        raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
 
 
 def describe(data: bytes, name: str) -> tuple[int, str | None]:
@@ -72,7 +75,7 @@ def describe(data: bytes, name: str) -> tuple[int, str | None]:
     try:
         file = _open(data)
     except (pa.ArrowException, OSError, EOFError) as error:
-        raise CorruptFileError(f"{name}: not a whole Parquet file: {error}; {REMEDY}") from error
+        raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
     return file.metadata.num_rows, _kind(file.schema_arrow) or None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, Protocol, TypedDict
 
-from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 
 
@@ -133,8 +133,12 @@ class TrainerHandle(Protocol):
         batch_url: str,
         max_logprob_gap: float | None,
         recorded: StepMetrics | None = None,
+        batch_sha256: str | None = None,
     ) -> StepMetrics:
-        """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures."""
+        """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures.
+
+        batch_sha256: the hash of the batch in the record or manifest that committed it.
+        """
         ...
 
     async def save(self, url: str) -> None:
@@ -145,8 +149,8 @@ class TrainerHandle(Protocol):
         """Write the weights as a Hugging Face folder that all ranks see."""
         ...
 
-    async def upload(self, url: str, version: int) -> None:
-        """Write the weights as a Hugging Face folder in any storage."""
+    async def upload(self, url: str, version: int) -> list[FileRecord]:
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it."""
         ...
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:

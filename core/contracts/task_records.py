@@ -44,6 +44,7 @@ class RolloutRecord(TypedDict):
     samples_generated: int
     tokens_generated: int
     engines_s: float  # until the engines served this iteration's weights
+    files: NotRequired[list[FileRecord]]  # all parts
 
 
 class RewardRecord(TypedDict):
@@ -54,6 +55,7 @@ class RewardRecord(TypedDict):
     timed_out: int
     skipped: int
     seconds: float
+    files: NotRequired[list[FileRecord]]  # all parts
 
 
 class FilterRecord(TypedDict):
@@ -104,6 +106,7 @@ class TrainStepRecord(StepFile):
     """What train_step trained, and the entry of step.json."""
 
     files: list[FileRecord]
+    batch: NotRequired[FileRecord]  # that it trained on
 
 
 class SyncWeightsRecord(TypedDict):
@@ -121,6 +124,8 @@ class CheckpointRecord(TypedDict):
     exported: str | None
     dropped: list[str]
     seconds: float
+    marker: NotRequired[FileRecord]  # complete.json of what was saved, which names the other files
+    export_files: NotRequired[list[FileRecord]]
 
 
 class EvaluatedSet(TypedDict):
@@ -146,9 +151,12 @@ class EvaluateRecord(TypedDict):
 
 
 class PublishRecord(TypedDict):
-    """Every figure of the iteration, by name."""
+    """Every figure of the iteration, by name, and what the manifest is made again from."""
 
     metrics: dict[str, float]
+    committed: NotRequired[float]  # seconds of the epoch
+    driver: NotRequired[int | None]  # token of the driver that committed it
+    manifest: NotRequired[str]  # its hash
 
 
 class IterationRecords(TypedDict, total=False):

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from millrace.connectors.prefect.server import keep_server
+from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
 from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
@@ -64,7 +65,7 @@ async def _drive(
 ) -> DriveResult:
     await _prepare(config)
     runtime, started = Runtime(config), time.perf_counter()
-    first = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    first = await asyncio.to_thread(runtime.run_folder.first_without_manifest)
     runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations:
         log.info(
@@ -72,6 +73,7 @@ async def _drive(
         )
         return {"run": config.run.name, "iterations": first, "did": 0}
     async with _leased(runtime) as attempt:
+        await asyncio.to_thread(commit_again, runtime.run_folder)
         first = await asyncio.to_thread(runtime.run_folder.take_over)
         await open_run_record(runtime, attempt)
         if before_first and first == 0:

@@ -1,25 +1,29 @@
 """`millrace branch`: a new run that begins where another run was after some iteration.
 
-Copies the committed iterations and the checkpoint; the branch goes on under its own name and may train differently.
+Copies what the manifests of the committed iterations and the checkpoint's marker name, each file checked; the branch goes on under its own name and may train differently.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from millrace.connectors.storage.files import in_threads
-from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
+from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
 from millrace.core.errors import StorageError
 from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.named_files import named_by_records
 
 
 def branch_run(root: str, run: str, new: str, at: int) -> str:
     """Make `new` of the first `at` iterations of `run`. Returns a line that says what was made.
 
-    Raises StorageError if there is no checkpoint after iteration `at`, or if `new` exists.
+    Raises StorageError if there is no checkpoint after iteration `at`, if `new` exists, or if a file that is to be copied is
+    not as its manifest, record or marker names it: nothing is a branch then.
     """
     record, source, target = run_record(root, run), RunFolder(root, run), RunFolder(root, new)
-    committed = len(source.manifests())
+    committed = source.first_without_manifest()
     if at > committed:
         raise StorageError(
             f"has {committed} committed iterations",
@@ -36,16 +40,9 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         )
     if target.store.exists("run.json"):
         raise StorageError("exists already", where=target.store.url, remedy="give the branch another name")
-    paths = [f"{source.iteration_path(index)}/" for index in range(at)]
-    checkpoint = f"{source.checkpoint_path(at)}/"
-    names = [path for folder in paths for path in source.store.list(folder.rstrip("/"))]
-    names += [
-        path for path in source.store.list(checkpoint.rstrip("/")) if at and not path.endswith(COMPLETE)
-    ]
-    names += [path for path in source.store.list("eval") if int(path.rsplit("/", 1)[1].split(".")[0]) <= at]
-    in_threads(lambda path: target.store.write(path, source.store.read(path)), names)
+    in_threads(lambda file: _copy(source, target, *file), list(_files(source, at)))
     if at:
-        marker = f"{checkpoint}{COMPLETE}"
+        marker = f"{source.checkpoint_path(at)}/{COMPLETE}"
         target.store.write(marker, source.store.read(marker))
     parent = {"run": run, "at": at, "config": record["config"], "branched": datetime.now(UTC).isoformat()}
     branch_record = {
@@ -57,6 +54,33 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "data": [span for span in record.get("data", []) if span["since"] <= at],
         "mlflow_run_id": None,
         "attempts": [],
+        # what was taken up before the branch holds in it too
+        **{name: record[name] for name in ("fingerprints", "versions") if name in record},
+        "changes": [{**item, "since": min(item["since"], at)} for item in record.get("changes", [])],
     }
-    target.store.write_json("run.json", branch_record)
+    target.store.write_sealed("run.json", branch_record)
     return f"{target.store.url}: {at} iterations of {run}; go on with `millrace train CONFIG run.name={new}`"
+
+
+def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]:
+    """What a branch begins with: each file that is named, by its path in the run, with its entry."""
+    for index in range(at):
+        manifest = source.manifest(index)
+        assert manifest is not None, "it is committed"
+        folder = source.iteration_path(index)
+        yield f"{folder}/{MANIFEST}", None  # which has its own hash
+        for entry in manifest.files:
+            yield f"{folder}/{entry.path}", entry
+        for entry in named_by_records(source, index):
+            if entry.path.startswith("eval/"):
+                yield entry.path, entry
+    if at:
+        for entry in marker_files(check_marker(source, at)):
+            yield f"{source.checkpoint_path(at)}/{entry.path}", entry
+
+
+def _copy(source: RunFolder, target: RunFolder, path: str, entry: FileEntry | None) -> None:
+    data = source.store.read(path)
+    if entry:
+        source.store.check(path, data, entry)
+    target.store.write(path, data)

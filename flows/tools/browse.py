@@ -31,7 +31,7 @@ def runs_table(root: str) -> Table:
     store = Store(root)
     for name in store.folders():
         try:
-            record = store.read_json(f"{name}/run.json")
+            record = store.child(name).read_sealed("run.json")
         except MissingFileError:
             continue
         folder = RunFolder(root, name)
@@ -86,11 +86,22 @@ def settings_of(record: dict[str, Any]) -> Any:
 
 
 def run_record(root: str, run: str) -> Any:
-    """The run.json of a run, in today's shape. Raises StorageError if there is no such run."""
+    """The run.json of a run, in today's shape. Raises StorageError if there is no such run, or the file is not what was written."""
     store = RunFolder(root, run).store
     try:
-        return lifted(store.read_json("run.json"))
+        return lifted(store.read_sealed("run.json"))
     except MissingFileError as error:
+        check_no_run(store)
         raise StorageError(
             "no such run", where=store.url, remedy=f"`millrace runs --root {root}` lists them"
         ) from error
+
+
+def check_no_run(store: Store) -> None:
+    """Raise MissingFileError if a folder without a run.json holds iterations of a run all the same."""
+    if store.list("iterations"):
+        raise MissingFileError(
+            "no such file, and the run's configuration is gone with it",
+            where=store.url_of("run.json"),
+            remedy="restore it from a copy, or start a new run under another run.name",
+        )

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.checkpoint_files import check_marker
+from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
@@ -58,7 +61,7 @@ def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -
     parent = record.get("parent")
     ours = record["config"] if parent is None or index >= parent["at"] else parent["config"]
     config = RunConfig.model_validate(ours)
-    recorded = recorded_step(folder.iteration(index), index * config.steps_per_iteration + 1)
+    recorded = recorded_step(IterationFiles(folder, index), index * config.steps_per_iteration + 1)
     return with_settings(config, recorded) if recorded else config
 
 
@@ -100,9 +103,10 @@ async def _compare_weights(
         again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
         await _export(config, ranks, version, again)
         if folder.store.list(f"exports/{last:06d}"):
-            folder.store.download_dir(f"exports/{last:06d}", str(stored))
+            _download_export(folder, last, stored)
             against = "export"
         elif last in folder.complete_checkpoints():
+            check_marker(folder, last, version)
             await ranks.load(folder.store.url_of(folder.checkpoint_path(last)))
             await _export(config, ranks, version, stored)
             against = "checkpoint"
@@ -119,6 +123,16 @@ async def _compare_weights(
         if differing
         else f"every weight equals the {against} after iteration {last}, bit for bit"
     )
+
+
+def _download_export(folder: RunFolder, last: int, into: Path) -> None:
+    """The export after an iteration. Raises CorruptFileError for a file that is not as the checkpoint task recorded it."""
+    export = folder.store.child(f"exports/{last:06d}")
+    record = IterationFiles(folder, last - 1).record("checkpoint") or {}
+    entries = [FileEntry.model_validate(file) for file in record.get("export_files", ())]
+    in_threads(export.verify, entries)
+    # an earlier release recorded no files: then the whole folder counts
+    export.download_dir("", str(into), [entry.path for entry in entries] or None)
 
 
 async def _export(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:

@@ -1,17 +1,21 @@
-"""`millrace verify`: every hash, the ledger and the lineage of a run, checked again from storage alone."""
+"""`millrace verify`: every hash, the ledger and the lineage of a run, checked again from storage alone.
+
+What manifests, records and markers name is judged. Other files are strangers, listed apart: nothing reads them.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
+import pyarrow as pa
 from rich.progress import track
 
-from millrace.connectors.storage.parts import read_parts
-from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
+from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import derived_seed, iteration_number
@@ -28,15 +32,17 @@ from millrace.core.lineage import (
     inconsistencies,
 )
 from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.tools.named_files import named_by_records, strangers
 
 Row = TypeVar("Row")
 
 
 @dataclass
 class Verdict:
-    """How much was checked, and what is wrong with it."""
+    """How much was checked, what is wrong with it, and which files nothing names."""
 
     problems: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
     iterations: int = 0
     files: int = 0
     trained_samples: int = 0
@@ -50,6 +56,8 @@ def verify_run(root: str, run: str) -> Verdict:
     config = RunConfig.model_validate(settings_of(record))
     try:
         committed = sorted(folder.manifests())
+        if committed:
+            check_newest(folder, committed[-1])
     except StorageError as error:
         verdict.problems.append(str(error))
         return verdict
@@ -63,37 +71,67 @@ def verify_run(root: str, run: str) -> Verdict:
             verdict.problems += _lineage(folder, config, index, verdict)
         verdict.iterations += 1
     verdict.problems += _ledger(folder, record, config)
-    for done in folder.complete_checkpoints():
-        verdict.problems += _checkpoint(folder.store.child(folder.checkpoint_path(done)))
-        verdict.checkpoints += 1
     if folder.store.list(folder.iteration_path(len(committed))):
         verdict.open_iteration = len(committed)
+        opened = IterationFiles(folder, len(committed))
+        verdict.problems += _problems(
+            lambda: in_threads(lambda entry: opened.check([entry]), opened.entries.values())
+        )
+    named = list(_problems_of_records(folder, record, verdict))
+    for done in folder.complete_checkpoints():
+        verdict.problems += _checkpoint(folder, done)
+        verdict.checkpoints += 1
+    verdict.strangers = strangers(folder, named)
     return verdict
 
 
+def _problems(check: Callable[[], object]) -> list[str]:
+    """What a check raises about files."""
+    try:
+        check()
+    except StorageError as error:
+        return [str(error)]
+    return []
+
+
+def _file_problems(store: Store, entries: Iterable[FileEntry]) -> list[str]:
+    """What differs from these entries, a line a file."""
+    lines = in_threads(lambda entry: _problems(lambda: store.verify(entry)), entries)
+    return [line for found in lines for line in found]
+
+
+def _problems_of_records(folder: RunFolder, record: dict[str, Any], verdict: Verdict) -> Iterator[FileEntry]:
+    """The entries of files outside iterations that records name; what is wrong with them goes into the verdict."""
+    last = verdict.iterations + (verdict.open_iteration is not None)
+    for index in range(last):
+        entries: list[FileEntry] = []
+        problems = _problems(lambda: entries.extend(named_by_records(folder, index)))  # noqa: B023
+        verdict.problems += [line for line in problems if line not in verdict.problems]
+        verdict.problems += _file_problems(folder.store, entries)
+        yield from entries
+    if record.get("quarantine"):
+        entry = FileEntry.model_validate(record["quarantine"])
+        verdict.problems += _file_problems(folder.store, [entry])
+
+
 def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict) -> list[str]:
-    store, steps = folder.iteration(index), config.steps_per_iteration
+    files, steps = IterationFiles(folder, index), config.steps_per_iteration
     supervised = config.algorithm.supervised
     stored = StoredIteration(
         index=index,
-        prompts=_rows(store, "prompts", Drawn),
-        rollouts=[] if supervised else _parts(store, "rollouts", Generated),
-        rewards=[] if supervised else _parts(store, "rewards", Scored),
-        verdicts=_rows(store, "verdicts", Judged),
-        batch=_rows(store, "batch", Trained),
-        steps=store.read_json("step.json")["steps"],
+        prompts=_rows(files.read_table, "prompts", Drawn),
+        rollouts=[] if supervised else _rows(files.read_parts, "rollouts", Generated),
+        rewards=[] if supervised else _rows(files.read_parts, "rewards", Scored),
+        verdicts=_rows(files.read_table, "verdicts", Judged),
+        batch=_rows(files.read_table, "batch", Trained),
+        steps=files.read_json("step.json")["steps"],
     )
     verdict.trained_samples += len(stored.batch)
     return inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))
 
 
-def _rows(store: Store, kind: str, row: type[Row]) -> list[Row]:
-    rows: list[Row] = store.read_table(f"{kind}.parquet", kind, columns=columns(row)).to_pylist()
-    return rows
-
-
-def _parts(store: Store, kind: str, row: type[Row]) -> list[Row]:
-    rows: list[Row] = read_parts(store, kind, kind, columns=columns(row)).to_pylist()
+def _rows(read: Callable[[str, list[str]], pa.Table], kind: str, row: type[Row]) -> list[Row]:
+    rows: list[Row] = read(kind, columns(row)).to_pylist()
     return rows
 
 
@@ -127,26 +165,7 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
                 return
 
 
-def _checkpoint(store: Store) -> Iterator[str]:
-    marker = store.read_json(COMPLETE)
-    for entry in marker["files"]:
-        problem = _file_problem(partial(_hash, store, entry["path"]), entry["sha256"])
-        if problem:
-            yield f"{store.url_of(entry['path'])}: {problem}"
-
-
-def _file_problem(hash_of: Callable[[], str], expected: str) -> str | None:
-    try:
-        actual = hash_of()
-    except StorageError as error:
-        return str(error)
-    if actual == expected:
-        return None
-    return "its content does not have the hash that complete.json names; restore the file"
-
-
-def _hash(store: Store, path: str) -> str:
-    digest = hashlib.sha256()
-    for block in store.blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
+def _checkpoint(folder: RunFolder, done: int) -> list[str]:
+    found: list[FileEntry] = []
+    broken = _problems(lambda: found.extend(marker_files(check_marker(folder, done))))
+    return broken or _file_problems(folder.store.child(folder.checkpoint_path(done)), found)

@@ -19,6 +19,7 @@ from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.prompts import PromptRow, Quarantined, SourceFingerprint
+from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -73,12 +74,13 @@ class PromptDataset:
             for source in self._sources
         }
 
-    def write_quarantine(self, store: Store) -> None:
-        """Keep each unusable row with its reason in quarantine.parquet of the run folder."""
+    def write_quarantine(self, store: Store) -> FileRecord | None:
+        """Keep each unusable row with its reason in quarantine.parquet of the run folder, if there is any."""
         rows = [item.__dict__ for prompts in self.sets.values() for item in prompts.quarantined]
-        if rows:
-            table = pa.Table.from_pylist(rows, schema=schema.schema("quarantine"))
-            store.write_table("quarantine.parquet", table, "quarantine")
+        if not rows:
+            return None
+        table = pa.Table.from_pylist(rows, schema=schema.schema("quarantine"))
+        return store.write_table("quarantine.parquet", table, "quarantine").record()
 
 
 def load_prompts(source: Source | EvalSet, tokenizer: PromptTokenizer, max_tokens: int) -> PromptSet:

@@ -13,7 +13,7 @@ from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray.actors import Actor, ActorGroup
 from millrace.connectors.sglang.process import EngineServer, RouterServer
 from millrace.core.contracts.handles import BroadcastGroup, ServerState
-from millrace.core.contracts.task_records import StepMetrics
+from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
 
@@ -134,13 +134,14 @@ class TrainerProxy:
         batch_url: str,
         max_logprob_gap: float | None,
         recorded: StepMetrics | None = None,
+        batch_sha256: str | None = None,
     ) -> StepMetrics:
         """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures.
 
         A step that all ranks refuse can be tried again.
         """
         figures = await self._ranks.call_together(
-            FAILED_ALONE_S, TrainerRank.train, version, batch_url, max_logprob_gap, recorded
+            FAILED_ALONE_S, TrainerRank.train, version, batch_url, max_logprob_gap, recorded, batch_sha256
         )
         return cast(StepMetrics, figures[0])
 
@@ -152,9 +153,10 @@ class TrainerProxy:
         """Write the weights as a Hugging Face folder that all ranks see."""
         await self._ranks.call(TrainerRank.export, directory, version)
 
-    async def upload(self, url: str, version: int) -> None:
-        """Write the weights as a Hugging Face folder in any storage."""
-        await self._ranks.call(TrainerRank.upload, url, version)
+    async def upload(self, url: str, version: int) -> list[FileRecord]:
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it."""
+        written = await self._ranks.call(TrainerRank.upload, url, version)
+        return [file for rank in written for file in rank["files"]]
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:
         """Each rank's copy of bucket `number` of the weights."""

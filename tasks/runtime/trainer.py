@@ -11,17 +11,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray import actors
 from millrace.connectors.ray.placement import Place
+from millrace.connectors.storage.checkpoint_files import check_marker, set_checkpoint_aside
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
-from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.task_records import StepMetrics
-from millrace.core.errors import ActorLostError, TrainerError
+from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.network_check import check_network
@@ -125,7 +127,10 @@ class Trainer:
         await ranks.setup()
         setup_s = time.perf_counter() - started
         steps = self.config.steps_per_iteration
-        result = await bring_up(ranks, self._run_folder, version, steps)
+        folder = self._run_folder
+        result = await bring_up(
+            ranks, folder, version, steps, on_broken=partial(set_checkpoint_aside, folder)
+        )
         versions = await ranks.versions()
         if versions != {version}:
             raise TrainerError(
@@ -149,6 +154,9 @@ class OnStep(Protocol):
 
     def __call__(self, index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
         """index: of the iteration. exact: whether the two must be equal bit for bit."""
+
+
+OnBroken = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -182,28 +190,33 @@ async def bring_up(
     *,
     at_most: int | None = None,
     on_step: OnStep = check_replayed,
+    on_broken: OnBroken = lambda _: None,
 ) -> BringUp:
     """Bring ranks that hold version 0 to `version`: newest complete checkpoint, then replay of the batches after it.
 
     A replayed step is made under the settings that it was made under, where its iteration's train_step is committed.
     steps: optimizer steps an iteration. at_most: the newest version that a checkpoint may hold, `version` when not given.
     on_step: compares a replayed step with the recorded one; raises ReplayedStepError by default if they differ.
+    on_broken: gets the number of a checkpoint that is not whole, in whose place the one before it is taken.
+    Raises MissingFileError or CorruptFileError for a batch or step.json that is not as it was committed.
     """
     marks = [time.perf_counter()]
     complete = await asyncio.to_thread(run_folder.complete_checkpoints)
     limit = version if at_most is None else at_most
     usable = [done for done in complete if done * steps <= limit]
     marks.append(time.perf_counter())
-    loaded = 0
-    if usable:
-        loaded = await ranks.load(run_folder.store.url_of(run_folder.checkpoint_path(usable[-1])))
+    checkpoint, loaded = await _load_newest(ranks, run_folder, usable, steps, on_broken)
     marks.append(time.perf_counter())
     exact = True
     for replayed in range(loaded + 1, version + 1):
         index = (replayed - 1) // steps
-        folder = run_folder.iteration(index)
-        recorded = await asyncio.to_thread(recorded_step, folder, replayed)
-        figures = await ranks.train(replayed, folder.url_of("batch.parquet"), None, recorded)
+        files = IterationFiles(run_folder, index)
+        recorded = await asyncio.to_thread(recorded_step, files, replayed)
+        batch = await asyncio.to_thread(files.entry, "batch.parquet")
+        with files.with_remedy():
+            figures = await ranks.train(
+                replayed, files.folder.url_of(batch.path), None, recorded, batch.sha256
+            )
         if recorded is not None:
             exact = exact and is_exact(
                 recorded, figures
@@ -211,14 +224,33 @@ async def bring_up(
             on_step(index, recorded, figures, exact=exact)
     marks.append(time.perf_counter())
     find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
-    return BringUp(usable[-1] if usable else None, loaded, find_s, load_s, replay_s)
+    return BringUp(checkpoint, loaded, find_s, load_s, replay_s)
 
 
-def recorded_step(folder: Store, version: int) -> StepMetrics | None:
+async def _load_newest(
+    ranks: TrainerHandle, run_folder: RunFolder, usable: list[int], steps: int, on_broken: OnBroken
+) -> tuple[int | None, int]:
+    """Load the newest of these checkpoints that is whole; returns it and its version, None and 0 if there is none."""
+    for done in reversed(usable):
+        url = run_folder.store.url_of(run_folder.checkpoint_path(done))
+        try:
+            marker = await asyncio.to_thread(check_marker, run_folder, done, done * steps)
+            loaded = await ranks.load(url)
+            assert loaded == marker["version"], "the ranks load what the marker names"
+            return done, loaded
+        except (CorruptFileError, MissingFileError) as error:
+            log.warning(
+                "checkpoint %d is not whole, and the one before it is taken, with replay: %s", done, error
+            )
+            await asyncio.to_thread(on_broken, done)
+    return None, 0
+
+
+def recorded_step(files: IterationFiles, version: int) -> StepMetrics | None:
     """The figures of the step that made `version`, None if its iteration's train_step is not committed."""
-    if not any(folder.exists(name) for name in ("results/train_step.json", "manifest.json")):
+    if "step.json" not in files.entries:
         return None
-    steps: list[StepMetrics] = folder.read_json("step.json")["steps"]
+    steps: list[StepMetrics] = files.read_json("step.json")["steps"]
     return next(step for step in steps if step["version"] == version)
 
 

@@ -157,9 +157,9 @@ def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_
 ) -> None:
     shutil.copytree(whole, tmp_path / "a")
     record = json.loads((tmp_path / "a" / "run.json").read_text())
-    assert (
-        record.pop("seed_name") == ""
-    )  # which earlier versions did not store: their seeds followed from sample ids
+    # which earlier versions did not store: their seeds followed from sample ids
+    for name, stored in (("seed_name", ""), ("sealed_at", "run.json"), ("sha256", record["sha256"])):
+        assert record.pop(name) == stored
     (tmp_path / "a" / "run.json").write_text(json.dumps(record))
     text = (workplace.folder / "train.jsonl").read_text()
     (workplace.folder / "more.jsonl").write_text(text + json.dumps({"prompt": "9+9+1=", "label": "9"}) + "\n")

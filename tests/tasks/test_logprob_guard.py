@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
+from millrace.core.contracts.task_records import FileRecord, FilterRecord, SampleSupervisedRecord
 from millrace.core.errors import RefusedStepError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.train_step import train_step
 
 LIMIT, CLOSE, FAR = 0.02, 0.001, 0.5
+BATCH: FileRecord = {"path": "batch.parquet", "sha256": "aa", "size": 1, "rows": 8, "table": "batch"}
 
 
 class Ranks:
@@ -27,7 +29,10 @@ class Ranks:
     async def at(self, version: int, ahead: int = 0) -> Ranks:
         return self
 
-    async def train(self, version: int, url: str, max_logprob_gap: float | None) -> dict[str, Any]:
+    async def train(
+        self, version: int, url: str, max_logprob_gap: float | None, recorded: None, sha256: str
+    ) -> dict[str, Any]:
+        assert sha256 == BATCH["sha256"]
         gap = self.gaps[version]
         metrics = {"loss": 0.0, "logprob_gap_mean": gap, "logprob_gap_max": gap}
         TrainerRank({}, 0, 1)._check(metrics, version, max_logprob_gap)
@@ -53,17 +58,25 @@ def runtime_with(root: Path, ranks: Ranks, **algorithm: Any) -> Runtime:
     return runtime
 
 
+def context(runtime: Runtime, index: int) -> IterationContext:
+    """An iteration whose batch is recorded."""
+    ctx = IterationContext(runtime.config, index, runtime)
+    ctx.records["filter"] = cast(FilterRecord, {"files": [BATCH]})
+    ctx.records["sample_supervised"] = cast(SampleSupervisedRecord, {"files": [BATCH]})
+    return ctx
+
+
 async def test_a_gap_in_a_later_iteration_of_a_process_is_refused(tmp_path: Path) -> None:
     ranks = Ranks({1: CLOSE, 2: FAR, 3: FAR})
     runtime = runtime_with(tmp_path, ranks)
-    await train_step.fn(IterationContext(runtime.config, 0, runtime))
+    await train_step.fn(context(runtime, 0))
     with pytest.raises(RefusedStepError, match=r"step 3: .*sync.max_logprob_gap is 0.02"):
-        await train_step.fn(IterationContext(runtime.config, 1, runtime))
+        await train_step.fn(context(runtime, 1))
     assert ranks.made == [1, 2]
 
 
 async def test_reference_answers_have_no_gap_to_an_engine(tmp_path: Path) -> None:
     ranks = Ranks({1: FAR, 2: FAR})
     runtime = runtime_with(tmp_path, ranks, loss="sft")
-    await train_step.fn(IterationContext(runtime.config, 0, runtime))
+    await train_step.fn(context(runtime, 0))
     assert ranks.made == [1, 2]

@@ -48,7 +48,7 @@ def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | Non
                 f"holds a complete checkpoint of weight version {existing['version']}, not {version}, and a complete "
                 "checkpoint is never overwritten",
                 where=url,
-                remedy="remove it, or save elsewhere",
+                remedy="remove its folder and start the run again: it is saved again",
             )
         return _result(existing, started)
     on_rank_0(lambda: store.remove("", recursive=True))
@@ -69,7 +69,7 @@ def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | Non
             file.model_dump(include={"path", "size", "sha256"}) for files in files_of_ranks for file in files
         ],
     }
-    on_rank_0(lambda: store.write_json(COMPLETE, marker))
+    on_rank_0(lambda: store.write_sealed(COMPLETE, marker))
     return _result(marker, started)
 
 
@@ -130,7 +130,7 @@ def _set_rng(state: dict[str, Any]) -> None:
 
 def _read_marker(store: Store) -> dict[str, Any] | None:
     try:
-        marker: dict[str, Any] = store.read_json(COMPLETE)
+        marker = store.read_sealed(COMPLETE)
     except MissingFileError:
         return None
     if marker.get("format") != FORMAT:

@@ -92,13 +92,15 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
 def upload_hf(model: PolicyModel, hf: dict[str, Any], source: str, url: str) -> dict[str, Any]:
     """Write the same to a folder of any storage: every rank uploads its files, each whole, from its node's disk.
 
-    All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank.
+    All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank, and the
+    entries of its files, relative to the folder.
     """
     store, name = split_url(url)
     with temporary_folder("millrace-export") as local:
         written = _write(model, hf, source, Path(local))
-        store.upload_dir(local, name)
-    return written
+        entries = store.upload_dir(local, name)
+    files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
+    return {**written, "files": [file.record() for file in files]}
 
 
 def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path) -> dict[str, Any]:

@@ -52,8 +52,9 @@ names it; what stands beside `base` changes them. Lists are replaced whole.
 **Changes.** Started again, a run goes on with what the file says now. *may change in* names where a field may then have
 another value than before: in the *run* itself, in a *branch* of it (`millrace branch`), or in *neither*. A changed field
 acts from the first step, or the first task of its kind, after the start: moments and step counts of the optimizer stay,
-its numbers and the schedule are the file's. A change that is not allowed is refused, with the reason. Steps that are made
-again after a crash use the settings that they were first made under, which stand in `step.json`.
+its numbers and the schedule are the file's. It is recorded under `changes` in `run.json`, with the iteration from which it
+holds. A change that is not allowed is refused, with the reason. Steps that are made again after a crash use
+the settings that they were first made under, which stand in `step.json`.
 
 **Choices.** `engines`, `sync`, `algorithm.loss` and `algorithm.advantage` are choices by `kind`: each kind has only the
 fields that act there. A bare word is that kind with its defaults.

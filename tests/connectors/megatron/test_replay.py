@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -13,11 +15,11 @@ import pytest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
-from millrace.core.errors import ReplayedStepError
+from millrace.core.errors import CorruptFileError, ReplayedStepError
 from millrace.core.replay import with_settings
 from millrace.tasks.run_recorded import _lasts
 from millrace.tasks.runtime.trainer import bring_up
-from tests.support.trainer_ranks import Group, Workers, configuration, samples, write_batch
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 SCHEDULE = {"kind": "linear"}
 
@@ -25,12 +27,22 @@ SCHEDULE = {"kind": "linear"}
 class Ranks:
     """The ranks of a group, as far as bringing them up asks of them."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, load_error: type[Exception] = RankFailedError) -> None:
+        """load_error: what a load that fails raises here, where another process has raised it."""
         self.group = group
+        self.load_error = load_error
         self.made: list[dict[str, Any]] = []
 
-    async def train(self, version: int, url: str, gap: float | None, recorded: Any = None) -> Any:
-        self.made.append(self.group.call("train", version, url, gap, recorded)[0])
+    async def load(self, url: str) -> int:
+        try:
+            return int(self.group.call("load", url)[0])
+        except RankFailedError as error:
+            raise self.load_error(str(error)) from error
+
+    async def train(
+        self, version: int, url: str, gap: float | None, recorded: Any = None, sha256: str | None = None
+    ) -> Any:
+        self.made.append(self.group.call("train", version, url, gap, recorded, sha256)[0])
         return self.made[-1]
 
 
@@ -75,9 +87,11 @@ def run(
 
 
 def commit(folder: RunFolder, index: int, steps: list[dict[str, Any]]) -> None:
-    record = {"version": steps[-1]["version"], "steps": steps, "rest_s": 0.0, "seconds": 0.0}
-    folder.iteration(index).write_json("step.json", record)
-    folder.iteration(index).write_json("results/train_step.json", record)
+    store = folder.iteration(index)
+    made = {"version": steps[-1]["version"], "steps": steps, "rest_s": 0.0, "seconds": 0.0}
+    files = [store.entry("batch.parquet").record(), store.write_json("step.json", made).record()]
+    for task, record in (("filter", {"files": files[:1]}), ("train_step", {**made, "files": files[1:]})):
+        store.write_json(f"results/{task}.json", {"metadata": {}, "result": json.dumps(record)})
 
 
 def steps_of(folder: RunFolder, index: int) -> list[dict[str, Any]]:
@@ -167,3 +181,70 @@ def test_the_configuration_of_a_recorded_step_is_its_own(
     assert restored.algorithm == then.algorithm
     assert restored.trainer.optimizer == then.trainer.optimizer
     assert restored.trainer.schedule == then.trainer.schedule
+
+
+def copied(folder: RunFolder, root: Path) -> RunFolder:
+    copy = RunFolder(str(root), "a")
+    for path in folder.store.list():
+        copy.store.write(path, folder.store.read(path))
+    return copy
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_batch_that_is_not_the_committed_one_is_not_trained(
+    workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], tmp_path: Path
+) -> None:
+    """It was: negated advantages gave other weights, in silence."""
+    folder, config, _ = run
+    changed = copied(folder, tmp_path)
+    rows = [{**row, "advantage": -row["advantage"]} for row in samples(3, count=4) + samples(4, count=4)]
+    write_batch(tmp_path / "a" / folder.iteration_path(1), rows)
+    with pytest.raises(RankFailedError, match=r"CorruptFileError: .*000001/batch\.parquet: its sha256 is"):
+        brought_up(workers, config, changed, 4)
+
+
+def test_a_broken_newest_checkpoint_gives_way_to_the_one_before_and_replay_makes_the_rest(
+    workers: Workers,
+    run: tuple[RunFolder, dict[str, Any], bytes],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, config, trained = run
+    saved = copied(folder, tmp_path)
+    urls = [saved.store.url_of(saved.checkpoint_path(done)) for done in (1, 2)]
+    with workers.group(config) as group:
+        for index, url in enumerate(urls):
+            group.train([2 * index + 1, 2 * index + 2], saved.iteration(index).url_of("batch.parquet"))
+            group.call("save", url)
+    flip(Path(urls[1]) / "__0_0.distcp")
+    broken: list[int] = []
+    with workers.group(config) as group:
+        ranks = cast(TrainerHandle, Ranks(group, CorruptFileError))
+        result = asyncio.run(bring_up(ranks, saved, 4, 2, on_broken=broken.append))
+        assert group.run(weights) == [trained]
+    assert (result.checkpoint, result.loaded_version, broken) == (1, 2, [2])
+    assert "checkpoint 2 is not whole" in caplog.text
+    flip(Path(urls[0]) / "complete.json")
+    with workers.group(config) as group:
+        ranks = cast(TrainerHandle, Ranks(group, CorruptFileError))
+        assert asyncio.run(bring_up(ranks, saved, 4, 2)).checkpoint is None
+        assert group.run(weights) == [trained]
+
+
+def test_a_complete_checkpoint_of_another_version_is_kept_until_its_folder_is_removed(
+    workers: Workers, run: tuple[RunFolder, dict[str, Any], bytes], tmp_path: Path
+) -> None:
+    folder, config, _ = run
+    url = str(tmp_path / "checkpoint")
+    with workers.group(config) as group:
+        group.call("save", url)
+        group.train([1], folder.iteration(0).url_of("batch.parquet"))
+        with pytest.raises(RankFailedError, match="weight version 0, not 1.*remove its folder and start"):
+            group.call("save", url)
+        shutil.rmtree(url)
+        assert group.call("save", url)[0]["version"] == 1

@@ -9,7 +9,7 @@ import pytest
 from prefect import task
 
 from millrace.connectors.prefect.record_storage import KeptAt, RecordStorage, kept_at
-from millrace.core.errors import MissingFileError
+from millrace.core.errors import CorruptFileError, MissingFileError
 
 
 def test_servers_know_the_block_type_for_good() -> None:
@@ -21,10 +21,34 @@ def test_servers_know_the_block_type_for_good() -> None:
 async def test_records_are_files_under_the_root(tmp_path: Path) -> None:
     storage = RecordStorage(root=str(tmp_path))
     await storage.write_path("a/iterations/000000/results/rollout.json", b"{}")
-    assert (tmp_path / "a/iterations/000000/results/rollout.json").read_bytes() == b"{}"
     assert await storage.read_path("a/iterations/000000/results/rollout.json") == b"{}"
     with pytest.raises(MissingFileError, match="reward"):
         await storage.read_path("a/iterations/000000/results/reward.json")
+
+
+async def test_a_record_that_changed_or_is_another_ones_is_named_and_an_older_one_is_read(
+    tmp_path: Path,
+) -> None:
+    storage = RecordStorage(root=str(tmp_path))
+    path = "a/iterations/000000/results/rollout.json"
+    await storage.write_path(path, b'{"metadata": {}, "result": "{}"}')
+    file = tmp_path / path
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        try:
+            assert await storage.read_path(path) == b'{"metadata": {}, "result": "{}"}'
+        except CorruptFileError:
+            continue
+    other = tmp_path / "a/iterations/000001/results/rollout.json"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(whole)
+    with pytest.raises(CorruptFileError, match=r"was written as iterations/000000/results/rollout\.json"):
+        await storage.read_path("a/iterations/000001/results/rollout.json")
+    other.write_bytes(b'{"metadata": {}, "result": "{}"}')
+    assert await storage.read_path("a/iterations/000001/results/rollout.json") == other.read_bytes()
 
 
 def test_a_task_is_kept_at_its_path_and_keeps_its_own_options(tmp_path: Path) -> None:

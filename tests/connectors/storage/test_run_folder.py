@@ -213,7 +213,7 @@ def test_a_manifest_that_is_gone_from_the_middle_is_named(root: str) -> None:
     folder = committed(root, 3)
     folder.iteration(1).remove("manifest.json")
     with pytest.raises(
-        MissingFileError, match=r"000001/manifest\.json: no such file, though later iterations"
+        MissingFileError, match=r"000001/manifest\.json: no such file, though the iteration was"
     ):
         RunFolder(root, "run").manifests()
 

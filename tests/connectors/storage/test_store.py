@@ -128,7 +128,7 @@ def test_a_changed_bit_is_named_with_file_and_difference(root: str) -> None:
     with pytest.raises(CorruptFileError, match="file: its sha256 is"):
         store.verify(entry)
     store.write("file", b"abcd")
-    with pytest.raises(CorruptFileError, match="file: its size is 4, the manifest says 8"):
+    with pytest.raises(CorruptFileError, match="file: its size is 4, what committed it says 8"):
         store.verify(entry)
 
 

@@ -126,7 +126,9 @@ def test_a_table_that_does_not_fit_its_schema_is_not_written(root: str) -> None:
 def test_another_kind_another_version_and_foreign_files_are_named_with_a_remedy(root: str) -> None:
     store, table = Store(root), rewards(0, 2)
     store.write_table("r.parquet", table, "rewards")
-    with pytest.raises(CorruptFileError, match=r"r\.parquet: holds rewards, wanted verdicts; restore it"):
+    with pytest.raises(
+        CorruptFileError, match=r"r\.parquet: holds rewards, wanted verdicts; restore the file"
+    ):
         store.read_table("r.parquet", "verdicts")
     for metadata, said in (
         (
@@ -161,7 +163,7 @@ def test_a_table_unlike_its_entry_is_named(root: str) -> None:
     store = Store(root)
     entry = store.write_table("r.parquet", rewards(0, 4), "rewards")
     wrong = entry.model_copy(update={"rows": 5})
-    with pytest.raises(CorruptFileError, match=r"r\.parquet: holds 4 rows, the manifest says 5"):
+    with pytest.raises(CorruptFileError, match=r"r\.parquet: holds 4 rows, what committed it says 5"):
         store.read_table("r.parquet", "rewards", wrong)
     store.write_table("r.parquet", rewards(1, 4), "rewards")
     with pytest.raises(CorruptFileError, match=r"r\.parquet: its (sha256|size) is"):
@@ -224,14 +226,27 @@ def test_a_broken_part_is_named_or_removed_when_told_so(root: str, caplog: pytes
     store = Store(root)
     write_part(store, "rewards", rewards(0, 10), "rewards")
     whole = store.read(list_parts(store, "rewards")[0])
-    store.write("rewards/part-broken.parquet", whole[: len(whole) // 2])
-    with pytest.raises(CorruptFileError, match=r"rewards/part-broken\.parquet: not a whole Parquet file"):
+    broken = f"rewards/part-{'0' * 32}.parquet"
+    store.write(broken, whole[: len(whole) // 2])
+    with pytest.raises(CorruptFileError, match=rf"{broken}: not a whole Parquet file"):
         read_parts(store, "rewards", "rewards")
     assert read_parts(store, "rewards", "rewards", ignore_incomplete=True).num_rows == 10
     assert "removing a broken part" in caplog.text
-    assert "part-broken" in caplog.text
+    assert broken in caplog.text
     assert len(list_parts(store, "rewards")) == 1
     assert read_parts(store, "rewards", "rewards").num_rows == 10
+
+
+def test_copies_of_a_part_and_files_with_other_names_count_for_nothing(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(root)
+    entry = write_part(store, "rewards", rewards(0, 10), "rewards")
+    data, hashed = store.read(entry.path), entry.sha256[:16]
+    for name in (f"part-{'f' * 32}.{hashed}.parquet", "part-copy.parquet", f"copy of {entry.path[8:]}"):
+        store.write(f"rewards/{name}", data)
+    assert read_parts(store, "rewards", "rewards").num_rows == 10
+    assert "a copy of" in caplog.text
 
 
 def test_a_batch_stored_before_a_column_was_added_is_read_with_nulls(root: str) -> None:

@@ -1,0 +1,55 @@
+"""What says that a checkpoint is whole: its marker complete.json, and the record of the task that saved it.
+
+Owns which marker counts, and what becomes of a checkpoint that is found broken. Knows nothing of what its files hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.core.errors import CorruptFileError
+
+log = logging.getLogger(__name__)
+
+ASIDE = "not-whole.json"
+REMEDY = (
+    "restore the checkpoint from a copy, or remove its folder: the one before it is then taken, with replay"
+)
+
+
+def check_marker(run_folder: RunFolder, done: int, version: int | None = None) -> dict[str, Any]:
+    """The marker of the checkpoint after `done` iterations; its `files` are the entries of the checkpoint's files.
+
+    version: the weight version that it must hold. Raises MissingFileError if there is none, CorruptFileError if it changed
+    since it was written or is not the one that the checkpoint task recorded.
+    """
+    path = f"{run_folder.checkpoint_path(done)}/{COMPLETE}"
+    store = run_folder.store
+    record = IterationFiles(run_folder, done - 1).record("checkpoint") or {}
+    if "marker" in record:
+        store.read_json(path, FileEntry.model_validate(record["marker"]))
+    marker = store.read_sealed(path)
+    if version is not None and marker.get("version") != version:
+        raise CorruptFileError(
+            f"holds weight version {marker.get('version')}, not {version}",
+            where=store.url_of(path),
+            remedy=REMEDY,
+        )
+    return marker
+
+
+def marker_files(marker: dict[str, Any]) -> list[FileEntry]:
+    """The entries of a checkpoint's files, relative to its folder."""
+    return [FileEntry.model_validate(file) for file in marker["files"]]
+
+
+def set_checkpoint_aside(run_folder: RunFolder, done: int) -> None:
+    """Have a broken checkpoint count no more. Its files stay; the marker has another name."""
+    folder = run_folder.store.child(run_folder.checkpoint_path(done))
+    folder.write(ASIDE, folder.read(COMPLETE))
+    folder.remove(COMPLETE)
+    log.warning("%s: its marker is now %s; what was saved stays", folder.url, ASIDE)

@@ -1,0 +1,243 @@
+"""The files of an iteration that something committed names: its manifest, or the records of its tasks before there is one.
+
+Owns the rule that nothing else in the folder counts, and that each file is checked against what names it when it is read.
+Knows nothing of what the files mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts
+from millrace.connectors.storage.run_folder import MAKE_AGAIN, MANIFEST, RunFolder
+from millrace.connectors.storage.sealed import check_seal
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.contracts.task_records import IterationRecords
+from millrace.core.errors import CorruptFileError, MissingFileError
+
+TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
+FOLDERS = ("rollouts", "rewards")
+log = logging.getLogger(__name__)
+
+PUBLISH = "publish"  # its record comes after the manifest
+
+
+class IterationFiles:
+    """One iteration's files as its manifest or its records name them. Reads storage when asked, and checks what it reads.
+
+    Every read raises MissingFileError for a file that is gone or that nothing names, CorruptFileError for one that changed.
+    """
+
+    def __init__(self, run_folder: RunFolder, index: int) -> None:
+        self.index = index
+        self.folder = run_folder.iteration(index)
+        self._run_folder = run_folder
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest; None while the iteration is open."""
+        return self._run_folder.manifest(self.index)
+
+    @cached_property
+    def entries(self) -> dict[str, FileEntry]:
+        """The files that are named, by path."""
+        if self.manifest:
+            return {entry.path: entry for entry in self.manifest.files}
+        named: dict[str, FileEntry] = {}
+        for record in in_threads(self.record, self.recorded_tasks()):
+            for file in (record or {}).get("files", ()):
+                named[file["path"]] = FileEntry.model_validate(file)
+        return named
+
+    def recorded_tasks(self) -> list[str]:
+        """Tasks with a record here."""
+        there = set(self.folder.list("results"))
+        return [name for name in IterationRecords.__annotations__ if record_path(name) in there]
+
+    def record(self, task: str) -> dict[str, Any] | None:
+        """The record of a task; None if there is none, or none that counts."""
+        path = record_path(task)
+        named = None
+        if self.manifest and task != PUBLISH:
+            named = next((entry for entry in self.manifest.files if entry.path == path), None)
+            if named is None:
+                return None
+        with self.with_remedy():
+            try:
+                content = self.folder.read_json(path, named)
+            except MissingFileError:
+                if named:
+                    raise
+                return None
+            return result_of(content, self.folder.url_of(path))
+
+    def entry(self, path: str) -> FileEntry:
+        """The entry of a file."""
+        with self.with_remedy():
+            if path not in self.entries:
+                raise MissingFileError("nothing that is committed names it", where=self.folder.url_of(path))
+            return self.entries[path]
+
+    def read_json(self, path: str) -> Any:
+        """A JSON file."""
+        with self.with_remedy():
+            return self.folder.read_json(path, self.entry(path))
+
+    def read_table(self, kind: str, columns: list[str] | None = None) -> pa.Table:
+        """The table of a kind, of which an iteration has one."""
+        path = f"{kind}.parquet"
+        with self.with_remedy():
+            return self.folder.read_table(path, kind, self.entry(path), columns)
+
+    def read_parts(self, kind: str, columns: list[str] | None = None) -> pa.Table:
+        """All rows of the parts of a kind, in the order of their paths."""
+        named = sorted(self.entries.values(), key=lambda entry: entry.path)
+        with self.with_remedy():
+            return read_parts(self.folder, kind, kind, columns=columns, entries=named)
+
+    def check(self, entries: list[FileEntry]) -> None:
+        """Compare files with their entries."""
+        with self.with_remedy():
+            in_threads(self.folder.verify, entries)
+
+    @contextlib.contextmanager
+    def with_remedy(self) -> Iterator[None]:
+        """Within, an error about a file says what to do where there is no copy of it."""
+        try:
+            yield
+        except (MissingFileError, CorruptFileError) as error:
+            error.remedy = self._remedy
+            raise
+
+    @property
+    def _remedy(self) -> str:
+        run = self._run_folder.name
+        if "manifest" in self.__dict__ and self.manifest:
+            return (
+                "restore it from a copy; without one, go on from a checkpoint before it: "
+                f"`millrace branch {run} NEW --at ITERATION`"
+            )
+        return f"restore it from a copy, or {way_out(run, self.index)}"
+
+
+def way_out(run: str, index: int) -> str:
+    """What to do where an open iteration cannot go on."""
+    return f"give the iteration up: `millrace discard {run} --iteration {iteration_number(index)}`"
+
+
+def record_path(task: str) -> str:
+    """Path of a task's record in its iteration's folder."""
+    return f"results/{task}.json"
+
+
+def result_of(content: Any, url: str) -> dict[str, Any]:
+    """What a task returned, from the record that Prefect keeps. Raises CorruptFileError if it is not what was written."""
+    try:
+        result = json.loads(check_seal(content, url)["result"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError("is not the record of a task", where=url, remedy="restore the file") from error
+    if not isinstance(result, dict):
+        raise CorruptFileError("is not the record of a task", where=url, remedy="restore the file")
+    return result
+
+
+def manifest_from_records(
+    run_folder: RunFolder, index: int, metrics: dict[str, float], committed: float, driver: int | None
+) -> Manifest:
+    """The manifest of an open iteration: every file that its records name, each checked, and the records.
+
+    metrics: of the iteration. committed: seconds of the epoch. driver: its token. Files of an earlier release's records are those in the folders.
+    """
+    files = IterationFiles(run_folder, index)
+    assert files.manifest is None, "the iteration is open"
+    tasks = [task for task in files.recorded_tasks() if task != PUBLISH]
+    records = dict(zip(tasks, in_threads(files.record, tasks), strict=True))
+    named = dict(files.entries)
+    for folder, task in zip(FOLDERS, ("rollout", "reward"), strict=True):
+        if "files" not in (records.get(task) or {}):
+            named |= {entry.path: entry for entry in files.folder.entries(list_parts(files.folder, folder))}
+    trained = records["train_step"]
+    assert trained is not None, "train_step comes before the manifest"
+    files.check(list(named.values()))
+    order = [
+        *TABLES,
+        *(path for folder in FOLDERS for path in sorted(named) if path.startswith(f"{folder}/")),
+    ]
+    return Manifest(
+        iteration=index,
+        files=[
+            *(named[path] for path in order),
+            *files.folder.entries(
+                [*list_takeovers(files.folder), *sorted(record_path(task) for task in tasks)]
+            ),
+        ],
+        tasks={
+            "trained_version": trained["version"],
+            "metrics": metrics,
+            "committed": committed,
+            **({} if driver is None else {"driver": driver}),
+        },
+    )
+
+
+def commit_again(run_folder: RunFolder) -> list[int]:
+    """Commit the iterations whose manifest is gone though they were published, from their records; returns them.
+
+    Also compares the newest manifest with what publish recorded of it. Raises CorruptFileError or MissingFileError where a
+    manifest cannot be made again as it was.
+    """
+    restored: list[int] = []
+    while True:
+        index = run_folder.first_without_manifest()
+        if index and index - 1 not in restored and _published(run_folder, index - 1):
+            check_newest(run_folder, index - 1)
+        record = _published(run_folder, index)
+        if record is None:
+            run_folder.manifests()  # raises where later iterations are committed
+            return restored
+        manifest = manifest_from_records(
+            run_folder, index, record["metrics"], record.get("committed", time.time()), record.get("driver")
+        )
+        run_folder.commit_manifest(index, manifest, expected=record.get("manifest"))
+        log.warning(
+            "the manifest of iteration %d was gone; it is made again from the iteration's records",
+            iteration_number(index),
+        )
+        restored.append(index)
+
+
+def _published(run_folder: RunFolder, index: int) -> dict[str, Any] | None:
+    """The record of publish. One that changed is removed: nothing is read from it while the manifest stands."""
+    files = IterationFiles(run_folder, index)
+    try:
+        return files.record(PUBLISH)
+    except CorruptFileError as error:
+        log.warning("removing a broken record: %s", error)
+        files.folder.remove(record_path(PUBLISH))
+        return None
+
+
+def check_newest(run_folder: RunFolder, index: int) -> None:
+    """Compare the newest manifest with what publish recorded of it; the others are named by the manifest after them.
+
+    Raises CorruptFileError if it is another one.
+    """
+    record = IterationFiles(run_folder, index).record(PUBLISH)
+    manifest = run_folder.manifest(index)
+    assert manifest is not None, "it is committed"
+    if record and record.get("manifest", manifest.sha256) != manifest.sha256:
+        raise CorruptFileError(
+            "is not the manifest that publish recorded",
+            where=run_folder.iteration(index).url_of(MANIFEST),
+            remedy=MAKE_AGAIN,
+        )

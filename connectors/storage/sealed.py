@@ -1,0 +1,45 @@
+"""JSON documents with a hash of themselves: a document that changed after it was written is found when it is read.
+
+Owns the hash and the place that a document names. Knows nothing of what documents say. Those of earlier releases have no hash
+and are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.errors import CorruptFileError
+
+HASH, PLACE = "sha256", "sealed_at"
+
+
+def sealed(content: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The content with its place and its hash. `place`: how its URL ends, so that no other document can stand in for it."""
+    placed = {**content, PLACE: place}
+    return {**placed, HASH: content_hash(placed)}
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """Hash of a document as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_seal(content: Any, url: str) -> dict[str, Any]:
+    """The content without seal. Raises CorruptFileError if it is not what was written at this place."""
+    if not isinstance(content, dict):
+        raise CorruptFileError("holds no JSON object", where=url, remedy="restore the file")
+    opened = {name: value for name, value in content.items() if name not in (HASH, PLACE)}
+    if (HASH in content) != (PLACE in content):
+        raise CorruptFileError("has lost a part of its seal", where=url, remedy="restore the file")
+    if HASH not in content:
+        return opened
+    if content_hash({**opened, PLACE: content[PLACE]}) != content[HASH]:
+        raise CorruptFileError(
+            "its content does not have the hash that it names", where=url, remedy="restore the file"
+        )
+    if not f"/{url}".endswith(f"/{content[PLACE]}"):
+        raise CorruptFileError(f"was written as {content[PLACE]}", where=url, remedy="restore the file")
+    return opened

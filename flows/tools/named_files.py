@@ -1,0 +1,80 @@
+"""Which files of a run something names, and which are strangers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import (
+    FOLDERS,
+    PUBLISH,
+    TABLES,
+    IterationFiles,
+    record_path,
+)
+from millrace.connectors.storage.parts import list_parts, list_takeovers
+from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
+from millrace.core.contracts.task_records import IterationRecords
+from millrace.core.errors import StorageError
+
+OF_THE_RUN = ("run.json", "lease.json", "quarantine.parquet")
+# what millrace discard set aside, engine logs, the claims of drivers
+NOT_OF_ITERATIONS = ("discarded/", "logs/", "lease/")
+
+
+def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
+    """Evaluations and exports that the records of an iteration name, relative to the run's folder.
+
+    Raises MissingFileError or CorruptFileError for a record that is not what was written.
+    """
+    files = IterationFiles(folder, index)
+    for task in ("evaluate_before", "evaluate"):
+        for held_out in (files.record(task) or {"sets": {}})["sets"].values():
+            yield FileEntry.model_validate(held_out["file"])
+    saved = files.record("checkpoint") or {}
+    for file in saved.get("export_files", ()):
+        entry = FileEntry.model_validate(file)
+        yield entry.model_copy(update={"path": f"{saved['exported']}/{entry.path}"})
+
+
+def strangers(folder: RunFolder, named: Iterable[FileEntry]) -> list[str]:
+    """Files in a run's folder that no manifest, record or marker names. `named`: those of records.
+
+    What tasks of the open iteration write counts as named: their records follow.
+    """
+    known = {*OF_THE_RUN, *(entry.path for entry in named)}
+    committed = folder.manifests()
+    for index in range(len(committed) + 1):
+        known |= {f"{folder.iteration_path(index)}/{path}" for path in _of_iteration(folder, index)}
+    for done in folder.complete_checkpoints():
+        known |= {f"{folder.checkpoint_path(done)}/{path}" for path in _of_checkpoint(folder, done)}
+    return [
+        path for path in folder.store.list() if path not in known and not path.startswith(NOT_OF_ITERATIONS)
+    ]
+
+
+def _of_iteration(folder: RunFolder, index: int) -> list[str]:
+    manifest = folder.manifest(index)
+    if manifest:
+        return [MANIFEST, record_path(PUBLISH), *(entry.path for entry in manifest.files)]
+    files = IterationFiles(folder, index)
+    named = [*TABLES, *list_takeovers(files.folder), *map(record_path, IterationRecords.__annotations__)]
+    for kind in FOLDERS:
+        parts = [path for path in _entries(files) if path.startswith(f"{kind}/")]
+        named += parts or list_parts(files.folder, kind)
+    return named
+
+
+def _entries(files: IterationFiles) -> list[str]:
+    try:
+        return list(files.entries)
+    except StorageError:
+        return []  # a broken record is a problem, and is named as that
+
+
+def _of_checkpoint(folder: RunFolder, done: int) -> list[str]:
+    try:
+        return [COMPLETE, *(entry.path for entry in marker_files(check_marker(folder, done)))]
+    except StorageError:
+        return [COMPLETE]  # a broken one is a problem, and is named as that
