@@ -182,19 +182,6 @@ class Files:
         except MissingFileError:
             return
 
-    def move(self, path: str, target: str) -> None:
-        """Give a file another path. A file that is at neither place raises MissingFileError."""
-
-        def move() -> None:
-            with self._writing():
-                if self.local:
-                    local.move(Path(self._full(path)), Path(self._full(target)))
-                else:
-                    self.fs.copy(self._full(path), self._full(target))
-                    self.fs.rm(self._full(path))
-
-        self._retried("move", path, move)
-
     def sweep(self, older_than_s: float) -> Names:
         """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none."""
         if not self.local:
@@ -275,6 +262,20 @@ class Files:
 
     def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
         return retried(verb, self.url_of(path), call)
+
+
+def move_file(files: Files, path: str, target: str) -> None:
+    """Give a file another path. Raises MissingFileError if it is not there."""
+
+    def move() -> None:
+        with files._writing():
+            if files.local:
+                local.move(Path(files._full(path)), Path(files._full(target)))
+            else:
+                files.fs.copy(files._full(path), files._full(target))
+                files.fs.rm(files._full(path))
+
+    retried("move", files.url_of(path), move)
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -198,7 +198,7 @@ def commit_again(run_folder: RunFolder) -> list[int]:
     """
     restored: list[int] = []
     while True:
-        index = run_folder.first_without_manifest()
+        index = run_folder.first_open_iteration(strict=False)
         if index and index - 1 not in restored and _published(run_folder, index - 1):
             check_newest(run_folder, index - 1)
         record = _published(run_folder, index)

@@ -147,15 +147,11 @@ class RunFolder:
             take_over_parts(self.iteration(index), ("rollouts", "rewards"), token)
         return index
 
-    def first_without_manifest(self) -> int:
-        """The first iteration that has no manifest, also where later ones have."""
-        with contextlib.suppress(MissingFileError):
+    def first_open_iteration(self, strict: bool = True) -> int:
+        """The first iteration without a manifest. Unless `strict`, also where one is gone that was committed."""
+        with contextlib.nullcontext() if strict else contextlib.suppress(MissingFileError):
             self.manifests()
         return len(self._manifests)
-
-    def first_open_iteration(self) -> int:
-        """The first iteration without a manifest."""
-        return len(self.manifests())
 
     def history(self) -> list[IterationHistory]:
         """The groups of each committed iteration and their outcomes, from which the ledger is computed."""

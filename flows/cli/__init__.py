@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 for command in (
     *(run.train, run.check, run.quickstart),
-    *(look.runs, look.show, tools.verify, tools.replay, look.sql, tools.branch, tools.stop),
+    *(look.runs, look.show, tools.verify, tools.replay, look.sql, tools.branch, tools.discard, tools.stop),
     *(server.server, server.deploy),
 ):
     app.command()(command)

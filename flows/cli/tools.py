@@ -1,4 +1,4 @@
-"""Commands that work on a stored run: verify, replay, branch, stop."""
+"""Commands that work on a stored run: verify, replay, branch, discard, stop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from rich.table import Table
 
 from millrace.core.contracts.ids import iteration_number
 from millrace.flows.cli.terminal import RootOption, console, guarded
+
+SHOWN = 20  # strangers
 
 
 def verify(run: str, root: RootOption = "runs") -> None:
@@ -24,6 +26,12 @@ def verify(run: str, root: RootOption = "runs") -> None:
     )
     for problem in verdict.problems:
         console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+    if verdict.strangers:
+        console.print(f"{len(verdict.strangers)} files that no manifest names; nothing reads them:")
+        for path in verdict.strangers[:SHOWN]:
+            console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+        if len(verdict.strangers) > SHOWN:
+            console.print(f"  and {len(verdict.strangers) - SHOWN} more")
     console.print("nothing is wrong" if not verdict.problems else f"{len(verdict.problems)} problems")
     raise SystemExit(1 if verdict.problems else 0)
 
@@ -57,6 +65,29 @@ def branch(
     from millrace.flows.tools.branch import branch_run
 
     console.print(guarded(lambda: branch_run(root, run, new, at)), soft_wrap=True)
+
+
+def discard(
+    run: str,
+    iteration: Annotated[
+        int | None, typer.Option(help="Number of the iteration to give up, as messages show it.")
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option("--from", help="The same, with every later one that was begun.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why; kept with what is moved aside.")] = "",
+    root: RootOption = "runs",
+) -> None:
+    """Give up an iteration that is not committed: its groups are drawn again, and what it made is kept aside."""
+    from millrace.flows.tools.discard import discard_iterations
+
+    number = iteration if first is None else first
+    if number is None or number < 1 or (iteration is None) == (first is None):
+        raise typer.BadParameter("give --iteration or --from, with a number from 1 on")
+    console.print(
+        guarded(lambda: discard_iterations(root, run, number - 1, later=first is not None, reason=reason)),
+        soft_wrap=True,
+    )
 
 
 def stop(

@@ -65,7 +65,7 @@ async def _drive(
 ) -> DriveResult:
     await _prepare(config)
     runtime, started = Runtime(config), time.perf_counter()
-    first = await asyncio.to_thread(runtime.run_folder.first_without_manifest)
+    first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
     runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations:
         log.info(

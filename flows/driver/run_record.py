@@ -26,6 +26,9 @@ from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import ConfigError, DataError, MissingFileError
+from millrace.flows.driver.fingerprints import fingerprints
+from millrace.flows.driver.taken_up import check_same_model, taken_up
+from millrace.flows.tools.browse import check_no_run
 from millrace.tasks import report
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -47,7 +50,7 @@ VERSIONED = (
 def run_id(store: Store) -> str:
     """The run's id from run.json, a new one for a run that has none yet."""
     try:
-        record = store.read_json("run.json")
+        record = store.read_sealed("run.json")
     except MissingFileError:
         record = {}
     return str(record.get("id") or uuid.uuid4().hex)
@@ -61,21 +64,26 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
     store = runtime.run_folder.store
     resolved = runtime.config.model_dump(mode="json")
     try:
-        record = lifted(await asyncio.to_thread(store.read_json, "run.json"))
+        record = lifted(await asyncio.to_thread(store.read_sealed, "run.json"))
     except MissingFileError:
+        await asyncio.to_thread(check_no_run, store)
         name = runtime.config.run.name
         record = {"name": name, "config": resolved, "seed_name": "", "mlflow_run_id": None, "attempts": []}
+    before = stored_config(record["config"] or record["parent"]["config"], record["name"])
     if record["config"] is not None:
-        check_resume(stored_config(record["config"], record["name"]), runtime.config)
+        check_resume(before, runtime.config)
     else:
-        check_branch(
-            stored_config(record["parent"]["config"], record["name"]), runtime.config, record["parent"]
-        )
+        check_branch(before, runtime.config, record["parent"])
     record["id"] = runtime.run_id
+    prints = await asyncio.to_thread(fingerprints, runtime.config)
+    check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
+    since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    record["changes"] = taken_up(record, before, runtime.config, prints, versions(), since)
+    record["fingerprints"] = prints
     record["config"], record["config_version"] = resolved, VERSION
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
-    await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
+    record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["versions"] = versions()
@@ -89,16 +97,16 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
             "flow_run_url": flow_run.ui_url,
         }
     )
-    await asyncio.to_thread(store.write_json, "run.json", record)
+    await asyncio.to_thread(store.write_sealed, "run.json", record)
 
 
 async def finish_run_record(runtime: Runtime) -> None:
     """Mark the run complete in run.json and in MLflow."""
     store = runtime.run_folder.store
-    record = await asyncio.to_thread(store.read_json, "run.json")
+    record = await asyncio.to_thread(store.read_sealed, "run.json")
     record["completed"] = datetime.now(UTC).isoformat()
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
-    await asyncio.to_thread(store.write_json, "run.json", record)
+    await asyncio.to_thread(store.write_sealed, "run.json", record)
     await report.close_tracking(runtime)
 
 

@@ -23,7 +23,7 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
     not as its manifest, record or marker names it: nothing is a branch then.
     """
     record, source, target = run_record(root, run), RunFolder(root, run), RunFolder(root, new)
-    committed = source.first_without_manifest()
+    committed = source.first_open_iteration(strict=False)
     if at > committed:
         raise StorageError(
             f"has {committed} committed iterations",

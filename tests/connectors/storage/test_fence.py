@@ -14,27 +14,42 @@ from prefect.results import ResultStore
 
 from millrace.connectors.prefect.record_storage import RecordStorage
 from millrace.connectors.storage import lease as leases
+from millrace.connectors.storage.files import move_file
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
-from millrace.core.errors import LeaseHeldError, StorageError
+from millrace.core.errors import CorruptFileError, LeaseHeldError, StorageError
 
 TABLE = schema.schema("rewards").empty_table()
+
+
+def move(store: Store) -> None:
+    """Move a file that is there only meanwhile."""
+    plain = Store(store.url)
+    plain.write("moving", b"1")
+    try:
+        move_file(store, "moving", "moved")
+    finally:
+        plain.remove("moving")
+
+
 CHANGES: dict[str, Callable[[Store, Path], object]] = {
     "write": lambda store, _: store.write("file", b"new"),
     "create": lambda store, _: store.create("another", b"new"),
     "remove": lambda store, _: store.remove("file"),
     "write_json": lambda store, _: store.write_json("file", {}),
+    "write_sealed": lambda store, _: store.write_sealed("file", {}),
     "write_table": lambda store, _: store.write_table("file", TABLE, "rewards"),
     "upload_dir": lambda store, folder: store.upload_dir(str(folder), "uploaded"),
     "check_writable": lambda store, _: store.check_writable(),
 }
 READS = {
     *("read", "read_json", "read_table", "blocks", "exists", "list", "folders", "entry", "entries", "verify"),
+    *("check", "read_sealed"),
     *("download_dir", "child", "url_of", "fs", "url", "real_url", "creates_once"),
     "sweep",  # files that nobody writes any more
 }
@@ -67,7 +82,7 @@ def test_every_method_of_a_store_reads_or_is_in_the_table() -> None:
     assert public == READS | set(CHANGES)
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES.values(), lambda store, _: move(store)], ids=[*CHANGES, "move"])
 def test_nothing_changes_by_a_driver_that_lost_its_lease(
     root: str, change: Callable[[Store, Path], object], tmp_path: Path
 ) -> None:
@@ -179,6 +194,22 @@ def test_parts_that_land_after_a_takeover_do_not_count(root: str) -> None:
         assert {kept, mine} <= set(list_parts(new, "rewards"))
         assert new.exists(late)
     assert read_parts(new, "rewards", "rewards")["sample_id"].to_pylist() == ["one", "two", "three"]
+
+
+def test_a_broken_note_of_a_takeover_is_named_and_its_remedy_works(root: str) -> None:
+    folder = RunFolder(root, "a")
+    folder.store.fence = Lease.take(folder.store)
+    part = write_part(folder.iteration(0), "rewards", rewards("one"), "rewards").path
+    folder.store = taken_over(folder.store)
+    folder.take_over()
+    store = folder.iteration(0)
+    (note,) = list_takeovers(store)
+    for changed in (store.read(note).replace(b"parts", b"ports"), b"{}", b"[", b""):
+        store.write(note, changed)
+        with pytest.raises(CorruptFileError, match=f"{note}: .*remove it: then all parts count"):
+            list_parts(store, "rewards")
+    store.remove(note)
+    assert list_parts(store, "rewards") == [part]
 
 
 def test_parts_of_earlier_releases_count(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""What a run reads beside its configuration: the model's folder and the code of the user's functions, by their hashes.
+
+Owns what is hashed. Data sources have fingerprints of their own (millrace.core.contracts.prompts).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.core.config import RunConfig, UserFunction
+from millrace.core.hooks import load
+
+SMALL = 32 << 20  # bytes of a file that is hashed whole
+SAMPLE = 1 << 16  # bytes hashed at three places of a larger file
+HEADER = 8  # bytes with the length of a safetensors file's header
+OF_A_MODEL = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model")
+OURS = "millrace."
+
+
+def fingerprints(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Hashes by what they are of: "model" by field and file, "code" by field and module file.
+
+    Of a weight file the size, the header (names, types and shapes) and three samples of its content are hashed.
+    """
+    return {"model": dict(_models(config)), "code": dict(_code(config))}
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """The names whose hash differs, or that are only in one."""
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    folders = {
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "algorithm.teacher": config.algorithm.teacher,
+    }
+    for field, folder in folders.items():
+        if folder and Path(folder).is_dir():
+            files = {file for pattern in OF_A_MODEL for file in Path(folder).glob(pattern) if file.is_file()}
+            for file in sorted(files):
+                yield f"{field}: {file.name}", _digest(file)
+
+
+def _digest(file: Path) -> str:
+    size = file.stat().st_size
+    hashed = hashlib.sha256(str(size).encode())
+    with file.open("rb") as handle:
+        if size <= SMALL and file.suffix != ".safetensors":
+            hashed.update(handle.read())
+            return hashed.hexdigest()
+        header = int.from_bytes(handle.read(HEADER), "little") if file.suffix == ".safetensors" else 0
+        hashed.update(handle.read(min(header, SMALL)))
+        for start in (HEADER + header, size // 2, max(0, size - SAMPLE)):
+            handle.seek(start)
+            hashed.update(handle.read(SAMPLE))
+    return hashed.hexdigest()
+
+
+def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for field, function in _functions(config):
+        path = f"{field}.function"
+        if function is None or function.function.startswith(OURS):
+            continue  # millrace's own are of its version, which run.json names
+        load(function.function, path)
+        module = sys.modules[function.function.partition(":")[0]]
+        source = inspect.getsourcefile(module)
+        if source:
+            yield (
+                f"{path} = {function.function}: {Path(source).name}",
+                hashlib.sha256(Path(source).read_bytes()).hexdigest(),
+            )
+
+
+def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None]]:
+    algorithm = config.algorithm
+    yield "reward", config.reward
+    yield "filter.group_filter", config.filter.group_filter
+    yield "algorithm.advantage", algorithm.advantage if algorithm.advantage.kind == "function" else None
+    yield "algorithm.loss", algorithm.loss if algorithm.loss.kind == "function" else None
+    yield "algorithm.shaping", algorithm.shaping

@@ -1,0 +1,75 @@
+"""What a start takes up that differs from the start before it: settings, code and versions, each with its iteration.
+
+Owns the list `changes` in run.json, so that the record of a run never forgets what it was made under.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from millrace.core.config import RunConfig
+from millrace.core.config.parts.restart import changes
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.errors import ConfigError
+from millrace.flows.driver.fingerprints import differences
+
+log = logging.getLogger(__name__)
+
+
+def check_same_model(run: str, before: dict[str, Any] | None, now: dict[str, dict[str, str]]) -> None:
+    """Refuse to go on with another model than the run's, naming the files. `before`: fingerprints of an earlier start, if any."""
+    changed = (
+        [
+            name
+            for name in differences(before["model"], now["model"])
+            if not name.startswith("algorithm.teacher: ") or name in before["model"]
+        ]
+        if before
+        else []
+    )
+    if changed:
+        raise ConfigError(
+            "its model changed:\n  " + "\n  ".join(changed),
+            where=f"run {run}",
+            remedy="Put the files back, or start a new run under another run.name: one run has one model.",
+        )
+
+
+def taken_up(
+    record: dict[str, Any],
+    before: RunConfig,
+    now: RunConfig,
+    prints: dict[str, dict[str, str]],
+    versions: dict[str, str],
+    since: int,
+) -> list[dict[str, Any]]:
+    """The run's list of changes with those of this start, which hold from the iteration with index `since` on.
+
+    record: run.json as it was. Logs a line for each.
+    """
+    items = [
+        {"field": change.path, "was": change.before, "now": change.now} for change in changes(before, now)
+    ]
+    earlier = record.get("fingerprints")
+    if earlier:
+        items += [
+            {"field": name, "was": earlier["code"].get(name), "now": prints["code"].get(name)}
+            for name in differences(earlier["code"], prints["code"])
+        ]
+    installed = record.get("versions")
+    if installed:
+        items += [
+            {"field": f"version of {name}", "was": installed.get(name), "now": versions.get(name)}
+            for name in differences(installed, versions)
+        ]
+    for item in items:
+        log.warning(
+            "from iteration %d on: %s is %.200r, was %.200r",
+            iteration_number(since),
+            item["field"],
+            item["now"],
+            item["was"],
+        )
+    listed: list[dict[str, Any]] = record.get("changes", [])
+    return [*listed, {"since": since, "changes": items}] if items else listed

@@ -1,0 +1,125 @@
+"""`millrace discard`: give up an iteration that is not committed. Its groups are drawn again.
+
+Groups are in the ledger once an iteration is committed, so one that is moved away has drawn nothing. What it made stays aside, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from millrace.connectors.ray import cluster
+from millrace.connectors.storage.files import move_file
+from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.errors import StorageError
+from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.tools.stop import stop_run
+
+SET_ASIDE = "discarded"
+REASON = "reason.json"
+
+
+def discard_iterations(root: str, run: str, index: int, *, later: bool = False, reason: str = "") -> str:
+    """Move iteration `index`, and with `later` those after it, aside. Returns a line that says where it is.
+
+    Raises StorageError if it is committed or was not begun, or if others follow it; LeaseHeldError while a driver lives.
+    """
+    record, folder = run_record(root, run), RunFolder(root, run)
+    _check_may_go(folder, index, later)
+    config = RunConfig.model_validate(settings_of(record))
+    lease = Lease.take(folder.store)
+    try:
+        if config.placement.ray_address or cluster.head_lives():
+            stop_run(root, run)  # ranks and engines may hold weights that the iteration made
+        moved = f"{SET_ASIDE}/{iteration_number(index):06d}-{time.time_ns() // 1_000_000}"
+        discarded = {
+            "iteration": iteration_number(index),
+            "at": datetime.now(UTC).isoformat(),
+            "reason": reason,
+            "folder": moved,
+        }
+        folder.store.write_sealed(f"{moved}/{REASON}", discarded)
+        groups = _groups(folder, index)
+        for path in list(_paths(folder, index)):
+            move_file(folder.store, path, f"{moved}/{path}")
+        record = run_record(root, run)
+        record["discarded"] = [*record.get("discarded", []), discarded]
+        record.pop("completed", None)
+        folder.store.write_sealed("run.json", record)
+    finally:
+        lease.release()
+    line = (
+        f"iteration {iteration_number(index)} of {run} is given up: {groups} groups are in the ledger again, and what was made is "
+        f"in {folder.store.url_of(moved)}; go on with the same command"
+    )
+    if config.engines.kind == "external":
+        line += ". Restart the external engines first: they may hold weights that the iteration made"
+    return line
+
+
+def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:
+    number, here = iteration_number(index), folder.iteration(index)
+    committed = folder.first_open_iteration(strict=False)
+    if index < committed or any(folder.manifest(other) for other in _begun(folder) if other > index):
+        what = "" if index < committed else "an iteration after "
+        before = [done for done in folder.complete_checkpoints() if done <= index]
+        raise StorageError(
+            f"{what}iteration {number} is committed, and a committed iteration is final",
+            where=folder.store.url,
+            remedy=f"go on without it in a branch: `millrace branch {folder.name} NEW --at {before[-1] if before else 0}`",
+        )
+    if not here.list():
+        raise StorageError(
+            f"iteration {number} was not begun",
+            where=folder.store.url,
+            remedy=f"the open iteration is {iteration_number(committed)}",
+        )
+    if not later and any(other > index for other in _begun(folder)):
+        raise StorageError(
+            f"iterations after {number} were begun",
+            where=folder.store.url,
+            remedy=f"give them up too: `millrace discard {folder.name} --from {number}`",
+        )
+
+
+def _begun(folder: RunFolder) -> list[int]:
+    return [
+        int(name)
+        for name in folder.store.folders("iterations")
+        if name.isdecimal() and folder.iteration(int(name)).list()
+    ]
+
+
+def _groups(folder: RunFolder, index: int) -> int:
+    """How many groups the iteration drew, 0 where that cannot be read."""
+    try:
+        prompts = folder.iteration(index).read_table("prompts.parquet", "prompts", columns=["group_id"])
+        return int(prompts.num_rows)
+    except StorageError:
+        return 0
+
+
+def _paths(folder: RunFolder, index: int) -> Iterator[str]:
+    """What goes, in an order that may be interrupted: what was saved of later weights, then records, then the rest.
+
+    A checkpoint without its marker does not count, and a task without its record runs again.
+    """
+    store = folder.store
+    saved = [path for path in store.list("checkpoints") if _number(path.split("/")[1]) > index]
+    yield from sorted(saved, key=lambda path: not path.endswith(f"/{COMPLETE}"))
+    yield from (path for path in store.list("exports") if _number(path.split("/")[1]) > index)
+    least = index + 1 if index else 0  # the first iteration also evaluates before it trains
+    yield from (path for path in store.list("eval") if _number(Path(path).stem) >= least)
+    begun = [path for path in store.list("iterations") if _number(path.split("/")[1]) >= index]
+    yield from sorted(begun, key=lambda path: "/results/" not in path)
+
+
+def _number(name: str) -> int:
+    """The number that names a folder or file; -1 for a stranger's name."""
+    return int(name) if name.isdecimal() else -1

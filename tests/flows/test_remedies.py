@@ -1,0 +1,109 @@
+"""No message offers what does not work: commands that remedies name exist with their options; what they say to remove is tried."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import millrace
+from millrace.flows.cli import app
+
+SOURCES = Path(millrace.__file__).parent
+FOLDERS = ("core", "connectors", "tasks", "flows")
+COMMAND = re.compile(r"`millrace ([^`]*)`")
+REMOVES = re.compile(r"\b(?:remove|delete|rename)\b", re.IGNORECASE)
+TRIED = {  # what a remedy says to remove, and the test that does it
+    "restore it from a copy, or remove it and start the run again: it is made again": (
+        "tests/flows/test_tampering.py::test_a_manifest_that_is_removed_is_made_again_as_it_was"
+    ),
+    "restore the checkpoint from a copy, or remove its folder: the one before it is then taken, with replay": (
+        "tests/flows/test_tampering.py::test_without_the_folder_of_a_broken_checkpoint_the_one_before_counts"
+    ),
+    "remove it, and start again": (
+        "tests/connectors/ray/test_head.py::test_a_record_that_cannot_be_read_is_named_and_its_remedy_works"
+    ),
+    "restore it, or remove it: then all parts count": (
+        "tests/connectors/storage/test_fence.py::"
+        "test_a_broken_note_of_a_takeover_is_named_and_its_remedy_works"
+    ),
+    "make sure that no process drives the run, then remove this file": (
+        "tests/connectors/storage/test_lease.py::test_a_broken_lease_is_named_and_its_remedy_works"
+    ),
+    "remove its folder and start the run again: it is saved again": (
+        "tests/connectors/megatron/test_replay.py::"
+        "test_a_complete_checkpoint_of_another_version_is_kept_until_its_folder_is_removed"
+    ),
+}
+# what these say to remove is a field, a key or a character of a file that its owner writes
+OF_A_CONFIGURATION = (
+    "core/config/",
+    "core/model_folder/",
+    "flows/preflight/",
+    "connectors/sglang/server_args.py",
+)
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """Every string of the sources that is no docstring, with its place; a value in an f-string reads VALUE."""
+    for folder in FOLDERS:
+        for file in sorted((SOURCES / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            inside = {
+                id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+            }
+            documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if id(node) in documented or id(node) in inside:
+                    continue
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield f"{file.relative_to(SOURCES)}:{node.lineno}", node.value
+                elif isinstance(node, ast.JoinedStr):
+                    text = "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "VALUE" for part in node.values
+                    )
+                    yield f"{file.relative_to(SOURCES)}:{node.lineno}", text
+
+
+def commands() -> list[tuple[str, str]]:
+    return [(place, found) for place, text in sentences() for found in COMMAND.findall(text)]
+
+
+def test_remedies_name_commands() -> None:
+    assert {line.split()[0] for _, line in commands()} >= {"branch", "discard", "stop", "runs"}
+
+
+@pytest.mark.parametrize(("place", "line"), commands())
+def test_a_command_in_a_message_exists_with_its_options(place: str, line: str) -> None:
+    name, *words = shlex.split(line)
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert name in known, place
+    options = {option for parameter in known[name].params for option in parameter.opts}
+    given = [word for word in words if word.startswith("--")]
+    assert set(given) <= options, place
+    needed = [p for p in known[name].params if p.required and p.param_type_name == "argument"]
+    values = [word for word in words if not word.startswith("--")]
+    if words:  # a command named without arguments only points to it
+        assert len(values) >= len(needed) + len(given), place
+
+
+def test_what_a_remedy_says_to_remove_is_tried_by_a_test() -> None:
+    untried = [
+        (place, text)
+        for place, text in sentences()
+        if REMOVES.search(text) and " " in text.strip() and not place.startswith(OF_A_CONFIGURATION)
+        if not any(known in text for known in TRIED)
+    ]
+    assert untried == []
+    root = Path(__file__).parents[2]
+    texts = [text for _, text in sentences()]
+    for sentence, where in TRIED.items():
+        if not any(sentence in text for text in texts):
+            continue
+        file, _, test = where.partition("::")
+        assert f"def {test}(" in (root / file).read_text(), where

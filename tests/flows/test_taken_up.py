@@ -1,0 +1,108 @@
+"""What another start changes: another model is refused; other settings, code and versions are recorded with their iteration."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from millrace.core.config import RunConfig
+from millrace.core.errors import ConfigError
+from millrace.flows.driver.fingerprints import SMALL, fingerprints
+from millrace.flows.driver.taken_up import check_same_model, taken_up
+from tests.support.flow_runs import configuration
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "README.md").write_text("not the model's")
+    save_file({"a": torch.zeros(100_000), "b": torch.ones(100_000)}, folder / "model.safetensors")
+    return folder
+
+
+def config(model: Path, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate({**configuration(), "model": {"path": str(model)}, **changes})
+
+
+def models_of(model: Path) -> dict[str, dict[str, str]]:
+    return fingerprints(config(model))
+
+
+def test_another_model_in_the_folder_is_refused_naming_the_files(model: Path) -> None:
+    before = models_of(model)
+    assert sorted(before["model"]) == ["model.path: config.json", "model.path: model.safetensors"]
+    check_same_model("a", None, before)
+    check_same_model("a", before, models_of(model))
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    for other in (
+        {"a": torch.zeros(100_000), "b": torch.zeros(100_000)},  # values
+        {"a": torch.zeros(100_000), "c": torch.ones(100_000)},  # names
+        {"a": torch.zeros(100_001), "b": torch.ones(100_000)},  # shapes
+    ):
+        save_file(other, weights)
+        with pytest.raises(
+            ConfigError, match=r"(?s)its model changed:.*model.path: model.safetensors.*new run"
+        ):
+            check_same_model("a", before, models_of(model))
+    weights.write_bytes(whole)
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ConfigError, match=r"model.path: config.json"):
+        check_same_model("a", before, models_of(model))
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model.path: config.json"):
+        check_same_model("a", before, models_of(model))
+
+
+def test_a_large_file_is_sampled(model: Path) -> None:
+    assert SMALL < 1 << 30
+    big = model / "tokenizer.model"
+    with big.open("wb") as file:
+        file.truncate(SMALL + 10)
+    before = models_of(model)
+    with big.open("r+b") as file:
+        file.seek(SMALL)
+        file.write(b"x")
+    assert models_of(model)["model"] != before["model"]
+
+
+def test_settings_code_and_versions_that_a_start_takes_up_are_recorded_with_their_iteration(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "rewards_of_mine.py"
+    module.write_text("def score(sample):\n    return 1.0\n")
+    reward = {"function": "rewards_of_mine:score", "workers": 1}
+    before = config(model, reward=reward)
+    record: dict[str, Any] = {"fingerprints": fingerprints(before), "versions": {"torch": "1"}}
+    assert taken_up(record, before, before, record["fingerprints"], {"torch": "1"}, 0) == []
+    module.write_text("def score(sample):\n    return 0.0\n")
+    now = config(model, reward={**reward, "timeout_s": 7.0})
+    with caplog.at_level(logging.WARNING):
+        listed = taken_up(record, before, now, fingerprints(now), {"torch": "2"}, 4)
+    (item,) = listed
+    assert item["since"] == 4
+    fields = [change["field"] for change in item["changes"]]
+    assert fields == [
+        "reward.timeout_s",
+        "reward.function = rewards_of_mine:score: rewards_of_mine.py",
+        "version of torch",
+    ]
+    assert item["changes"][0]["now"] == 7.0
+    assert "from iteration 5 on: reward.function = rewards_of_mine:score" in caplog.text
+    again = {**record, "changes": listed, "fingerprints": fingerprints(now), "versions": {"torch": "2"}}
+    assert taken_up(again, now, now, fingerprints(now), {"torch": "2"}, 6) == listed
+    sys.modules.pop("rewards_of_mine")
+
+
+def test_a_run_of_an_earlier_release_has_no_fingerprints_and_goes_on(model: Path) -> None:
+    now = config(model)
+    assert taken_up({}, now, now, fingerprints(now), {"torch": "1"}, 1) == []
