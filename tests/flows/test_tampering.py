@@ -121,11 +121,12 @@ def replay(root: str) -> Numbers:
     folder, record = RunFolder(root, "a"), run_record(root, "a")
     folder.manifests()
     exported = Path(root) / f"export-{uuid.uuid4().hex}" if "://" not in root else None
+    read = brought_up(folder, OPEN)
     if exported:
         _download_export(folder, OPEN + 1, exported)
-        weights = {path.name: digest(path.read_bytes()) for path in exported.iterdir()}
+        read["export"] = {path.name: digest(path.read_bytes()) for path in exported.iterdir()}
         shutil.rmtree(exported)
-    return {"config": record["config"], **brought_up(folder, OPEN), "export": weights if exported else None}
+    return {"config": record["config"], **read}
 
 
 def brought_up(folder: RunFolder, iterations: int) -> Numbers:
