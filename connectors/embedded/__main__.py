@@ -1,4 +1,7 @@
-"""`python -m millrace.connectors.embedded`: start the engine's server."""
+"""`python -m millrace.connectors.embedded`: start the engine's server.
+
+With MILLRACE_ENGINE_KEY in the environment every request but /health must bring that key.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,9 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--weight-version", default="default")
+    parser.add_argument(
+        "--name", action="append", default=[], help="a name of this machine that requests may use; repeatable"
+    )
     parser.add_argument("--seed", type=int, help="seed for requests that bring none")
     parser.add_argument(
         "--finished-log",
@@ -43,6 +49,7 @@ async def serve(args: argparse.Namespace) -> None:
     import torch
     from aiohttp import web
 
+    from millrace.connectors.embedded.door import KEY, Door
     from millrace.connectors.embedded.engine import Engine
     from millrace.connectors.embedded.model import ModelError
     from millrace.connectors.embedded.server import Server
@@ -71,8 +78,9 @@ async def serve(args: argparse.Namespace) -> None:
         "pid": os.getpid(),
     }
     engine.start()
+    door = Door(os.environ.pop(KEY, None), [args.host, *args.name])
     runner = web.AppRunner(
-        Server(engine, info).app(), access_log=None, handler_cancellation=True, shutdown_timeout=1
+        Server(engine, info, door).app(), access_log=None, handler_cancellation=True, shutdown_timeout=1
     )
     await runner.setup()
     site = web.TCPSite(runner, args.host, args.port)

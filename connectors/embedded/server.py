@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from millrace.connectors.embedded.body import read_json
+from millrace.connectors.embedded.door import Door, middleware
 from millrace.connectors.embedded.engine import Engine
 from millrace.connectors.embedded.model import ModelError
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams
@@ -28,13 +29,14 @@ BODY_LIMIT = 4 * 2**30
 class Server:
     """Handlers over one engine."""
 
-    def __init__(self, engine: Engine, info: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Engine, info: Mapping[str, Any], door: Door) -> None:
         self.engine = engine
+        self._door = door
         self.info = dict(info)
 
     def app(self) -> web.Application:
         """The application with all routes."""
-        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_errors])
+        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[middleware(self._door), _errors])
         post, get = app.router.add_post, app.router.add_get
         for path, handler in (("/health", self.health), ("/health_generate", self.health_generate)):
             get(path, handler)

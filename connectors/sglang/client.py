@@ -54,8 +54,8 @@ class Handoff:
 class EngineClient(Connection):
     """One engine at a base URL: its requests and its state. `weights` has the endpoints for weights and memory."""
 
-    def __init__(self, url: str, engine_id: str) -> None:
-        super().__init__(url, engine_id)
+    def __init__(self, url: str, engine_id: str, key: str | None = None) -> None:
+        super().__init__(url, engine_id, key)
         self.weights = EngineWeights(self)
         self.in_flight = 0
         self.answered = 0

@@ -15,11 +15,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Connection:
-    """A server at a base URL. `engine_id` names it in errors."""
+    """A server at a base URL. `engine_id` names it in errors, `key` is sent with every request."""
 
-    def __init__(self, url: str, engine_id: str) -> None:
+    def __init__(self, url: str, engine_id: str, key: str | None = None) -> None:
         self.url = url
         self.engine_id = engine_id
+        self.key = key
         self._closed = False
         self._session: aiohttp.ClientSession | None = None
 
@@ -84,5 +85,6 @@ class Connection:
     @property
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else None
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
         return self._session

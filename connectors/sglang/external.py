@@ -10,6 +10,7 @@ import time
 
 from millrace.connectors.sglang.client import EngineClient
 from millrace.core.config import RunConfig
+from millrace.core.config.parts.references import resolved
 from millrace.core.contracts.handles import ServerState
 from millrace.core.errors import EngineError
 
@@ -24,6 +25,7 @@ class ExternalEngine:
         self.index = index
         assert config.engines.kind == "external"
         self.url = config.engines.addresses[index].rstrip("/")
+        self._key = resolved(config.engines.key, "engines.key")
         self._waits = 0  # times it was waited for; an engine of the run would have been started
         self._given_up = False
         self._released: list[str] = []
@@ -35,6 +37,7 @@ class ExternalEngine:
             "index": self.index,
             "alive": alive,
             "url": self.url if alive else None,
+            "key": self._key if alive else None,
             "pid": None,
             "starts": self._waits,
             "log": f"(kept where {self.url} runs)",

@@ -71,7 +71,7 @@ class Fleet:
             if isinstance(result, BaseException):
                 raise result
         if self._router:
-            await self._router.ensure([client.url for client in self._clients.values()])
+            await self._router.ensure({client.url: client.key for client in self._clients.values()})
 
     async def _ensure_one(self, index: int) -> None:
         while True:
@@ -89,7 +89,7 @@ class Fleet:
                     if self._make_room:
                         await self._make_room()
                     state = await handle.start(self._model)
-                    if not await self._answers(index, state["url"]):
+                    if not await self._answers(index, state):
                         continue
                 self._released[index] = state.get("released", [])
                 if started and self.config.engines_sleep:
@@ -115,21 +115,22 @@ class Fleet:
     async def _alive(self, index: int, handle: EngineHandle) -> ServerState:
         """State of an engine's process, after it was killed if it lived and did not answer."""
         state = await handle.state()
-        if state["alive"] and not await self._answers(index, state["url"]):
+        if state["alive"] and not await self._answers(index, state):
             await handle.kill()
             state = await handle.state()
         return state
 
-    async def _answers(self, index: int, url: str | None) -> bool:
-        """Whether the engine at this URL answers; one that is new here, or suspect, reports which version it serves."""
+    async def _answers(self, index: int, state: ServerState) -> bool:
+        """Whether the engine there answers; one that is new here, or suspect, reports which version it serves."""
+        url, key = state["url"], state["key"]
         assert url is not None, "an engine that lives has a URL"
         client = self._clients.get(index)
-        new = client is None or client.url != url
-        if client is None or client.url != url:
-            state = self._health[index].state
-            await self._drop(index, died=state is not State.STARTING)
-            self._clients[index] = client = EngineClient(url, f"engine-{index}")
-            if state is not State.STARTING:  # found running, or restarted by another process
+        new = client is None or (client.url, client.key) != (url, key)
+        if client is None or new:
+            health = self._health[index].state
+            await self._drop(index, died=health is not State.STARTING)
+            self._clients[index] = client = EngineClient(url, f"engine-{index}", key)
+            if health is not State.STARTING:  # found running, or restarted by another process
                 self._record_event(index, Event.STARTED)
         elif self._health[index].state is State.DEAD:
             return False

@@ -7,10 +7,11 @@ ServerArgs.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ROUTER_MISSING = (
     "sglang-router is not installed",
     "pip install 'millrace[router]', or leave it out: millrace's dispatcher needs nothing",
 )
+ENGINE_KEY = "MILLRACE_ENGINE_KEY"  # as the embedded engine reads it
 FOREVER_S = 10 * 365 * 24 * 3600  # deadlines look at progress, not at the clock
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
@@ -59,11 +61,23 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     return command + (["--threads", str(e.threads)] if e.threads else [])
 
 
-def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstrap_port: int) -> list[str]:
+def write_sglang_keys(folder: Path, key: str) -> Path:
+    """A file for SGLang's --config that has it ask for a key, in a folder that only this user can read.
+
+    Every user of the machine sees a command line. SGLang reads the file before it answers.
+    """
+    path = folder / "keys.yaml"
+    path.write_text(json.dumps({"api-key": key, "admin-api-key": key}))
+    return path
+
+
+def sglang_command(
+    config: RunConfig, model: str, port: int, index: int, bootstrap_port: int, keys: Path
+) -> list[str]:
     """Start SGLang engine `index` on the GPUs that its process sees.
 
-    bootstrap_port: where engines that decode meet this one if it only prefills. Raises ConfigError for an option that the
-    installed version does not have.
+    bootstrap_port: where engines that decode meet this one if it only prefills. keys: what write_sglang_keys wrote. Raises
+    ConfigError for an option that the installed version does not have.
     """
     e = config.engines
     command = [
@@ -76,6 +90,8 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstr
         e.host,
         "--port",
         str(port),
+        "--config",
+        str(keys),
     ]
     command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed"]
     command += [str(config.run.seed + index), "--weight-version", "initial"]
@@ -92,8 +108,8 @@ def sglang_command(config: RunConfig, model: str, port: int, index: int, bootstr
     return command + _options(e.sglang)
 
 
-def router_command(config: RunConfig, port: int, metrics_port: int, engines: Sequence[str]) -> list[str]:
-    """Start sglang-router in front of engines at these URLs.
+def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]:
+    """Start sglang-router without engines, which it is told of later with their keys.
 
     It makes no request again (nobody could tell such a sample), and judges no engine: that is the fleet's.
     """
@@ -102,11 +118,12 @@ def router_command(config: RunConfig, port: int, metrics_port: int, engines: Seq
     if importlib.util.find_spec("sglang_router") is None:
         raise ConfigError(f"engines.router: {'; '.join(ROUTER_MISSING)}")
     host = config.engines.host
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", "millrace.connectors.sglang.router_process"]
+    command += ["--host", host, "--port", str(port)]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     command += ["--policy", router.policy, "--disable-retries", "--disable-circuit-breaker"]
     command += ["--disable-health-check", "--request-timeout-secs", str(FOREVER_S)]
-    command += ["--worker-startup-timeout-secs", "10", "--worker-urls", *engines]
+    command += ["--worker-startup-timeout-secs", "10"]
     for name, value in {"log_level": "warn", **router.options}.items():
         command += argument(f"--{name.replace('_', '-')}", value)
     return command

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.sglang.launch import (
+    ENGINE_KEY,
     embedded_command,
     engine_kind,
     router_command,
     sglang_command,
     sglang_environment,
+    write_sglang_keys,
 )
+from millrace.connectors.sglang.router_process import KEY as ROUTER_KEY
 from millrace.connectors.storage.local import log_folder
 from millrace.connectors.storage.own_folders import own_folder, remove_own_folder, temporary_folder
 from millrace.connectors.storage.store import split_url
@@ -49,6 +53,7 @@ class _ServerHolder:
         self.address = os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1") if everywhere else host
         self._process: subprocess.Popen[bytes] | None = None
         self._url: str | None = None
+        self._key = secrets.token_hex(32)  # hexadecimal: no value that a command line takes for an option
 
     def state(self) -> ServerState:
         """Whether the process lives and has answered, and where."""
@@ -57,6 +62,7 @@ class _ServerHolder:
         return {
             "alive": alive,
             "url": self._url if alive else None,
+            "key": self._key if alive else None,
             "pid": process.pid if process and alive else None,
             "starts": self.starts,
             "log": str(self.log),
@@ -74,8 +80,9 @@ class _ServerHolder:
         Raises EngineError with the end of its log if it dies or stays silent for engines.start_timeout_s.
         """
         self.starts += 1
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("ab") as out:
+            os.fchmod(out.fileno(), 0o600)  # SGLang writes its arguments there, and the key is one
             self._process = subprocess.Popen(
                 command,
                 stdout=out,
@@ -119,7 +126,8 @@ class _ServerHolder:
         self._process = self._url = None
 
     def _tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        text = self.log.read_text(errors="replace").replace(self._key, "(its key)")
+        return "\n".join(text.splitlines()[-15:])
 
 
 class EngineServer(_ServerHolder):
@@ -146,16 +154,19 @@ class EngineServer(_ServerHolder):
         self._released = []
         kind = engine_kind(self.config, visible_gpus())
         what = f"engine {self.index} ({kind})"
-        if kind == "embedded":
-            with temporary_folder("millrace-engine") as folder:
+        with temporary_folder("millrace-engine") as folder:  # nobody else can read in it
+            if kind == "embedded":
                 port_file = Path(folder) / "port"
                 command = embedded_command(self.config, model, port_file)
-                self._run(what, command, lambda: int(port_file.read_text()) if port_file.exists() else None)
-        else:
-            port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
-            command = sglang_command(self.config, model, port, self.index, bootstrap)
-            patience = self.config.rollout.progress_timeout_s
-            self._run(what, command, lambda: port, sglang_environment(os.environ, self.address, patience))
+                environment = {**os.environ, ENGINE_KEY: self._key}
+                known = lambda: int(port_file.read_text()) if port_file.exists() else None  # noqa: E731
+                self._run(what, command, known, environment)
+            else:
+                port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
+                keys = write_sglang_keys(Path(folder), self._key)
+                command = sglang_command(self.config, model, port, self.index, bootstrap, keys)
+                patience = self.config.rollout.progress_timeout_s
+                self._run(what, command, lambda: port, sglang_environment(os.environ, self.address, patience))
         return self.state()
 
     def download(self, url: str) -> str:
@@ -179,11 +190,13 @@ class RouterServer(_ServerHolder):
     def __init__(self, config: dict[str, Any], index: int, count: int) -> None:
         super().__init__(config, "router")
 
-    def start(self, engines: Sequence[str]) -> ServerState:
-        """Start the router in front of engines at these URLs unless it lives; returns `state` once it answers."""
+    def start(self) -> ServerState:
+        """Start the router, which knows no engine yet, unless it lives; returns `state` once it answers."""
         if not self.state()["alive"]:
             port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")
-            self._run("sglang-router", router_command(self.config, port, metrics, engines), lambda: port)
+            environment = {**os.environ, ROUTER_KEY: self._key}
+            command = router_command(self.config, port, metrics)
+            self._run("sglang-router", command, lambda: port, environment)
         return self.state()
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from millrace.connectors.sglang.client import POLLS, EngineClient, Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.core.contracts.handles import RouterHandle
+from millrace.core.contracts.handles import RouterHandle, ServerState
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 NAME = "sglang-router"
+Keys = Mapping[str, str | None]  # what each engine asks for, by its URL
 PROBE_TIMEOUT_S = 10.0
 SETTLE_TIMEOUT_S, SETTLE_WAIT_S = 10.0, 0.005
 # sampling_params that it passes on; it drops the others silently.
@@ -39,9 +40,10 @@ class RouterClient(EngineClient):
         answer = await self.get("/workers", PROBE_TIMEOUT_S)
         return {worker["url"]: worker for worker in answer["workers"]}
 
-    async def add(self, url: str) -> None:
-        """Ask that a worker get requests; it does some time later."""
-        await self.post("/workers", {"url": url}, PROBE_TIMEOUT_S)
+    async def add(self, url: str, key: str | None) -> None:
+        """Ask that a worker get requests, with its key; it does some time later."""
+        body = {"url": url, **({"api_key": key} if key else {})}
+        await self.post("/workers", body, PROBE_TIMEOUT_S)
 
     async def remove(self, worker_id: str) -> None:
         """Ask that a worker get no more requests; what it runs goes on."""
@@ -58,17 +60,18 @@ class Router:
         self._restarting = restarting
         self._handle: RouterHandle | None = None
         self._client: RouterClient | None = None
-        self._workers: set[str] | None = None  # as last seen; None: to be asked
+        self._workers: Keys | None = None  # as last seen; None: to be asked
+        self._added: dict[str, str | None] = {}  # keys with which workers were added
         self._settling = asyncio.Lock()
 
-    async def ensure(self, engines: Sequence[str]) -> None:
-        """Have it running and answering; a new one knows the engines at these URLs."""
+    async def ensure(self, engines: Keys) -> None:
+        """Have it running and answering; a new one knows these engines."""
         while True:
             try:
                 if self._handle is None:
                     self._handle = await self._find()
                 state = await self._handle.state()
-                if state["alive"] and not await self._answers(state["url"]):
+                if state["alive"] and not await self._answers(state):
                     await self._handle.kill()
                     state = await self._handle.state()
                 if state["alive"]:
@@ -76,10 +79,10 @@ class Router:
                 if state["starts"]:
                     self._restarting(NAME)
                 self._workers = None
-                state = await self._handle.start(list(engines))
-                if await self._answers(state["url"]):
+                state = await self._handle.start()
+                if await self._answers(state):
                     async with self._settling:
-                        await self._settle(set(engines))
+                        await self._settle(engines)
             except EngineLostError as error:
                 log.warning("%s", error)
             except ActorLostError as error:
@@ -87,17 +90,18 @@ class Router:
                 self._handle = None
                 self._restarting(NAME)
 
-    async def _answers(self, url: str | None) -> bool:
+    async def _answers(self, state: ServerState) -> bool:
+        url, key = state["url"], state["key"]
         assert url is not None, "a router that lives has a URL"
-        if self._client is None or self._client.url != url:
+        if self._client is None or (self._client.url, self._client.key) != (url, key):
             await self.close()
-            self._client = RouterClient(url, NAME)
+            self._client = RouterClient(url, NAME, key)
         return await self._client.health(PROBE_TIMEOUT_S)
 
     async def send_to(self, engines: Callable[[], Sequence[EngineClient]]) -> RouterClient:
         """The router, when its workers are the engines that serve. Raises EngineLostError if it cannot be had."""
         async with self._settling:
-            wanted = {engine.url for engine in engines()}
+            wanted = {engine.url: engine.key for engine in engines()}
             if not wanted or self._client is None:
                 raise EngineLostError(f"{NAME}: no engine serves")
             if wanted != self._workers:
@@ -106,8 +110,8 @@ class Router:
                 self._workers = wanted
             return self._client
 
-    async def _settle(self, wanted: set[str]) -> None:
-        """Wait until the workers are those wanted."""
+    async def _settle(self, wanted: Keys) -> None:
+        """Wait until the workers are those wanted. One whose key is another now is removed and added."""
         client = self._client
         assert client is not None
         asked: set[str] = set()
@@ -115,13 +119,17 @@ class Router:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 while True:
                     found = await client.workers()
-                    if found.keys() == wanted and all(worker["is_healthy"] for worker in found.values()):
+                    here = {url for url in found if self._added.get(url, wanted.get(url)) == wanted.get(url)}
+                    fits = here == found.keys() == wanted.keys()
+                    if fits and all(worker["is_healthy"] for worker in found.values()):
                         return
-                    for url in wanted - found.keys() - asked:
-                        await client.add(url)
-                    for url in found.keys() - wanted - asked:
+                    for url in wanted.keys() - found.keys() - asked:
+                        await client.add(url, wanted[url])
+                        self._added[url] = wanted[url]
+                    for url in (found.keys() - (wanted.keys() & here)) - asked:
                         await client.remove(found[url]["id"])
-                    asked |= wanted ^ found.keys()
+                        self._added.pop(url, None)
+                    asked |= wanted.keys() ^ found.keys()
                     await asyncio.sleep(SETTLE_WAIT_S)
         except TimeoutError:
             raise EngineLostError(
@@ -134,7 +142,7 @@ class Router:
 
     async def close(self) -> None:
         """Close connections; the process is left to its actor."""
-        client, self._client, self._workers = self._client, None, None
+        client, self._client, self._workers, self._added = self._client, None, None, {}
         if client:
             await client.close()
 

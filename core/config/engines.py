@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from millrace.core.config.parts.menu import Menu
+from millrace.core.config.parts.references import WHOLE
 from millrace.core.config.parts.section import Section
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -124,6 +125,11 @@ class ExternalEngines(_Disaggregated, _OnGpus, _Served):
         min_length=1,
         description="URL of each engine, as in http://host:30000. They must serve model.path in "
         "model.dtype, to this run alone.",
+    )
+    key: str | None = Field(
+        None,
+        pattern=WHOLE,
+        description="What they ask for as a Bearer token (SGLang's api_key), as a reference: ${env:NAME}.",
     )
 
     @property

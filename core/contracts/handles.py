@@ -19,6 +19,7 @@ class ServerState(TypedDict):
     alive: bool  # the process lives and has answered
     url: str | None  # None unless alive
     pid: int | None
+    key: str | None  # what it asks of every request but /health; None: nothing
     starts: int  # how often it was started
     log: str  # where its log is
     index: NotRequired[int]
@@ -61,8 +62,8 @@ class EngineHandle(ServerHandle, Protocol):
 class RouterHandle(ServerHandle, Protocol):
     """The holder of the router's server."""
 
-    async def start(self, engines: list[str]) -> ServerState:
-        """Start the router in front of the engines at these URLs unless it lives."""
+    async def start(self) -> ServerState:
+        """Start the router, which knows no engine yet, unless it lives."""
         ...
 
 

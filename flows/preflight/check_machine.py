@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from millrace.connectors.sglang.launch import ROUTER_MISSING
 from millrace.connectors.sglang.server_args import sglang_finds
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.parts.references import resolved
 from millrace.core.config.plan import visible_gpus
+from millrace.core.errors import ConfigError
 from millrace.core.resource_layout import resource_layout
 
 CONNECT_S = 1.0
@@ -85,8 +88,9 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             "SGLang imports deep_gemm when it starts with a draft model, and does not find it",
             "install sgl-deep-gemm where SGLang is, or set it to NGRAM",
         )
-    for address in config.engines.addresses if config.engines.kind == "external" else []:
-        yield from _engine_answers(address)
+    if config.engines.kind == "external":
+        for address in config.engines.addresses:
+            yield from engine_answers(address, config.engines.key)
     if here:
         yield from _listens(config.engines.host)
     folder = None if config.sync.by_url else config.sync.directory
@@ -105,11 +109,21 @@ def _transfers(library: str) -> Iterator[Problem]:
         )
 
 
-def _engine_answers(address: str) -> Iterator[Problem]:
+def engine_answers(address: str, key: str | None) -> Iterator[Problem]:
+    """A problem unless an engine answers at the address and takes the key, a reference."""
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/model_info", timeout=10):
+        given = resolved(key, "engines.key")
+        headers = {"Authorization": f"Bearer {given}"} if given else {}
+        request = urllib.request.Request(f"{address.rstrip('/')}/model_info", headers=headers)
+        with urllib.request.urlopen(request, timeout=10):
             return
+    except ConfigError as error:
+        yield Problem("engines.key", key, error.reason, error.remedy)
     except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
+        if isinstance(error, urllib.error.HTTPError) and error.code == 401:
+            reason = f"the engine at {address} asks for another key"
+            yield Problem("engines.key", key, reason, "give the engine's api_key as ${env:NAME}")
+            return
         yield Problem(
             "engines.addresses",
             address,

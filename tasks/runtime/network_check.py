@@ -23,7 +23,7 @@ def check_network(config: RunConfig, addresses: Iterable[str], served: bool = Fa
     if served and config.engines.host in LOOPBACK:
         raise ConfigError(
             f"engines.host = {config.engines.host}: {where}, where loopback cannot be reached; set it to 0.0.0.0, in a "
-            "network that nobody else is in: engines ask for no password"
+            "network that nobody else is in: keys, prompts and weights cross it unencrypted"
         )
     if config.sync.directory is None:
         raise ConfigError(

@@ -64,9 +64,9 @@ class RouterProxy:
         """Whether the server lives, and where it answers."""
         return server_state(await self._actor.state())
 
-    async def start(self, engines: list[str]) -> ServerState:
-        """Start the router in front of the engines at these URLs unless it lives."""
-        return await self._actor.call(RouterServer.start, engines)
+    async def start(self) -> ServerState:
+        """Start the router, which knows no engine yet, unless it lives."""
+        return await self._actor.call(RouterServer.start)
 
     async def kill(self) -> None:
         """End the server at once."""

@@ -38,8 +38,10 @@ def peaked_model(folder: Path, seed: int, **shape: Any) -> Path:
 
 
 @contextlib.contextmanager
-def embedded_engine(model: Path, *arguments: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The engine's URL and process, for as long as the block runs."""
+def embedded_engine(
+    model: Path, *arguments: str, log: Path, key: str | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The engine's URL and process, for as long as the block runs; it asks for a key if one is given."""
     port_file = log.with_suffix(".port")
     command = [
         sys.executable,
@@ -51,9 +53,13 @@ def embedded_engine(model: Path, *arguments: str, log: Path) -> Iterator[tuple[s
         "0",
     ]
     command += ["--port-file", str(port_file), "--threads", "1", *arguments]
+    secret = {"MILLRACE_ENGINE_KEY": key} if key else {}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **secret},
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -79,8 +79,8 @@ class LocalRouterHandle:
     async def state(self) -> ServerState:
         return self.server.state()
 
-    async def start(self, engines: list[str]) -> ServerState:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.server.start, engines)
+    async def start(self) -> ServerState:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.server.start)
 
     async def kill(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self.server.kill)

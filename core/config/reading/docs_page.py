@@ -20,6 +20,7 @@ from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.menu import Menu, menu_of, variants
+from millrace.core.config.parts.references import WHOLE
 from millrace.core.config.parts.restart import Restart, restart_of
 from millrace.core.config.parts.section import models
 from millrace.core.config.parts.user_function import UserFunction
@@ -88,6 +89,7 @@ BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_lengt
 PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "lower-case name, 63 characters at most",
     r"^[A-Za-z0-9._-]+$": "name",
+    WHOLE: "`${env:NAME}`",
 }
 
 

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from millrace.core.config.parts.menu import menu_of, variants
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.parts.references import WHOLE
 from millrace.core.config.parts.section import models
 from millrace.core.config.reading.stored import NEW_FIELDS
 from millrace.core.config.run_config import RunConfig
@@ -21,6 +22,7 @@ REASONS = {"literal_error": "not a choice", "string_pattern_mismatch": "does not
 NAMES = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "use lower-case letters, digits, dots, hyphens and underscores, 63 at most",
     r"^[A-Za-z0-9._-]+$": "use letters, digits, dots, hyphens and underscores",
+    WHOLE: "export the secret under a name of yours and write ${env:NAME}",
 }
 
 

@@ -25,7 +25,7 @@ _BIASED = "tokens would not be drawn from the distribution that their log-probab
 
 _LOCKED = "a configuration is stored with the run, and a secret must not be"
 _ALONE = "let engines listen on a private address (engines.host)"
-_KEY = f"{_LOCKED}, and requests bring none: {_ALONE}"
+_KEY = f"{_LOCKED}: millrace makes a key for each engine and for the router"
 _PLAIN = f"engines are reached over plain HTTP: {_ALONE}"
 _HTTP = "engines are reached over HTTP"
 _NO_ADAPTER = "the trainer trains all weights, and requests name no adapter"
@@ -49,6 +49,7 @@ SGLANG_REFUSED = {
     "preferred_sampling_params": "samples would not record what it changed: rollout.sampling goes with every request",
     "enable_lora": _NO_ADAPTER,
     "lora_paths": _NO_ADAPTER,
+    "tokenizer_worker_num": "SGLang then takes no key, and millrace gives each engine one; prompts come as tokens anyway",
     "pp_size": "all GPUs of an engine (engines.gpus) share each layer, and none is left for another stage",
 }
 
@@ -78,8 +79,8 @@ ROUTER_REFUSED = {
     "backend": _OTHER_ENGINES,
     "enable_igw": _OTHER_ENGINES,
     "service_discovery": _OTHER_ENGINES,
-    "api_key": _LOCKED,
-    "control_plane_api_keys": _LOCKED,
+    "api_key": _KEY,
+    "control_plane_api_keys": _KEY,
     "jwt_issuer": "its workers could not be changed without a token",
     "server_cert_path": "it is reached over plain HTTP",
     "max_concurrent_requests": _LIMIT,

@@ -63,9 +63,9 @@ async def make_fleet(
     for fleet in made:
         await fleet.close()
     for held in handles:
-        url = held.server.state()["url"]
-        if url:
-            client = EngineClient(url, "cleaner")
+        state = held.server.state()
+        if state["url"]:
+            client = EngineClient(state["url"], "cleaner", state["key"])
             await client.resume()
             await client.abort()
             await client.close()

@@ -13,6 +13,7 @@ import pytest_asyncio
 from millrace.connectors.sglang.external import ExternalEngine
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.errors import EngineError
+from millrace.flows.preflight.check_machine import engine_answers
 from tests.support.engine_process import embedded_engine, reference_logprobs
 from tests.support.local_handle import fleet_config
 
@@ -20,8 +21,8 @@ PROMPT = [10, 20, 30]
 SHORT = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
 
-def fleet_at(model: Path, url: str, patience_s: float = 60) -> Fleet:
-    engines = {"kind": "external", "addresses": [url], "start_timeout_s": patience_s}
+def fleet_at(model: Path, url: str, patience_s: float = 60, key: str | None = None) -> Fleet:
+    engines = {"kind": "external", "addresses": [url], "start_timeout_s": patience_s, "key": key}
     config = fleet_config(model, engines=engines)
 
     async def handle(index: int) -> ExternalEngine:
@@ -37,10 +38,23 @@ async def closing() -> AsyncIterator[contextlib.AsyncExitStack]:
 
 
 async def test_an_external_engine_serves_only_what_this_run_gave_it(
-    tiny_model: Path, other_model: Path, tmp_path: Path, closing: contextlib.AsyncExitStack
+    tiny_model: Path,
+    other_model: Path,
+    tmp_path: Path,
+    closing: contextlib.AsyncExitStack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with embedded_engine(other_model, "--weight-version", "3", log=tmp_path / "log") as (url, process):
-        fleet = fleet_at(tiny_model, url)
+    monkeypatch.setenv("KEY_OF_THE_ENGINE", "s3cret")
+    served = embedded_engine(other_model, "--weight-version", "3", log=tmp_path / "log", key="s3cret")
+    with served as (url, process):
+        shut_out = fleet_at(tiny_model, url)
+        closing.push_async_callback(shut_out.close)
+        with pytest.raises(EngineError, match="answered 401"):
+            await shut_out.ensure(str(tiny_model))
+        (problem,) = engine_answers(url, None)
+        assert (problem.field, problem.reason[:10]) == ("engines.key", "the engine")
+        assert not list(engine_answers(url, "${env:KEY_OF_THE_ENGINE}"))
+        fleet = fleet_at(tiny_model, url, key="${env:KEY_OF_THE_ENGINE}")
         closing.push_async_callback(fleet.close)
         await fleet.ensure(str(tiny_model))
         assert fleet.unconfirmed(3) == [0]  # its 3 is not this run's

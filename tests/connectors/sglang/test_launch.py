@@ -5,14 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.sglang.launch import COLOCATED_MEMORY, sglang_command, sglang_environment
+import yaml
+
+from millrace.connectors.sglang.launch import (
+    COLOCATED_MEMORY,
+    sglang_command,
+    sglang_environment,
+    write_sglang_keys,
+)
 from tests.support.local_handle import fleet_config
 
 
 def command(index: int, **changes: dict[str, Any]) -> list[str]:
     engines = {"kind": "sglang", **changes.pop("engines", {})}
     config = fleet_config(Path("/model"), engines=engines, **changes)
-    return sglang_command(config, "/model", 4000, index, 5000)
+    return sglang_command(config, "/model", 4000, index, 5000, Path("/keys.yaml"))
 
 
 def value(line: list[str], flag: str) -> str:
@@ -69,3 +76,10 @@ def test_sglang_gives_no_request_up_that_only_waits() -> None:
     environment = sglang_environment({}, "127.0.0.1", 900.5)
     assert int(environment["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"]) > 10**8
     assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "901"
+
+
+def test_an_engines_key_is_in_a_file_of_its_own_and_not_on_the_command_line(tmp_path: Path) -> None:
+    line, keys = command(0), write_sglang_keys(tmp_path, "0f" * 32)
+    assert value(line, "--config") == "/keys.yaml"
+    assert "--api-key" not in line
+    assert yaml.safe_load(keys.read_text()) == {"api-key": "0f" * 32, "admin-api-key": "0f" * 32}

@@ -206,6 +206,7 @@ async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> No
         if http.path != "/generate":
             return web.json_response({"model_path": "m"})
         seen.append((await http.json(), http.headers.get(SESSION)))
+        assert http.headers["Authorization"] == "Bearer the worker's"
         return web.Response(body=answer, content_type="application/json")
 
     app = web.Application()
@@ -220,8 +221,8 @@ async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> No
 
     router = Router(find, print)
     try:
-        await router.ensure([f"http://127.0.0.1:{runner.addresses[0][1]}"])
-        url = handle.server.state()["url"]
+        await router.ensure({f"http://127.0.0.1:{runner.addresses[0][1]}": "the worker's"})
+        url, key = handle.server.state()["url"], handle.server.state()["key"]
         top = {"input_ids": [1, 2**31 - 1], "rid": "r", "return_logprob": True, "logprob_start_len": -1}
         texts, lists = (
             dict.fromkeys(("json_schema", "regex", "ebnf"), "x"),
@@ -231,7 +232,7 @@ async def test_it_passes_what_is_said_and_drops_the_rest(tiny_model: Path) -> No
         numbers = dict.fromkeys(PASSED - texts.keys() - lists.keys() - flags.keys(), 1)
         params = {**texts, **lists, **flags, **numbers, "temperature": 0.123456, "sampling_seed": 2**63 - 1}
         dropped = {"logit_bias": {"1": 1.0}, "stop_regex": ["a"], "custom_params": {}, "structural_tag": "a"}
-        async with aiohttp.ClientSession(headers={SESSION: "s"}) as http:
+        async with aiohttp.ClientSession(headers={SESSION: "s", "Authorization": f"Bearer {key}"}) as http:
             body = {**top, "return_text_in_logprobs": False, "sampling_params": {**params, **dropped}}
             async with http.post(f"{url}/generate", json=body) as got:
                 assert await got.read() == answer

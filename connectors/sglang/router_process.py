@@ -1,0 +1,29 @@
+"""sglang-router's process: its own launcher, with the key that requests must bring.
+
+    python -m millrace.connectors.sglang.router_process OPTIONS OF sglang_router.launch_router
+
+The key comes in the environment, since every user of the machine sees a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+KEY = "MILLRACE_ROUTER_KEY"
+
+
+def main() -> None:
+    """Serve until ended."""
+    from sglang_router.launch_router import (  # type: ignore[import-untyped]
+        launch_router,
+        parse_router_args,
+    )
+
+    args = parse_router_args(sys.argv[1:])
+    args.api_key = os.environ.pop(KEY)
+    launch_router(args)
+
+
+if __name__ == "__main__":
+    main()
