@@ -42,11 +42,11 @@ GPU_SHAPE = {
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
     """Make model and data, warm up, train, and print what was learnt. Called again, it resumes or only prints."""
     from millrace.connectors.mlflow.tracker import ui_command
-    from millrace.connectors.prefect.server import ensure_server, ui_url
+    from millrace.connectors.prefect.server import ensure_server, login_hint, ui_url
 
     started = time.perf_counter()
     page = ui_url(ensure_server())
-    console.print(f"[bold]1/3[/] Prefect answers at {page}")
+    console.print(f"[bold]1/3[/] Prefect answers at {page}{login_hint()}", soft_wrap=True)
     config = grpo_config(root, seed, name or f"quickstart-{seed}", iterations)
     prepare(config)
     console.print(f"[bold]2/3[/] warmed-up model and prompts are in {FILES / f'seed-{seed}'}")

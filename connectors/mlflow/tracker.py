@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from millrace.connectors.storage.local import locked
+from millrace.connectors.storage.local import home, locked
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.errors import MillraceError
 
@@ -130,9 +130,7 @@ class Tracker:
 
 def default_uri() -> str:
     """A SQLite file in MILLRACE_HOME."""
-    home = Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser()
-    home.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{home / 'mlflow.db'}"
+    return f"sqlite:///{home() / 'mlflow.db'}"
 
 
 def ui_command(uri: str | None) -> str:

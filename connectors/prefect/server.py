@@ -22,7 +22,14 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.storage.local import locked, write_whole
+from millrace.connectors.storage.local import (
+    PRIVATE_FILE,
+    PRIVATE_UMASK,
+    home,
+    locked,
+    secret_file,
+    write_whole,
+)
 from millrace.core.errors import ConfigError, MillraceError
 
 log = logging.getLogger(__name__)
@@ -30,6 +37,7 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 USUAL_PORT = 4200
 BACKLOG = 2048  # connections that may wait for the server
+AUTH = "PREFECT_API_AUTH_STRING"
 LOGGERS = ("millrace",)
 APP = "millrace.connectors.prefect.app"
 CLIENT_SETTINGS = {
@@ -56,17 +64,16 @@ class ServerRecord(TypedDict):
 _record = TypeAdapter(ServerRecord)
 
 
-def home() -> Path:
-    """MILLRACE_HOME, by default ~/.millrace: records and databases of the local servers."""
-    path = Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def login_file() -> Path:
+    """The file with what the local server asks for: Prefect's PREFECT_API_AUTH_STRING, `user:password`."""
+    return secret_file("prefect-auth", "millrace:")
 
 
 def ensure_server(timeout_s: float = 120) -> str:
     """The API URL of the configured Prefect server, or of the local one, which is started if it does not run.
 
-    Call it before prefect is imported: it sets PREFECT_API_URL for this process and its children.
+    Call it before prefect is imported: it sets PREFECT_API_URL, and what the local server asks for, for this process and
+    its children.
     Raises MillraceError with the end of the server's log if the server does not come up.
     """
     for name, value in CLIENT_SETTINGS.items():
@@ -75,6 +82,8 @@ def ensure_server(timeout_s: float = 120) -> str:
         logging.getLogger(name).setLevel(logging.INFO)
     configured = os.environ.get("PREFECT_API_URL") or _profile_url()
     if configured:
+        if _in_use():
+            os.environ.setdefault(AUTH, login_file().read_text())
         return configured
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     with locked(home() / "prefect-server.lock"):
@@ -82,7 +91,7 @@ def ensure_server(timeout_s: float = 120) -> str:
         if url is None:
             _end_servers()  # one that does not answer, or whose record is lost, must not write to the same database
             url = _start(timeout_s, USUAL_PORT, 0)
-    os.environ["PREFECT_API_URL"] = url
+    os.environ |= {"PREFECT_API_URL": url, AUTH: login_file().read_text()}
     return url
 
 
@@ -126,6 +135,16 @@ def restart_dead_server(timeout_s: float = 120) -> bool:
 def ui_url(api_url: str) -> str:
     """The address of the web page of the server at an API URL."""
     return api_url.removesuffix("/api")
+
+
+def local_login() -> Path | None:
+    """`login_file` if this process uses the local server, None if it uses one that the user configured."""
+    return login_file() if _in_use() else None
+
+
+def login_hint() -> str:
+    """How to log in on the page of the local server; nothing for a server that the user configured."""
+    return f" (its page asks for the text in {login_file()})" if local_login() else ""
 
 
 def stop_server() -> bool:
@@ -300,7 +319,14 @@ def _launch(log_file: Path, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
     """Start the process, and record it before it answers: a command that comes after one that was ended waits for it."""
     kept_iterations()  # an error of it belongs to this process, not into the server's log
     with log_file.open("ab") as out, listening(*ports) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        os.fchmod(out.fileno(), PRIVATE_FILE)
+        page = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        secret = login_file().read_text()
+        doors = {
+            "PREFECT_SERVER_API_AUTH_STRING": secret,
+            AUTH: secret,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
+        }
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", APP, str(listener.fileno()), str(home().absolute())],
             stdout=out,
@@ -309,7 +335,10 @@ def _launch(log_file: Path, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
             start_new_session=True,
             pass_fds=[listener.fileno()],
             cwd=Path(__file__).parent,  # prefect.toml with the server's settings lies here
+            env={**os.environ, **doors},
+            umask=PRIVATE_UMASK,
         )
+    url = f"{page}/api"
     record = ServerRecord(url=url, pid=process.pid, created=psutil.Process(process.pid).create_time())
     write_whole(_record_path(), [json.dumps(record).encode()])
     return process, url

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from millrace.connectors.ray.placement import Place
+from millrace.connectors.storage.local import keep_private
 from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Host:
         self._node = ray.get_runtime_context().get_node_id()
         if node and node != self._node:  # Ray moved it, and the GPUs it is to see are another node's
             raise ActorLostError(f"node {node} died before the actor was made")
+        keep_private()  # also on a cluster that its user started
         os.environ.update(environment)
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace

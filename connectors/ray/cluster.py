@@ -17,14 +17,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NotRequired
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.storage.local import library_log, locked, write_whole
+from millrace.connectors.storage.local import (
+    PRIVATE_UMASK,
+    home,
+    library_log,
+    locked,
+    secret_file,
+    write_whole,
+)
 from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
@@ -32,6 +40,8 @@ START_TIMEOUT_S = 120
 TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
 LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
 STARTS = 3  # of a head that is killed again and again while a run joins it
+AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN = "ray-token"  # in MILLRACE_HOME
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -44,6 +54,7 @@ class HeadRecord(TypedDict):
     pids: list[int]
     created: list[float]
     folder: str
+    token: NotRequired[bool]  # whether it asks for the token in MILLRACE_HOME; earlier ones did not
 
 
 _record = TypeAdapter(HeadRecord)
@@ -69,6 +80,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
         leave()
     for attempt in range(1, STARTS + 1):
         head = address or local_head()
+        _authenticate(address)
         try:
             with _one_try() if address is None else contextlib.nullcontext():
                 _connect(head, namespace)
@@ -82,6 +94,33 @@ def start_or_join(address: str | None, namespace: str) -> None:
                 type(error).__name__,
                 library_log(),
             )
+
+
+def _with_own_token(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which Ray asks for the local head's token, and brings it."""
+    rest = {name: value for name, value in environment.items() if name not in AUTHENTICATION}
+    return {**rest, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret_file(TOKEN))}
+
+
+def _authenticate(address: str | None) -> None:
+    """Have this process bring the local head's token to it, and to a configured cluster what its user set."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
+
+    record = _read() if address is None else None
+    if record and record.get("token"):
+        wanted = _with_own_token(os.environ)
+    elif record:  # an earlier millrace started it
+        wanted = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    elif os.environ.get("RAY_AUTH_TOKEN_PATH") == str(home() / TOKEN) and "RAY_AUTH_TOKEN" not in os.environ:
+        wanted = {name: value for name, value in os.environ.items() if name not in AUTHENTICATION}
+    else:
+        return
+    for name in AUTHENTICATION:
+        os.environ.pop(name, None)
+        if name in wanted:
+            os.environ[name] = wanted[name]
+    Config.initialize("")  # Ray read the environment when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _connect(address: str, namespace: str) -> None:
@@ -147,7 +186,6 @@ def leave() -> None:
     """Disconnect; detached actors stay. What Ray prints meanwhile, the last lines of a part that died, goes to the log."""
     import ray
 
-    library_log().parent.mkdir(parents=True, exist_ok=True)
     with library_log().open("a") as file, contextlib.redirect_stdout(file):
         ray.shutdown()
 
@@ -249,17 +287,23 @@ def _start() -> str:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": _python_path(),
     }
-    environment.setdefault("RAY_AUTH_MODE", "disabled")  # drivers find a token only by an explicit mode
+    environment = _with_own_token(environment)
     environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
     environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
-    record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder)}
+    record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder), "token": True}
     # before it starts: whoever comes after a start that was interrupted ends what is left of it
     _write(record)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=environment, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            env=environment,
+            umask=PRIVATE_UMASK,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         _end(record, keep_folders=True)
@@ -309,7 +353,7 @@ def _prefix() -> str:
 
 
 def _path() -> Path:
-    return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "ray.json"
+    return home() / "ray.json"
 
 
 def _write(record: HeadRecord) -> None:

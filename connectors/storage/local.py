@@ -10,6 +10,8 @@ import errno
 import fcntl
 import hashlib
 import os
+import secrets
+import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -19,6 +21,8 @@ ASIDE = ".aside-"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 LOCK_POLL_S = 0.01
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+PRIVATE_UMASK = OTHERS = 0o077
 
 
 def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
@@ -58,7 +62,7 @@ def create_whole(target: Path, data: bytes) -> bool:
 
 
 def _write_synced(file: Path, blocks: Iterable[bytes], mode: str) -> None:
-    with file.open(mode) as handle:
+    with open(file, mode, opener=_private) as handle:
         for block in blocks:
             handle.write(block)
         handle.flush()
@@ -74,11 +78,21 @@ def move(source: Path, target: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, so that they survive a power cut."""
+    """Make a folder and its parents, so that they survive a power cut. What is new only this user can look into."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    for parent in reversed(missing):
+        parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
     for made in missing:
         _sync_folder(made.parent)
+
+
+def keep_private() -> None:
+    """From now on, what this process and its children make is for this user alone."""
+    os.umask(PRIVATE_UMASK)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, PRIVATE_FILE)
 
 
 def sweep(folder: Path, older_than_s: float) -> list[Path]:
@@ -97,11 +111,31 @@ def sweep(folder: Path, older_than_s: float) -> list[Path]:
     return removed
 
 
+def home() -> Path:
+    """MILLRACE_HOME, by default ~/.millrace: records, databases and secrets of the local servers. Nobody else can look in."""
+    path = Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser()
+    path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+    state = path.stat()
+    if state.st_uid == os.getuid() and state.st_mode & OTHERS and not state.st_mode & stat.S_ISVTX:
+        path.chmod(PRIVATE_FOLDER)
+    return path
+
+
+def secret_file(name: str, prefix: str = "") -> Path:
+    """A file in MILLRACE_HOME that holds a secret, which only this user can read; made once, whoever asks first."""
+    path = home() / name
+    if not path.exists():
+        with locked(path.with_suffix(".lock")):
+            if not path.exists():
+                write_whole(path, [f"{prefix}{secrets.token_hex(32)}".encode()])
+    return path
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Within, no other process of this host holds the lock. A process that dies releases it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    make_folder(path.parent)
+    with open(path, "w", opener=_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -133,7 +167,7 @@ def shared_or_alone(path: Path, *, alone: bool, patience_s: float) -> Iterator[b
 
 def library_log() -> Path:
     """The file to which a command sends what native libraries and its child processes write to stderr."""
-    return Path(os.environ.get("MILLRACE_HOME", "~/.millrace")).expanduser() / "stderr.log"
+    return home() / "stderr.log"
 
 
 def log_folder(root: str, run: str) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from millrace.connectors.storage.local import keep_private
 from millrace.flows.cli import look, run, server, tools
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.callback()(keep_private)
 for command in (
     *(run.train, run.check, run.quickstart),
     *(look.runs, look.show, tools.verify, tools.replay, look.sql, tools.branch, tools.discard, tools.stop),

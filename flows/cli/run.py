@@ -75,10 +75,11 @@ def _run_flow(config: RunConfig) -> DriveResult:
     _check(config)
     import httpx
 
-    from millrace.connectors.prefect.server import ensure_server, restart_dead_server, ui_url
+    from millrace.connectors.prefect.server import ensure_server, login_hint, restart_dead_server, ui_url
 
     console.print(
-        f"Prefect: {ui_url(ensure_server())}; what libraries print: {library_log()}", soft_wrap=True
+        f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",
+        soft_wrap=True,
     )
     if config.algorithm.supervised:
         from millrace.flows.sft import sft as flow

@@ -12,12 +12,13 @@ from millrace.flows.cli.terminal import console, guarded
 
 def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start") -> None:
     """Start (or find) the local Prefect server; or stop it, and the local Ray head with every actor on it."""
-    from millrace.connectors.prefect.server import ensure_server, ui_url
+    from millrace.connectors.prefect.server import ensure_server, login_hint, ui_url
 
     if action == "stop":
         guarded(_stop)
     elif action == "start":
-        guarded(lambda: console.print(f"Prefect: {ui_url(ensure_server())}"))
+        url = guarded(ensure_server)
+        console.print(f"Prefect: {ui_url(url)}{login_hint()}", soft_wrap=True)
     else:
         raise typer.BadParameter("start or stop")
 

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
+from millrace.connectors.storage.local import keep_private
 from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
@@ -53,6 +54,7 @@ async def drive(
     """
     driver = asyncio.current_task()
     assert driver is not None
+    keep_private()
     with on_signal(driver.cancel):
         return await _drive(config, iteration, flow_name, before_first)
 

@@ -11,7 +11,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from millrace.connectors.prefect.server import ensure_server
+from millrace.connectors.prefect.server import AUTH, ensure_server, local_login
 from millrace.core.errors import MillraceError
 
 POOL = "local"  # the work pool that prefect.yaml names
@@ -27,7 +27,10 @@ def create_deployments(folder: Path) -> str:
         _must(_prefect(folder, "work-pool", "create", POOL, "--type", "process"))
     file = str(resources.files("millrace.deployments") / "prefect.yaml")
     _must(_prefect(folder, "deploy", "--all", "--prefect-file", file))
-    return f"train/train and sft/sft run from {folder} once a worker runs: PREFECT_API_URL={api} prefect worker start --pool {POOL}"
+    login = local_login()
+    secret = f'{AUTH}="$(cat {login})" ' if login else ""
+    worker = f"PREFECT_API_URL={api} {secret}prefect worker start --pool {POOL}"
+    return f"train/train and sft/sft run from {folder} once a worker runs: {worker}"
 
 
 def _prefect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 
 @pytest.fixture(scope="module")
 def deployed(workplace: Workplace) -> Iterator[Deployed]:
-    here = Deployed(workplace.api, workplace.environment, REPOSITORY)
+    here = Deployed(workplace.api, workplace.login, workplace.environment, REPOSITORY)
     here.prefect("work-pool", "create", "local", "--type", "process")
     here.prefect("deploy", "--all")
     here.start_worker(workplace.folder / "worker.log")

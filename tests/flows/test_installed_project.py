@@ -155,7 +155,9 @@ def test_the_command_line_trains_with_the_users_functions(project: Project) -> N
 def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_path: Path) -> None:
     place = project.place
     assert "prefect worker start --pool local" in place.call("deploy", PWD="/")
-    project.deployed = deployed = Deployed(place.api, place.environment, tmp_path, project.python)
+    project.deployed = deployed = Deployed(
+        place.api, place.login, place.environment, tmp_path, project.python
+    )
     deployed.start_worker(place.folder / "worker.log")
     config = two_iterations()
     config["run"]["iterations"] = 3

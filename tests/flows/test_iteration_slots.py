@@ -9,7 +9,12 @@ from collections.abc import Iterator
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
 
 from millrace.core.config import RunConfig
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
@@ -20,7 +25,8 @@ PATIENCE_S = 60
 
 @pytest.fixture(autouse=True)
 def server(workplace: Workplace) -> Iterator[None]:
-    with temporary_settings({PREFECT_API_URL: workplace.api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+    ours = {PREFECT_API_URL: workplace.api, PREFECT_API_AUTH_STRING: workplace.login}
+    with temporary_settings({**ours, PREFECT_LOGGING_TO_API_ENABLED: False}):
         yield
 
 

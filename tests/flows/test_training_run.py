@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from millrace.core.contracts.ids import derived_seed
 from tests.soak.points import TASKS
-from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
+from tests.support.flow_runs import MALFORMED, Workplace, basic, final_weights, trained
 
 
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
@@ -93,21 +93,22 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
 
 
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:
-    runs = ask(f"{workplace.api}/flow_runs/filter", {"flow_runs": {"name": {"like_": "a-0000"}}})
+    runs = ask(workplace, "/flow_runs/filter", {"flow_runs": {"name": {"like_": "a-0000"}}})
     assert {run["name"] for run in runs if run["state_type"] == "COMPLETED"} >= {
         "a-000000",
         "a-000001",
         "a-000002",
     }
     assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
-    kinds = {artifact["type"] for artifact in ask(f"{workplace.api}/artifacts/filter", {})}
+    kinds = {artifact["type"] for artifact in ask(workplace, "/artifacts/filter", {})}
     assert {"progress", "table", "markdown", "image"} <= kinds
 
 
-def ask(url: str, body: dict[str, Any]) -> Any:
+def ask(workplace: Workplace, path: str, body: dict[str, Any]) -> Any:
     from urllib.request import Request, urlopen
 
-    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **basic(workplace.login)}
+    request = Request(f"{workplace.api}{path}", json.dumps(body).encode(), headers)
     with urlopen(request, timeout=120) as answer:
         return json.load(answer)
 

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from tests.support.flow_runs import wait_until
+from tests.support.flow_runs import basic, wait_until
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -23,11 +23,13 @@ class Deployed:
     """A Prefect server's commands, run in a folder by an interpreter of its own, and a worker on the pool `local`."""
 
     def __init__(
-        self, api: str, environment: Mapping[str, str], folder: Path, python: str = sys.executable
+        self, api: str, login: str, environment: Mapping[str, str], folder: Path, python: str = sys.executable
     ) -> None:
         self.api = api
         self.folder = folder
         self.environment = {**environment, "PREFECT_API_URL": api, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+        self.environment["PREFECT_API_AUTH_STRING"] = login
+        self._headers = {"Content-Type": "application/json", **basic(login)}
         self.environment["PWD"] = str(folder)
         self._command = [python, "-P", "-m", "prefect", "--no-prompt"]
         self.worker: psutil.Process | None = None
@@ -68,7 +70,7 @@ class Deployed:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """One request to the server's API."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self.api}{path}", data, {"Content-Type": "application/json"})
+        request = Request(f"{self.api}{path}", data, self._headers)
         with urlopen(request, timeout=120) as answer:
             return json.load(answer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -25,6 +26,11 @@ MALFORMED = [  # lines among the training prompts, and what is wrong with them
 ] * 2
 
 
+def basic(login: str) -> dict[str, str]:
+    """The header that brings a Prefect server what it asks for."""
+    return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
+
+
 class Workplace:
     """A folder with a model, data and a configuration; MILLRACE_HOME of its own. `command` starts millrace."""
 
@@ -32,13 +38,19 @@ class Workplace:
         self.folder = folder
         self.command = [sys.executable, "-m", "millrace.flows.cli"]
         self.environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
-        self.environment.pop("PREFECT_API_URL", None)
+        for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+            self.environment.pop(name, None)
 
     @property
     def api(self) -> str:
         """The API of the workplace's Prefect server, which runs."""
         url: str = json.loads((self.folder / "home" / "prefect-server.json").read_text())["url"]
         return url
+
+    @property
+    def login(self) -> str:
+        """What the workplace's Prefect server asks for."""
+        return (self.folder / "home" / "prefect-auth").read_text()
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start a millrace command."""

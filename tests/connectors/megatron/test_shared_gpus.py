@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from millrace.connectors.megatron.rank import TrainerRank
-from millrace.connectors.prefect.server import ensure_server, stop_server
+from millrace.connectors.prefect.server import ensure_server, login_file, stop_server
 from millrace.connectors.ray import actors
 from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
@@ -43,7 +43,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
         environment.setenv("MILLRACE_HOME", str(tmp_path_factory.mktemp("home")))
         try:
             cluster.add(cpus=4, gpus=1).wait()
-            with token_of(cluster), temporary_settings({PREFECT_API_URL: ensure_server()}):
+            url, login = ensure_server(), login_file().read_text()
+            ours = {PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: login}
+            with token_of(cluster), temporary_settings(ours):
                 yield cluster
         finally:
             cluster.close()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -11,7 +15,7 @@ import pytest
 from millrace.connectors.prefect import server
 from millrace.connectors.prefect.server import listening
 from millrace.core.errors import MillraceError
-from tests.support.flow_runs import Workplace
+from tests.support.flow_runs import Workplace, basic
 
 ODD_RECORDS = [
     b"",
@@ -32,14 +36,33 @@ def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home
     for place in places:
         place.folder.mkdir()
     starting = [place.start("server", "start") for place in places]
+    outputs: list[str] = []
     for process in starting:
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, out
+        outputs.append(out)
     records = [json.loads((p.folder / "home" / "prefect-server.json").read_text()) for p in places]
     assert len({record["url"] for record in records}) == 2
     assert all(psutil.pid_exists(record["pid"]) for record in records)
-    record = places[0].folder / "home" / "prefect-server.json"
-    record.write_text(record.read_text()[:20])  # and it is found without its record
+    for place, other in (places, places[::-1]):
+        url, own = place.api, basic(place.login)
+        assert answer(f"{url}/health") == (200, None)
+        for without in ({}, basic(other.login), basic("admin:pass"), {"Authorization": "Bearer x"}):
+            for verb, path in (
+                ("POST", "/flow_runs/filter"),
+                ("GET", "/admin/settings"),
+                ("GET", "/version"),
+            ):
+                assert answer(url + path, without, verb) == (401, None), (path, without)
+        origin = {"Origin": "https://example.org"}
+        assert answer(f"{url}/flow_runs/filter", {**own, **origin}, "POST") == (200, None)
+        page = url.removesuffix("/api")
+        assert answer(f"{url}/flow_runs/filter", {**own, "Origin": page}, "POST") == (200, page)
+        made = [place.folder / "home", *(place.folder / "home").rglob("*")]
+        assert len(made) > 5
+        assert not [path for path in made if path.stat().st_mode & 0o077 and not path.is_symlink()]
+        assert not [line for line in map(command, made_by(records)) if place.login.split(":")[1] in line]
+    assert "prefect-auth" in outputs[0]
     assert "stopped" in places[0].call("server", "stop")
     assert not psutil.pid_exists(records[0]["pid"])
     assert not record.exists()
@@ -85,6 +108,26 @@ def test_a_prefect_profile_that_cannot_be_read_is_named_and_its_remedy_works(
         server.ensure_server()
     profiles.write_text('active = "x"\n[profiles.x]\nPREFECT_API_URL = "http://there/api"\n')
     assert server.ensure_server() == "http://there/api"
+
+
+def answer(url: str, headers: Mapping[str, str] = {}, verb: str = "GET") -> tuple[int, str | None]:
+    """The status, and the origin whose pages may read the answer."""
+    sent = {"Content-Type": "application/json", **headers}
+    request = Request(url, b"{}" if verb == "POST" else None, sent, method=verb)
+    try:
+        with urlopen(request, timeout=60) as got:
+            return got.status, got.headers["Access-Control-Allow-Origin"]
+    except HTTPError as error:
+        return error.code, error.headers["Access-Control-Allow-Origin"]
+
+
+def command(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+def made_by(records: list[dict[str, Any]]) -> list[psutil.Process]:
+    servers = [psutil.Process(record["pid"]) for record in records]
+    return [*servers, *(child for server in servers for child in server.children(recursive=True))]
 
 
 def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:

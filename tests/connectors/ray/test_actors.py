@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from http.client import HTTPException
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -162,3 +164,63 @@ async def test_the_head_listens_on_loopback_only_and_is_found_again(joined: str)
     ]
     assert listening
     assert {connection.laddr.ip.removeprefix("::ffff:") for connection in listening} <= {"127.0.0.1", "::1"}
+
+
+def page(port: int) -> bytes | None:
+    """What a port answers a browser that asks for its metrics; None if nothing."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as got:
+            return bytes(got.read(200))
+    except (HTTPException, OSError):
+        return None
+
+
+RAY_CALLS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "InternalKVGcsService/InternalKVGet",
+    "NodeManagerService/GetSystemConfig",
+    "NodeManagerService/GetNodeStats",
+    "CoreWorkerService/PushTask",
+    "CoreWorkerService/GetCoreWorkerStats",
+)
+
+
+async def test_the_head_and_its_actors_answer_nobody_without_the_token(joined: str, ray_home: Path) -> None:
+    """Each call is asked of every port that listens: one that is known there is refused without the token, and not with it."""
+    grpc = pytest.importorskip("grpc")
+    actor = actors.make("watched", 0, 1, Counter, {"start": 1})
+    pid = (await actor.state())["actor_pid"]
+    record = cluster._read()
+    assert record is not None
+    token = (ray_home / "ray-token").read_text()
+    heads = [psutil.Process(number) for number in record["pids"] if psutil.pid_exists(number)]
+    everything = {
+        *heads,
+        *(child for head in heads for child in head.children(recursive=True)),
+        psutil.Process(pid),
+    }
+    ports = {c.laddr.port for p in everything for c in p.net_connections("inet") if c.status == "LISTEN"}
+
+    def answered(port: int, call: str, brought: str) -> str:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            metadata = (("authorization", f"Bearer {brought}"),) if brought else ()
+            try:
+                channel.unary_unary(f"/ray.rpc.{call}")(b"", timeout=5, metadata=metadata)
+            except grpc.RpcError as error:
+                return str(error.code().name)
+        return "OK"
+
+    refused = set()
+    for port in ports:
+        for call in RAY_CALLS:
+            without = answered(port, call, "")
+            assert without in ("UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE"), (port, call)
+            if without == "UNAUTHENTICATED":
+                refused.add(call)
+                assert answered(port, call, "ab" * 32) == "UNAUTHENTICATED"
+                assert answered(port, call, token) != "UNAUTHENTICATED"
+        shown = page(port)
+        assert shown is None or shown.startswith(b"# HELP "), port  # figures of memory and processors
+    assert refused == set(RAY_CALLS)
+    assert (ray_home / "ray-token").stat().st_mode & 0o777 == 0o600
+    assert await actors.end("watched") == 1

@@ -20,6 +20,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from millrace.connectors.storage import faults
+from millrace.connectors.storage.local import secret_file
 from millrace.connectors.storage.store import Store, split_url
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
@@ -307,3 +308,35 @@ def test_a_root_without_a_folder_is_refused() -> None:
             Store(root)
     with pytest.raises(StorageError, match="names no file"):
         split_url("memory://file.jsonl")
+
+
+def test_what_a_run_writes_only_its_user_can_read_and_what_was_there_stays_as_it_was(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        store = Store(str(shared / "root")).child("run")
+        store.write_json("iterations/000000/manifest.json", {})
+        (shared / "file").write_text("weights")
+        store.upload_dir(str(shared), "checkpoints/000001")
+        store.download_dir("iterations", str(shared / "copy"))
+    finally:
+        os.umask(before)
+    made = [*(shared / "root").rglob("*"), shared / "root", *(shared / "copy").rglob("*"), shared / "copy"]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+    assert shared.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_home_is_closed_to_others_and_a_secret_in_it_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir(mode=0o755)  # as an earlier millrace left it
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
+    with ThreadPoolExecutor(8) as pool:
+        found = {path.read_text() for path in pool.map(secret_file, ["token"] * 8)}
+    (secret,) = found
+    assert len(secret) == 64
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "home" / "token").stat().st_mode & 0o777 == 0o600
