@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from millrace.core.config.parts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -149,10 +150,11 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
 def load_function(function: UserFunction, field_name: str) -> Callable[..., Any]:
     """The function of a configuration's field with its options bound: call it with positional arguments.
 
-    Errors: ConfigError as of `load`, naming `field_name`.function.
+    Errors: ConfigError as of `load`, naming `field_name`.function, and of a reference in the options to what is not set.
     """
     loaded = load(function.function, f"{field_name}.function")
-    return partial(loaded, **function.options) if function.options else loaded
+    options = resolved(function.options, f"{field_name}.options")
+    return partial(loaded, **options) if options else loaded
 
 
 def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
@@ -166,11 +168,12 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
     except MillraceError:
         raise
     except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
+        told = scrubbed(str(error), function.options)
         raise ConfigError(
-            f"it raised {type(error).__name__}: {error}",
+            f"it raised {type(error).__name__}: {told}",
             where=f"{field_name}.function = {function.function}",
             remedy="correct the function and start the run again",
-        ) from error
+        ) from (error if told == str(error) else None)
 
 
 def _search_working_folder() -> None:

@@ -20,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.local import keep_private
+from millrace.core.config.parts.references import variables
 from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,8 @@ def make(
     """Make an actor in its place, or anywhere; its constructor runs in the background."""
     name = f"{role}-{index}"
     options = place.options if place else {}
-    environment = {**storage_environment(), **(place.environment if place else {})}
+    secrets = {name: os.environ[name] for name in variables(config) if name in os.environ}
+    environment = {**storage_environment(), **secrets, **(place.environment if place else {})}
     host = Host.options(name=name, lifetime="detached", num_cpus=0, **options)  # type: ignore[attr-defined]
     try:
         handle = host.remote(cls, dict(config), index, count, environment, place.node if place else None)

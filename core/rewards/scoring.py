@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.core.config.parts.references import resolved
 from millrace.core.hooks import RewardInput, RewardResult, load
 
 
@@ -33,7 +34,8 @@ def score_sample(path: str, options: Mapping[str, Any], row: Mapping[str, Any]) 
 
     Errors: ConfigError when the function cannot be loaded; those of `read_score`; and whatever the function raises.
     """
-    answer = load(path, "reward.function")(sample_input(row), **options)
+    given = resolved(options, "reward.options")
+    answer = load(path, "reward.function")(sample_input(row), **given)
     if inspect.isawaitable(answer):
         answer = asyncio.run(_awaited(answer))
     result = read_score(answer, path)

@@ -17,6 +17,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.parts.references import resolved
 from millrace.core.contracts.prompts import PromptRow, Quarantined
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput, load
@@ -147,7 +148,8 @@ def _reads_label(config: RunConfig, row: PromptRow) -> bool:
         **{field.name: values[field.name] for field in fields(RewardInput) if field.name in values}
     )
     with contextlib.suppress(MillraceError, ValueError, TypeError, LookupError, AttributeError):
-        load(config.reward.function)(sample, **config.reward.options)
+        options = resolved(config.reward.options, "reward.options")
+        load(config.reward.function)(sample, **options)
     return getattr(sample, "label_was_read", False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from millrace.connectors.sglang.server_args import option_problems
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
+from millrace.core.config.parts.references import variables
 from millrace.core.config.rules.passthrough import (
     ROUTER_OWNED,
     ROUTER_REFUSED,
@@ -46,6 +48,9 @@ def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[st
     if user_function is None:
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
+    for name in sorted(set(variables(options)) - set(os.environ)):
+        reason = f"they refer to {name}, which is not set"
+        yield Problem(f"{place}.options", None, reason, f"export {name}, or correct the name")
     try:
         function = load(path, field)
     except ConfigError as error:
@@ -74,7 +79,7 @@ def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[st
     except TypeError as error:
         yield Problem(
             f"{place}.options" if options else field,
-            options,
+            ", ".join(options),
             f"{path} does not take them: {error}",
             f"its parameters are {signature}",
         )

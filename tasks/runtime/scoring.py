@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
+from millrace.core.config.parts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
 from millrace.core.rewards.scoring import score_sample
 
@@ -21,9 +24,11 @@ class Scoring:
         if self._pool is None:
             self._pool = WorkerPool(self._reward.workers)
         reward = self._reward
-        return await self._pool.call(
+        outcome = await self._pool.call(
             score_sample, reward.function, reward.options, sample, timeout_s=reward.timeout_s, again=1
         )
+        told = scrubbed(outcome.reason, reward.options) if outcome.reason else None
+        return replace(outcome, reason=told)  # the reason is stored
 
     @property
     def credit_worker(self) -> WorkerPool:

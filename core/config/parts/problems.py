@@ -8,6 +8,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from millrace.core.config.parts.redaction import HIDDEN, is_reference, shown
+
+SECRET_FIELDS = ("engines.key",)
 ROWS = 22  # of a screen of 24, one for the command and one for the prompt
 LONGEST_VALUE = 60
 
@@ -21,8 +24,11 @@ class Problem(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_short(self.value)}"
-        return f"{self.field}{shown}: {self.reason}; {self.remedy}"
+        given = shown({self.field.rpartition(".")[2]: self.value}).popitem()[1]
+        if self.field in SECRET_FIELDS and not is_reference(given):
+            given = HIDDEN
+        value = "" if self.value is None else f" = {_short(given)}"
+        return f"{self.field}{value}: {self.reason}; {self.remedy}"
 
 
 def render_problems(problems: Sequence[Problem], rows: int = ROWS, columns: int | None = None) -> str:

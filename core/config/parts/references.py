@@ -17,16 +17,16 @@ REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 WHOLE = r"^\$\{env:[A-Za-z_][A-Za-z0-9_]*\}$"  # a value that is one reference
 
 
-def names(value: Any) -> Iterator[str]:
+def variables(value: Any) -> Iterator[str]:
     """The variables that a value refers to, within lists and mappings too."""
     if isinstance(value, str):
         yield from REFERENCE.findall(value)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from names(item)
+            yield from variables(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from names(item)
+            yield from variables(item)
 
 
 def resolved(value: Any, where: str) -> Any:
@@ -50,3 +50,12 @@ def _variable(name: str, where: str) -> str:
         raise ConfigError(
             f"refers to {name}, which is not set", where=where, remedy=f"export {name}, or correct the name"
         ) from None
+
+
+def scrubbed(text: str, value: Any) -> str:
+    """A text in which each secret that a value refers to is its reference again: what a user's code printed may hold it."""
+    for name in variables(value):
+        secret = os.environ.get(name)
+        if secret:
+            text = text.replace(secret, f"${{env:{name}}}")
+    return text

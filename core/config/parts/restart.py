@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from millrace.core.config.parts.redaction import shown, without_secrets
+
 
 @dataclass(frozen=True)
 class Restart:
@@ -67,7 +69,7 @@ def _changes(old: Any, new: Any, path: str, restart: Restart | None) -> Iterator
     elif _is_list_of_sections(old) and _is_list_of_sections(new) and _names(old) == _names(new):
         for number, (one, other) in enumerate(zip(old, new, strict=True)):
             yield from changes(one, other, f"{path}.{number}.", restart)
-    elif old != new:
+    elif old != new and without_secrets(_plain(old)) != without_secrets(_plain(new)):
         assert restart is not None, f"{path} has no decision"
         yield Change(path, _shown(old), _shown(new), restart)
 
@@ -102,4 +104,10 @@ def _shown(value: Any) -> Any:
         return getattr(value, "kind", None) or value.model_dump(mode="json")
     if value and _is_list_of_sections(value):
         return _names(value)
-    return value
+    return shown(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {"": type(value).__name__, **value.model_dump()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

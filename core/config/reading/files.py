@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from millrace.core.config.parts.merge import merged
+from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.reading.short_forms import without_short_forms
 from millrace.core.config.reading.yaml_text import parse
 from millrace.core.config.run_config import RunConfig
@@ -48,7 +49,7 @@ def parse_values(text: str, name: str = "the configuration", chain: Sequence[Pat
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
         line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
-        shown = f" ({line[:60]})" if line else ""
+        shown = f" ({shown_text(line)[:60]})" if line else ""
         raise ConfigError(
             f"not YAML at {where}{shown}: {error.problem or error.context}",
             where=name,

@@ -19,6 +19,7 @@ from millrace.core.config.reading.findings import as_problem, place_of
 from millrace.core.config.reading.odd_values import odd_values
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.reading.short_forms import without_short_forms
+from millrace.core.config.rules import secrets
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
 
@@ -60,6 +61,7 @@ def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
         _leave_out(rest, place, stand_in=True)
     try:
         config = RunConfig.model_validate(rest)
+        problems += secrets.problems(config)  # before anything stores or prints it
         return (None, problems) if problems else (config, [])
     except ValidationError as error:
         items = error.errors()

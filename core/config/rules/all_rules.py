@@ -11,6 +11,7 @@ from millrace.core.config.rules import (
     evaluation,
     placement,
     rollout,
+    secrets,
     storage,
     sync,
     tracking,
@@ -22,6 +23,7 @@ from millrace.core.config.run_config import RunConfig
 def problems(config: RunConfig) -> list[Problem]:
     """Everything that fields say against each other, all at once; empty when they agree."""
     return [
+        *secrets.problems(config),
         *trainer.problems(config),
         *rollout.problems(config),
         *algorithm.problems(

@@ -10,7 +10,7 @@ from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """A URI that MLflow would not take, or that holds a password."""
+    """A URI that MLflow would not take."""
     if config.tracking.uri is not None:
         yield from _tracking(config.tracking.uri)
 
@@ -35,13 +35,6 @@ def _tracking(uri: str) -> Iterator[Problem]:
         yield Problem("tracking.uri", uri, "it names no file", "write sqlite:///path/of/file.db")
     elif head in ("http", "https") and not _host(uri):
         yield Problem("tracking.uri", uri, "it names no host", "write http://host:port")
-    elif urlsplit(uri).password:
-        yield Problem(
-            "tracking.uri",
-            uri.replace(urlsplit(uri).password or "", "***"),
-            "a configuration is stored with the run, and a password must not be",
-            "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
-        )
 
 
 def _host(uri: str) -> str | None:

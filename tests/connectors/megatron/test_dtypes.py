@@ -157,4 +157,4 @@ def test_both_engines_are_told_the_type(stored: dict[str, Path], tmp_path: Path,
     values = configuration(stored["float32"], dtype=dtype)
     assert option(embedded_command(RunConfig.model_validate(values), "m", tmp_path), "--dtype") == dtype
     config = RunConfig.model_validate({**values, "engines": {"kind": "sglang"}})
-    assert option(sglang_command(config, "m", 1, 0, 2), "--dtype") == dtype
+    assert option(sglang_command(config, "m", 1, 0, 2, Path("keys.yaml")), "--dtype") == dtype

@@ -63,6 +63,8 @@ def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home
         assert not [path for path in made if path.stat().st_mode & 0o077 and not path.is_symlink()]
         assert not [line for line in map(command, made_by(records)) if place.login.split(":")[1] in line]
     assert "prefect-auth" in outputs[0]
+    record = places[0].folder / "home" / "prefect-server.json"
+    record.write_text(record.read_text()[:20])  # and it is found without its record
     assert "stopped" in places[0].call("server", "stop")
     assert not psutil.pid_exists(records[0]["pid"])
     assert not record.exists()

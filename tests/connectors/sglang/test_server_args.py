@@ -99,7 +99,7 @@ def test_what_sglang_cannot_be_told_is_named(packages: Path, name: str, value: A
         assert part in str(problem)
     config = fleet_config(Path("/model"), engines={"kind": "sglang", "sglang": {name: value}})
     with pytest.raises(ConfigError, match=name):
-        sglang_command(config, "/model", 4000, 0, 5000)
+        sglang_command(config, "/model", 4000, 0, 5000, Path("/keys.yaml"))
 
 
 def test_without_its_source_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

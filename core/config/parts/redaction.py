@@ -1,0 +1,83 @@
+"""What of a configuration's values may be shown, stored and compared. Pure.
+
+A secret is told by where it stands: the password of a URL, or the value of a key with a name such as api_key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.config.parts.references import REFERENCE
+
+HIDDEN = "***"
+WORDS = (
+    r"(?:(?:api|access|secret|private|auth|admin|account|encryption)[_-]?keys?|(?:api|access|auth)?token|secrets?"
+    r"|passwords?|passwd|passphrase|credentials?|authorization|signature|sig)"
+)
+VALUE = r"(?:\$\{env:\w+\}|[^&\s#,}'\"])+"
+SECRET_NAME = re.compile(rf"^(?:.{{0,60}}[_.-])?{WORDS}$", re.IGNORECASE)
+OF_A_TOKENIZER = re.compile(
+    r"(?:^|[_.-])(?:stop|eos|bos|pad|unk|sep|cls|mask|end|start|begin|first|last|next|special|image)[_-]token$",
+    re.IGNORECASE,
+)
+USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]{0,30}://)(?P<user>[^/\s@?#]{1,500})@")
+QUERY = re.compile(rf"(?P<name>[?&][\w.-]{{0,40}}{WORDS}=){VALUE}", re.IGNORECASE)
+SAID = re.compile(rf"(?P<name>{WORDS}['\"]?\s{{0,3}}[=:]\s{{0,3}}['\"]?){VALUE}", re.IGNORECASE)
+NAMED_USER = ("postgresql", "mysql", "mssql")  # of a URL, where a user without a password is no secret
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key of this name holds a secret."""
+    return bool(SECRET_NAME.match(name)) and not OF_A_TOKENIZER.search(name)
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value refers to its secret."""
+    return isinstance(value, str) and bool(REFERENCE.search(value))
+
+
+def secret_in_url(text: str) -> bool:
+    """Whether a URL holds a password, a user that may be a token, or a signature."""
+    found = USER.search(text)
+    if found and not REFERENCE.search(found["user"]):
+        dialect = found["scheme"].partition(":")[0].partition("+")[0].lower()
+        if ":" in found["user"] or dialect not in NAMED_USER:
+            return True
+    return "://" in text and not all(is_reference(query[0]) for query in QUERY.finditer(text))
+
+
+def shown(value: Any) -> Any:
+    """A value without its secrets, within mappings and lists and in text; references stay."""
+    if isinstance(value, Mapping):
+        return {
+            name: item if is_reference(item) or not _hides(name, item) else HIDDEN
+            for name, item in ((name, shown(item)) for name, item in value.items())
+        }
+    if isinstance(value, list | tuple):
+        return [shown(item) for item in value]
+    return shown_text(value) if isinstance(value, str) else value
+
+
+def shown_text(text: str) -> str:
+    """A text, as of a message or a line of a file, without the secrets in it; references stay."""
+    text = USER.sub(lambda m: m[0] if is_reference(m["user"]) else f"{m['scheme']}{HIDDEN}@", text)
+    for pattern in (QUERY, SAID):
+        text = pattern.sub(lambda m: m[0] if is_reference(m[0]) else f"{m['name']}{HIDDEN}", text)
+    return text
+
+
+def without_secrets(value: Any) -> Any:
+    """A value for comparison: two secrets are equal, and so are a secret and a reference to one."""
+    if isinstance(value, Mapping):
+        return {name: HIDDEN if _hides(name, item) else without_secrets(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item) for item in value]
+    if isinstance(value, str):
+        return REFERENCE.sub(HIDDEN, shown_text(value))
+    return value
+
+
+def _hides(name: Any, value: Any) -> bool:
+    return isinstance(value, str) and is_secret_name(str(name))

@@ -1,0 +1,54 @@
+"""Rules of secrets: none stands in a configuration, which is stored with the run, in Prefect and in MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.parts.redaction import (
+    HIDDEN,
+    is_reference,
+    is_secret_name,
+    secret_in_url,
+    shown_text,
+)
+from millrace.core.config.parts.restart import decided
+from millrace.core.config.run_config import RunConfig
+
+STORED = "a configuration is stored with the run, in Prefect and in MLflow, and a secret must not be"
+EXPORT = "export it under a name of yours and write ${env:NAME}"
+TAKEN = "options of your functions and engines.key"
+URL_REMEDY = {
+    "tracking.uri": "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
+}
+STORE = "leave it out: credentials of storage come from the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Secrets in URLs and options, and references where nothing replaces them."""
+    for path, value, _ in decided(config):
+        yield from _problems(path, value, path)
+
+
+def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            place = f"{path}.{name}"
+            if is_secret_name(str(name)) and isinstance(item, str) and item and not is_reference(item):
+                yield Problem(place, HIDDEN, STORED, EXPORT if _replaced(field) else "remove it")
+            else:
+                yield from _problems(place, item, field)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _problems(f"{path}.{number}", item, field)
+    elif isinstance(value, str):
+        if secret_in_url(value):
+            remedy = EXPORT if _replaced(field) else URL_REMEDY.get(field, STORE)
+            yield Problem(path, shown_text(value), STORED, remedy)
+        elif is_reference(value) and not _replaced(field):
+            yield Problem(path, value, f"references are replaced in {TAKEN} alone", "write the value itself")
+
+
+def _replaced(field: str) -> bool:
+    return field == "engines.key" or field.endswith(".options") and not field.startswith("engines.")
