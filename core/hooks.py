@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from millrace.core.config.parts.references import resolved, scrubbed
+from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:

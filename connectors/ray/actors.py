@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.local import keep_private
-from millrace.core.config.parts.references import variables
+from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)

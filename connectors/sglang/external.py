@@ -10,8 +10,8 @@ import time
 
 from millrace.connectors.sglang.client import EngineClient
 from millrace.core.config import RunConfig
-from millrace.core.config.parts.references import resolved
 from millrace.core.contracts.handles import ServerState
+from millrace.core.contracts.references import resolved
 from millrace.core.errors import EngineError
 
 POLL_S = 0.5

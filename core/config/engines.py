@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from millrace.core.config.parts.menu import Menu
-from millrace.core.config.parts.references import WHOLE
 from millrace.core.config.parts.section import Section
+from millrace.core.contracts.references import WHOLE
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

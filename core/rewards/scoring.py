@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.config.parts.references import resolved
+from millrace.core.contracts.references import resolved
 from millrace.core.hooks import RewardInput, RewardResult, load
 
 

@@ -17,8 +17,8 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.parts.references import resolved
 from millrace.core.contracts.prompts import PromptRow, Quarantined
+from millrace.core.contracts.references import resolved
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput, load
 from millrace.flows.preflight.check_model import Checkpoint

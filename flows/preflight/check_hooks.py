@@ -17,7 +17,6 @@ from typing import Any
 from millrace.connectors.sglang.server_args import option_problems
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
-from millrace.core.config.parts.references import variables
 from millrace.core.config.rules.passthrough import (
     ROUTER_OWNED,
     ROUTER_REFUSED,
@@ -25,6 +24,7 @@ from millrace.core.config.rules.passthrough import (
     SGLANG_OWNED,
     SGLANG_REFUSED,
 )
+from millrace.core.contracts.references import variables
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import load
 

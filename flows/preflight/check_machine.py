@@ -14,8 +14,8 @@ from millrace.connectors.sglang.launch import ROUTER_MISSING
 from millrace.connectors.sglang.server_args import sglang_finds
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.parts.references import resolved
 from millrace.core.config.plan import visible_gpus
+from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError
 from millrace.core.resource_layout import resource_layout
 

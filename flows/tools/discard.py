@@ -64,27 +64,26 @@ def discard_iterations(root: str, run: str, index: int, *, later: bool = False, 
 
 
 def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:
-    number, here = iteration_number(index), folder.iteration(index)
     committed = folder.first_open_iteration(strict=False)
     if index < committed or any(folder.manifest(other) for other in _begun(folder) if other > index):
         what = "" if index < committed else "an iteration after "
         before = [done for done in folder.complete_checkpoints() if done <= index]
         raise StorageError(
-            f"{what}iteration {number} is committed, and a committed iteration is final",
+            f"{what}iteration {iteration_number(index)} is committed, and a committed iteration is final",
             where=folder.store.url,
             remedy=f"go on without it in a branch: `millrace branch {folder.name} NEW --at {before[-1] if before else 0}`",
         )
-    if not here.list():
+    if not folder.iteration(index).list():
         raise StorageError(
-            f"iteration {number} was not begun",
+            f"iteration {iteration_number(index)} was not begun",
             where=folder.store.url,
             remedy=f"the open iteration is {iteration_number(committed)}",
         )
     if not later and any(other > index for other in _begun(folder)):
         raise StorageError(
-            f"iterations after {number} were begun",
+            f"iterations after {iteration_number(index)} were begun",
             where=folder.store.url,
-            remedy=f"give them up too: `millrace discard {folder.name} --from {number}`",
+            remedy=f"give them up too: `millrace discard {folder.name} --from {iteration_number(index)}`",
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
-from millrace.core.config.parts.references import scrubbed
+from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
 from millrace.core.rewards.scoring import score_sample
 

@@ -209,7 +209,10 @@ async def test_workers_end_with_the_process_that_started_them(tmp_path: Path) ->
         f"    asyncio.run(WorkerPool(1).call(work.write_pid_and_sleep, {str(tmp_path / 'pid')!r}, 600, timeout_s=600))\n"
     )
     (tmp_path / "driver.py").write_text(script)
-    driver = await asyncio.create_subprocess_exec(sys.executable, str(tmp_path / "driver.py"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    driver = await asyncio.create_subprocess_exec(
+        sys.executable, str(tmp_path / "driver.py"), env=environment
+    )
     worker = await _read(tmp_path / "pid")
     driver.kill()
     await driver.wait()

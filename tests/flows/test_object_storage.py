@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import s3fs
 
 from millrace.connectors.storage.store import Store
@@ -37,6 +38,7 @@ def test_a_run_on_s3_survives_a_kill_and_is_not_repeated(workplace: Workplace, s
     assert not (Path(workplace.folder) / "s3:").exists()
 
 
+@pytest.mark.slow
 def test_weights_reach_engines_by_way_of_a_bucket_and_nothing_of_them_stays(
     workplace: Workplace, s3_bucket: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ TRIED = {  # what a remedy says to remove, and the test that does it
         "tests/flows/test_tampering.py::test_without_the_folder_of_a_broken_checkpoint_the_one_before_counts"
     ),
     "remove it, and start again": (
-        "tests/connectors/ray/test_head.py::test_a_record_that_cannot_be_read_is_named_and_its_remedy_works"
+        "tests/connectors/ray/test_ray_head.py::test_a_record_that_cannot_be_read_is_named_and_its_remedy_works"
     ),
     "restore it, or remove it: then all parts count": (
         "tests/connectors/storage/test_fence.py::"

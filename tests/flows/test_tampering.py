@@ -60,7 +60,7 @@ KINDS = (
     "lease/000001.json",
 )
 UNREAD = ("lease/000001.json",)  # whose own test is tests/connectors/storage/test_lease.py
-ON_S3 = (f"{UNDER_WAY}/batch.parquet", f"{COMMITTED}/manifest.json", "checkpoints/000003/complete.json")
+ON_S3 = (f"{COMMITTED}/manifest.json",)
 Numbers = dict[str, Any]
 
 

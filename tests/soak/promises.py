@@ -67,7 +67,7 @@ def _equal(name: str, one: list[Any], other: list[Any]) -> bool:
 
 def numbers(run: Path) -> dict[str, list[Any]]:
     """Every number of the trained samples and of the steps, in order."""
-    folders = sorted((run / "iterations").iterdir())
+    folders = sorted(batch.parent for batch in (run / "iterations").glob("*/batch.parquet"))
     rows = [row for folder in folders for row in pq.read_table(folder / "batch.parquet").to_pylist()]
     steps = [step for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in NAMES}

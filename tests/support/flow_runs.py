@@ -141,8 +141,8 @@ def trained(run: Path) -> list[tuple[str, int]]:
     import pyarrow.parquet as pq
 
     pairs: list[tuple[str, int]] = []
-    for folder in sorted((run / "iterations").iterdir()):
-        table = pq.read_table(folder / "batch.parquet", columns=["sample_id", "train_step"])
+    for batch in sorted((run / "iterations").glob("*/batch.parquet")):
+        table = pq.read_table(batch, columns=["sample_id", "train_step"])
         pairs += zip(table["sample_id"].to_pylist(), table["train_step"].to_pylist(), strict=True)
     return pairs
 

@@ -103,7 +103,7 @@ ROWS: dict[str, Row] = {
         *_under(
             "engines", "kind host start_timeout_s restarts count gpus prefill sglang threads max_running"
         ),
-        *_under("engines", "max_total_tokens addresses router.policy router.options"),
+        *_under("engines", "max_total_tokens addresses key router.policy router.options"),
         *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),
         *_under("sync", "kind directory bucket_mib verify"),
     ),

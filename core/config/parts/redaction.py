@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.config.parts.references import REFERENCE
+from millrace.core.contracts.references import REFERENCE
 
 HIDDEN = "***"
 WORDS = (

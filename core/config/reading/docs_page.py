@@ -20,11 +20,11 @@ from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.menu import Menu, menu_of, variants
-from millrace.core.config.parts.references import WHOLE
 from millrace.core.config.parts.restart import Restart, restart_of
 from millrace.core.config.parts.section import models
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.run_config import RunConfig
+from millrace.core.contracts.references import WHOLE
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 COMMAND = "python -m millrace.core.config.reading.docs_page"

@@ -12,10 +12,10 @@ from pydantic.fields import FieldInfo
 
 from millrace.core.config.parts.menu import menu_of, variants
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.parts.references import WHOLE
 from millrace.core.config.parts.section import models
 from millrace.core.config.reading.stored import NEW_FIELDS
 from millrace.core.config.run_config import RunConfig
+from millrace.core.contracts.references import WHOLE
 
 IMPORT_PATH = "write it as package.module:function"
 REASONS = {"literal_error": "not a choice", "string_pattern_mismatch": "does not have the form that it needs"}

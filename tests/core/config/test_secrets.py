@@ -17,12 +17,12 @@ from millrace.core.config import RunConfig
 from millrace.core.config.parts.menu import menu_of, variants
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.redaction import is_secret_name, shown, shown_text
-from millrace.core.config.parts.references import resolved, scrubbed
 from millrace.core.config.parts.restart import changes
 from millrace.core.config.parts.section import models
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reading.load import load_config, validate
 from millrace.core.config.reading.stored import lifted
+from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError
 from millrace.core.rewards.scoring import score_sample
 
