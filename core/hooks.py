@@ -168,12 +168,12 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
     except MillraceError:
         raise
     except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
-        told = scrubbed(str(error), function.options)
+        message = scrubbed(str(error), function.options)
         raise ConfigError(
-            f"it raised {type(error).__name__}: {told}",
+            f"it raised {type(error).__name__}: {message}",
             where=f"{field_name}.function = {function.function}",
             remedy="correct the function and start the run again",
-        ) from (error if told == str(error) else None)
+        ) from (error if message == str(error) else None)
 
 
 def _search_working_folder() -> None:

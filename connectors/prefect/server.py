@@ -22,6 +22,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from millrace.connectors.storage.exclusive.recorded_processes import is_alive, read_record, send_signal
 from millrace.connectors.storage.local import (
     PRIVATE_FILE,
     PRIVATE_UMASK,
@@ -190,16 +191,9 @@ def _read_record() -> ServerRecord | None:
 
     Raises MillraceError if the file cannot be read.
     """
-    try:
-        text = _record_path().read_bytes()
-    except FileNotFoundError:
+    text = read_record(_record_path())
+    if text is None:
         return None
-    except OSError as error:
-        raise MillraceError(
-            f"cannot be read: {error.strerror}",
-            where=str(_record_path()),
-            remedy="remove it, and start again",
-        ) from error
     try:
         return _record.validate_json(text)
     except ValidationError:
@@ -214,10 +208,10 @@ def _end_servers() -> bool:
     if record and _alive(record):
         left.add(psutil.Process(record["pid"]))
     for process in left:
-        _signal(process, signal.SIGTERM)
+        send_signal(process, signal.SIGTERM)
     _, slow = psutil.wait_procs(left, timeout=5)
     for process in slow:
-        _signal(process, signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
     psutil.wait_procs(slow, timeout=5)
     return bool(left)
 
@@ -234,23 +228,9 @@ def _is_server(process: psutil.Process) -> bool:
         return False
 
 
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
 def _alive(record: ServerRecord | None) -> bool:
     """Whether the recorded process lives, and no other one has its pid."""
-    if record is None:
-        return False
-    try:
-        process = psutil.Process(record["pid"])
-        same = abs(process.create_time() - record["created"]) < 1
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return record is not None and is_alive(record["pid"], record["created"])
 
 
 def _running(patience_s: float = 0) -> str | None:

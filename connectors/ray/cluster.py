@@ -25,7 +25,14 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from millrace.connectors.storage.exclusive.recorded_processes import (
+    find_process,
+    is_alive,
+    read_record,
+    send_signal,
+)
 from millrace.connectors.storage.local import (
+    PRIVATE_FOLDER,
     PRIVATE_UMASK,
     home,
     library_log,
@@ -227,28 +234,19 @@ def _end(record: HeadRecord | None, patience_s: float = 0, *, keep_folders: bool
         folders.add(record["folder"])
         # Ray's server for remote clients, which may have died alone and so is not in the record, is known by the address
         marks |= {record["folder"], *([f"--address={record['address']}"] if record["address"] else [])}
-        left |= {process for process in map(_same, record["pids"], record["created"]) if process}
+        left |= {process for process in map(find_process, record["pids"], record["created"]) if process}
     left |= {process for process in psutil.process_iter() if any(_belongs(process, mark) for mark in marks)}
     left |= {child for process in left for child in _below(process)}
     if patience_s:
         for process in left:
-            _signal(process, signal.SIGTERM)
+            send_signal(process, signal.SIGTERM)
         psutil.wait_procs(left, timeout=patience_s)
     for process in left:
-        _signal(process, signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
     psutil.wait_procs(left, timeout=5)
     for folder in [] if keep_folders else folders:
         shutil.rmtree(folder, ignore_errors=True)
     return bool(left)
-
-
-def _same(pid: int, created: float) -> psutil.Process | None:
-    """The process of a pid, if it is the one that was recorded."""
-    try:
-        process = psutil.Process(pid)
-        return process if abs(process.create_time() - created) < 1 else None
-    except psutil.NoSuchProcess:
-        return None
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
@@ -258,17 +256,10 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
 def _start() -> str:
     _parent().mkdir(parents=True, exist_ok=True)
     folder = _parent() / f"{_prefix()}{secrets.token_hex(2)}"  # short: paths of sockets in it have 107 bytes
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=PRIVATE_FOLDER)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     command += [
         "--port=0",  # Ray binds the port that it picks: one picked here might be another's by then
@@ -331,14 +322,7 @@ def _belongs(process: psutil.Process, mark: str) -> bool:
 
 def _alive(record: HeadRecord) -> bool:
     """Whether every process of the head is the one that was started."""
-    try:
-        found = [psutil.Process(pid) for pid in record["pids"]]
-        return bool(found) and all(
-            p.status() != psutil.STATUS_ZOMBIE and abs(p.create_time() - created) < 1
-            for p, created in zip(found, record["created"], strict=True)
-        )
-    except psutil.NoSuchProcess:
-        return False
+    return bool(record["pids"]) and all(map(is_alive, record["pids"], record["created"]))
 
 
 def _parent() -> Path:
@@ -365,14 +349,9 @@ def _read() -> HeadRecord | None:
 
     Raises MillraceError if the file cannot be read.
     """
-    try:
-        text = _path().read_bytes()
-    except FileNotFoundError:
+    text = read_record(_path())
+    if text is None:
         return None
-    except OSError as error:
-        raise MillraceError(
-            f"cannot be read: {error.strerror}", where=str(_path()), remedy="remove it, and start again"
-        ) from error
     try:
         record = _record.validate_json(text)
     except ValidationError:

@@ -109,7 +109,7 @@ def sglang_command(
 
 
 def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]:
-    """Start sglang-router without engines, which it is told of later with their keys.
+    """Start sglang-router without engines: they are added later, with their keys.
 
     It makes no request again (nobody could tell such a sample), and judges no engine: that is the fleet's.
     """

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from millrace.connectors.sglang.launch import (
     write_sglang_keys,
 )
 from millrace.connectors.sglang.router_process import KEY as ROUTER_KEY
-from millrace.connectors.storage.local import log_folder
+from millrace.connectors.storage.local import PRIVATE_FILE, PRIVATE_FOLDER, log_folder
 from millrace.connectors.storage.own_folders import own_folder, remove_own_folder, temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.config import RunConfig
@@ -80,9 +81,9 @@ class _ServerHolder:
         Raises EngineError with the end of its log if it dies or stays silent for engines.start_timeout_s.
         """
         self.starts += 1
-        self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.log.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            os.fchmod(out.fileno(), 0o600)  # SGLang writes its arguments there, and the key is one
+            os.fchmod(out.fileno(), PRIVATE_FILE)  # SGLang writes its arguments there, and the key is one
             self._process = subprocess.Popen(
                 command,
                 stdout=out,
@@ -159,8 +160,7 @@ class EngineServer(_ServerHolder):
                 port_file = Path(folder) / "port"
                 command = embedded_command(self.config, model, port_file)
                 environment = {**os.environ, ENGINE_KEY: self._key}
-                known = lambda: int(port_file.read_text()) if port_file.exists() else None  # noqa: E731
-                self._run(what, command, known, environment)
+                self._run(what, command, partial(_number_in, port_file), environment)
             else:
                 port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
                 keys = write_sglang_keys(Path(folder), self._key)
@@ -211,6 +211,10 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return False
+
+
+def _number_in(file: Path) -> int | None:
+    return int(file.read_text()) if file.exists() else None
 
 
 def _free_port(host: str) -> int:

@@ -180,7 +180,7 @@ def log_folder(root: str, run: str) -> Path:
     if "://" not in path and (folder := Path(path).expanduser().absolute() / run).is_dir():
         return folder / "logs"
     key = hashlib.sha256(root.encode()).hexdigest()[:8]
-    return library_log().parent / "logs" / f"{run}-{key}"
+    return home() / "logs" / f"{run}-{key}"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -78,7 +78,8 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
     prints = await asyncio.to_thread(fingerprints, runtime.config)
     check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
     since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
-    record["changes"] = taken_up(record, before, runtime.config, prints, versions(), since)
+    installed = versions()
+    record["changes"] = taken_up(record, before, runtime.config, prints, installed, since)
     record["fingerprints"] = prints
     record["config"], record["config_version"] = resolved, VERSION
     runtime.prompts.use_seed_name(record["seed_name"])
@@ -86,7 +87,7 @@ async def open_run_record(runtime: Runtime, attempt: int) -> None:
     record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
-    record["versions"] = versions()
+    record["versions"] = installed
     record["code_revision"] = code_revision()
     record["attempts"].append(
         {

@@ -1,6 +1,6 @@
 """What of a configuration's values may be shown, stored and compared. Pure.
 
-A secret is told by where it stands: the password of a URL, or the value of a key with a name such as api_key.
+A secret is recognised by where it stands: the password of a URL, or the value of a key with a name such as api_key.
 """
 
 from __future__ import annotations
