@@ -1,4 +1,5 @@
 # make quickstart   train a small model on this machine's CPU
+# make setup        all that tests and development need, in .venv; with uv where it is installed
 # make test         run the tests
 # make lint         check form, types, layers and the shape of the code
 # make docs         write the generated pages again
@@ -10,33 +11,52 @@ VENV ?= .venv
 WORKERS ?= 2
 TORCH := 2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-PIP := $(VENV)/bin/python -m pip
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+UV := $(shell command -v uv 2>/dev/null)
+# Modules are compiled when they are first imported: most of what is installed never is. Where Python may not write what it
+# compiles, the installer does it: else every process would compile torch again
+COMPILE := $(PYTHONDONTWRITEBYTECODE)
+ifneq ($(UV),)
+INSTALL := $(UV) pip install --quiet $(if $(COMPILE),--compile-bytecode) --python $(VENV)/bin/python
+else
+INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile) --only-binary=:all:
+endif
+TORCH_INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile)
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.ready-for-tests
 
 .PHONY: setup quickstart test lint docs
 
-setup: $(READY)
+setup: $(TOOLS)
 
 $(READY): pyproject.toml requirements.lock
+	@echo "1/3 a virtual environment with torch $(TORCH)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 ifneq ($(GPU),)
-	$(PIP) install torch==$(TORCH)
+	$(TORCH_INSTALL) torch==$(TORCH)
 else ifeq ($(shell uname -s),Linux)
-	$(PIP) install torch==$(TORCH)+cpu || $(PIP) install --index-url $(CPU_INDEX) torch==$(TORCH)+cpu
+	$(TORCH_INSTALL) torch==$(TORCH)+cpu || \
+		$(TORCH_INSTALL) --index-url $(CPU_INDEX) torch==$(TORCH)+cpu
 else
-	$(PIP) install torch==$(TORCH)
+	$(TORCH_INSTALL) torch==$(TORCH)
 endif
-	$(PIP) install --constraint requirements.lock --editable '.[dev]'
+	@echo "2/3 millrace and what it needs, by $(if $(UV),uv,pip)"
+	$(INSTALL) --constraint requirements.lock --editable .
+	@echo "3/3 ready: $(VENV)/bin/millrace"
 	touch $(READY)
+
+$(TOOLS): $(READY)
+	$(INSTALL) --constraint requirements.lock --editable '.[dev]'
+	touch $(TOOLS)
 
 quickstart: $(READY)
 	$(VENV)/bin/millrace quickstart
 
-test: $(READY)
+test: $(TOOLS)
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

@@ -1,13 +1,15 @@
-"""How long `millrace check` takes, start of the interpreter to its end: on a good configuration and on wrong ones.
+"""How long `millrace check` takes, start of the interpreter to its end: on a good configuration, wrong ones and newcomers' mistakes.
 
-    python -m benchmarks.check_command [--out FILE]
+    python -m benchmarks.check_command [--out FILE] [--mistakes]
 
-Each runs in a process of its own, as from a shell. Prints the slowest and the median.
+Each runs in a process of its own, as from a shell. Prints the slowest and the median. --mistakes: those of newcomers alone,
+through `millrace train`, which must refuse them as fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.support.mistakes import MISTAKES, write_mistakes, write_runs
 from tests.support.wrong_configs import WRONG, write_good
 
 
@@ -24,11 +27,17 @@ def main() -> None:
     """Time them all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--mistakes", action="store_true", help="newcomers' mistakes alone, through train")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    cases = [] if options.mistakes else [(name, overrides) for name, overrides, _ in WRONG]
+    cases += [(mistake.name, mistake.overrides) for mistake in MISTAKES]
+    command = "train" if options.mistakes else "check"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         write_good(Path(folder))
-        good = _seconds(folder, [], expect=0)
-        wrong = {name: _seconds(folder, overrides, expect=2) for name, overrides, _ in WRONG}
+        write_mistakes(Path(folder))
+        write_runs(Path(folder))
+        good = _seconds("check", folder, [], expect=0)
+        wrong = {name: _seconds(command, folder, overrides, expect=2) for name, overrides in cases}
     slowest = max(wrong, key=lambda name: wrong[name])
     print(f"good configuration: {good:.2f} s")
     print(
@@ -38,10 +47,14 @@ def main() -> None:
         options.out.write_text(json.dumps({"good_s": good, "wrong_s": wrong}, indent=1) + "\n")
 
 
-def _seconds(folder: str, overrides: list[str], expect: int) -> float:
-    environment = {**os.environ, "PYTHONPATH": folder, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+def _seconds(name: str, folder: str, overrides: list[str], expect: int) -> float:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+    }
     environment |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    command = [sys.executable, "-m", "millrace.flows.cli", "check", "run.yaml", *overrides]
+    command = [sys.executable, "-m", "millrace.flows.cli", name, "run.yaml", *overrides]
     started = time.perf_counter()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started

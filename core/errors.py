@@ -9,7 +9,16 @@ fields and never takes the sentence apart.
 from __future__ import annotations
 
 import contextlib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("core", "connectors", "tasks", "flows")
+_HERE = Path(__file__).parents[1]  # a checkout's package has links to its folders
+_OURS = tuple(f"{folder}{os.sep}" for name in PACKAGES for folder in (_HERE / name, (_HERE / name).resolve()))
+_LIBRARY = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
 class MillraceError(Exception):
@@ -99,8 +108,32 @@ class EngineStalledError(EngineLostError):
     """An engine answers but generates nothing, although it has requests and is not paused."""
 
 
-LASTING = ConfigError | LeaseHeldError | TrainerMemoryError | RefusedStepError | ReplayedStepError
+LASTING = (
+    ConfigError | LeaseHeldError | TrainerMemoryError | RefusedStepError | ReplayedStepError | BudgetError
+)
 """Errors that come again as long as nothing is changed."""
+
+
+def described(error: BaseException) -> str:
+    """What a user's function raised: the error's name, its message, and the line of the user's file."""
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the class is the user's
+        message = ""
+    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + _line(error)
+
+
+def _line(error: BaseException) -> str:
+    """Where the user's own code raised it, or called what did. Empty where none of the user's code was under way."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OURS, "<"))
+    ]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_LIBRARY)]
+    installed = [f for f in frames if "site-packages" in f.filename]
+    for found in (own, installed):
+        if found:
+            return f" in {Path(found[-1].filename).name}, line {found[-1].lineno}"
+    return ""
 
 
 def first_error(error: BaseException) -> BaseException:

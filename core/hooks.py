@@ -15,13 +15,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from millrace.core.contracts.references import resolved, scrubbed
-from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.errors import ConfigError, MillraceError, described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,21 +127,23 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ConfigError("no import path", where=where, remedy="write it as package.module:function")
-    _search_working_folder()
+    search_in()
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"cannot be imported: {error}",
             where=where,
-            remedy="correct the path, start from the folder that holds it, or put its package on PYTHONPATH",
+            remedy=_rename(module_name)
+            or "correct the path, put the module beside the YAML file or into the folder where you start, or its package on "
+            "PYTHONPATH",
         ) from error
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(
                 f"{module_name} has no function {name}",
                 where=where,
-                remedy="correct the part after the colon",
+                remedy=_rename(module_name) or "correct the part after the colon",
             )
         target = getattr(target, part)
     if not callable(target):
@@ -160,24 +164,58 @@ def load_function(function: UserFunction, field_name: str) -> Callable[..., Any]
 def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
     """What the function of a configuration's field returns for these arguments and its options.
 
-    Errors: ConfigError naming field and function for whatever it raises, and as of `load`; errors of millrace's own pass.
+    Errors: ConfigError naming field and function for whatever it raises, errors of millrace's among it, and as of `load`.
+    Of a function of millrace's own, its errors pass.
     """
     loaded = load_function(function, field_name)
     try:
         return loaded(*args)
-    except MillraceError:
-        raise
     except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
-        message = scrubbed(str(error), function.options)
+        if isinstance(error, MillraceError) and function.function.startswith("millrace."):
+            raise
+        story = "".join(traceback.format_exception(error))  # those that it was raised from are shown with it
         raise ConfigError(
-            f"it raised {type(error).__name__}: {message}",
+            f"it raised {_clean(described(error), function)}",
             where=f"{field_name}.function = {function.function}",
             remedy="correct the function and start the run again",
-        ) from (error if message == str(error) else None)
+        ) from (error if story == _clean(story, function) else None)
 
 
-def _search_working_folder() -> None:
-    """Import from the working folder first, as `python -m` does; the installed commands do not by themselves."""
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+def _clean(text: str, function: UserFunction) -> str:
+    """What a user's function said, without the secrets of its options and those that a text shows by their place."""
+    from millrace.core.config.parts.redaction import shown_text  # here: names of hooks load no library
+
+    return shown_text(scrubbed(text, function.options))
+
+
+def search_in(folders: Sequence[str] = ()) -> None:
+    """From now on, modules are found in these folders too, then in the working folder, after all installed packages.
+
+    Processes that this one starts by multiprocessing search where it does.
+    """
+    sys.path += [folder for folder in (*folders, os.getcwd()) if folder not in sys.path]
+
+
+def hidden_module(path: str) -> tuple[str, str] | None:
+    """Where the module of a function lies a second time, and the place that it is imported from; None if it lies in one.
+
+    path: package.module:function, not millrace's own. What is found first on the search path hides the other.
+    """
+    name = path.partition(":")[0].partition(".")[0]
+    found = (_place(PathFinder.find_spec(name, [folder])) for folder in sys.path if name != "millrace")
+    imported, *hidden = dict.fromkeys(filter(None, found)) or [""]
+    return (hidden[0], imported) if hidden else None
+
+
+def _place(spec: ModuleSpec | None) -> str | None:
+    """The file of a module, or the folder of a package without one."""
+    if spec is None:
+        return None
+    places = [spec.origin, *(spec.submodule_search_locations or ())]
+    return next((os.path.realpath(place) for place in places if place and os.path.exists(place)), None)
+
+
+def _rename(module_name: str) -> str:
+    """The remedy where one module of a name hides another; empty where none does."""
+    hidden = hidden_module(module_name)
+    return f"rename the one of yours: {hidden[1]} is imported, and hides {hidden[0]}" if hidden else ""

@@ -181,10 +181,11 @@ class Ledger:
         self._ages: dict[Key, int] = {}  # of groups in flight or returned
         self._drawn = 0
 
-    def extend(self, history: Sequence[IterationHistory]) -> Ledger:
-        """Apply the iterations of the history that are not applied yet; returns this ledger."""
-        for iteration in history[self.iterations :]:
-            self.apply(iteration)
+    def extend(self, history: Iterable[IterationHistory]) -> Ledger:
+        """Apply the iterations of the history that are not applied yet, in order; returns this ledger."""
+        for iteration in history:
+            if iteration.iteration >= self.iterations:
+                self.apply(iteration)
         return self
 
     def open(self, iteration: int, keys: Sequence[Key]) -> None:

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rich.table import Table
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
+from millrace.flows.tools.ending import ending
 
 HELD_OUT = 200
 LARGEST = 49  # both terms are 0..49: 2,500 sums
@@ -41,14 +43,16 @@ GPU_SHAPE = {
 
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
     """Make model and data, warm up, train, and print what was learnt. Called again, it resumes or only prints."""
-    from millrace.connectors.mlflow.tracker import ui_command
     from millrace.connectors.prefect.server import ensure_server, login_hint, ui_url
 
     started = time.perf_counter()
-    page = ui_url(ensure_server())
-    console.print(f"[bold]1/3[/] Prefect answers at {page}{login_hint()}", soft_wrap=True)
     config = grpo_config(root, seed, name or f"quickstart-{seed}", iterations)
-    prepare(config)
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(ensure_server)  # its database is prepared while the model is made
+        _make_files(config, {})
+        page = ui_url(server.result())
+    console.print(f"[bold]1/3[/] Prefect answers at {page}{login_hint()}", soft_wrap=True)
+    _warm_up(config, [])
     console.print(f"[bold]2/3[/] warmed-up model and prompts are in {FILES / f'seed-{seed}'}")
 
     from millrace.flows.train import train
@@ -61,11 +65,10 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
     run = RunFolder(root, config.run.name)
     points = held_out_accuracy(run)
     show(console, run, points)
-    console.print(f"Prefect  {page}\nMLflow   {ui_command(config.tracking.uri)}", soft_wrap=True)
     longer = f"--iterations {2 * config.run.iterations} --name {config.run.name}-longer"
-    console.print(
-        f"Longer   millrace quickstart --seed {seed} {longer}\nStop     millrace server stop", soft_wrap=True
-    )
+    more = [f"longer   millrace quickstart --seed {seed} {longer}", "stop     millrace server stop"]
+    for line in [*ending(config), *more]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     before, after = points[min(points)], points[max(points)]
     seconds = time.perf_counter() - started
     print(f"quickstart: accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s (seed {seed})")
@@ -73,28 +76,39 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
 
 def prepare(config: RunConfig) -> None:
     """Write the sums, and make the warmed-up model at config.model.path unless it exists."""
-    _prepare(config, {}, [])
+    _make_files(config, {})
+    _warm_up(config, [])
 
 
 def prepare_for_gpu(config: RunConfig) -> None:
     """The same in bfloat16 with 25 million parameters and a head size of 64, which SGLang's kernels accept."""
     overrides = ["model.dtype=bfloat16", "trainer.optimizer.lr=5.0e-4", "trainer.max_pack_tokens=16384"]
-    _prepare(config, GPU_SHAPE, [*overrides, "trainer.deterministic=false"])
+    _make_files(config, GPU_SHAPE)
+    _warm_up(config, [*overrides, "trainer.deterministic=false"])
 
 
-def _prepare(config: RunConfig, shape: dict[str, Any], overrides: list[str]) -> None:
-    model = Path(config.model.path)
-    if (model / "config.json").exists():
+def _make_files(config: RunConfig, shape: dict[str, Any]) -> None:
+    """Sums and a model of random weights, unless there is a warmed-up one."""
+    if _is_warm(config):
         return
     from millrace.connectors.huggingface.tiny import build_tiny_model
 
-    folder = model.parent
+    folder = Path(config.model.path).parent
     folder.mkdir(parents=True, exist_ok=True)
     problems = arithmetic(config.run.seed)
     for file, rows in (("held_out", problems[:HELD_OUT]), ("train", problems[HELD_OUT:])):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_tiny_model(folder / "model", seed=config.run.seed, **shape)
-    _learn_answers(warm_config(config, folder, overrides), model, WARM_LOSS)
+
+
+def _warm_up(config: RunConfig, overrides: list[str]) -> None:
+    if not _is_warm(config):
+        model = Path(config.model.path)
+        _learn_answers(warm_config(config, model.parent, overrides), model, WARM_LOSS)
+
+
+def _is_warm(config: RunConfig) -> bool:
+    return (Path(config.model.path) / "config.json").exists()
 
 
 def prepare_with_teacher(config: RunConfig) -> None:

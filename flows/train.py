@@ -21,7 +21,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import publish
-from millrace.tasks.reward import reward
+from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
@@ -49,6 +49,7 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     config = runtime.config
     ctx = IterationContext(config, index, runtime, Stream(released=config.rollout.prompts))
     await run_recorded(sample_prompts, ctx)
+    await take_back_failures(ctx)
     with only_first_error():
         async with asyncio.TaskGroup() as streaming:
             streaming.create_task(run_recorded(rollout, ctx))

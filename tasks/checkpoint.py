@@ -48,13 +48,13 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
 
 def _retain(ctx: IterationContext) -> list[str]:
     rule = ctx.config.checkpoint
-    scores: dict[int, float] = {}
-    if rule.keep_best:
-        for index, manifest in ctx.run_folder.manifests().items():
-            value = manifest.tasks["metrics"].get(rule.keep_best)
-            if value is not None:
-                scores[index + 1] = value
     complete = ctx.run_folder.complete_checkpoints()
+    scores: dict[int, float] = {}
+    for done in complete if rule.keep_best else ():
+        manifest = ctx.run_folder.manifest(done - 1)  # None: the open iteration's
+        value = manifest.tasks["metrics"].get(rule.keep_best) if manifest else None
+        if value is not None:
+            scores[done] = value
     dropped = checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores)
     for number in dropped:
         ctx.run_folder.remove_checkpoint(number)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 
 from prefect import task
 
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
+from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.prompts import PromptRow
 from millrace.core.contracts.sample import EvaluatedSample
@@ -22,8 +24,11 @@ from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, F
 from millrace.core.errors import only_first_error
 from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
+from millrace.tasks.samples.failures import FailureBudget
+from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.samples.scoring import score
+
+log = logging.getLogger(__name__)
 
 
 @task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -70,24 +75,40 @@ def _figures(file: FileRecord, samples: list[EvaluatedSample]) -> EvaluatedSet:
 async def _evaluate_set(
     ctx: IterationContext, held_out: EvalSet, done: int, version: int
 ) -> list[EvaluatedSample]:
-    """The samples of a set, by prompt and index. Raises BudgetError naming the set if too many fail to generate."""
+    """The samples of a set, by prompt and index. Raises BudgetError naming the set if too many fail to generate.
+
+    Why answers could not be scored is said in the log: their rows have no reason.
+    """
     prompts = ctx.runtime.prompts.held_out(held_out)
     budget = FailureBudget(
+        "rollout.max_failed_share",
         ctx.config.rollout.max_failed_share,
         len(prompts.rows) * held_out.samples_per_prompt,
+        what="failed to generate",
         where=f"evaluation of {held_out.name} after {done} iterations",
-        remedy="fix the cause and start the run again; the evaluation is then repeated",
+        remedy="fix the cause or raise the share, and start the same command again: the evaluation is then repeated",
     )
+    unscored = Failures()
     generator = SampleGenerator(
         ctx.config, held_out.sampling, lambda: ctx.runtime.memory.for_engines(version), budget
     )
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             running = [
-                group.create_task(_evaluate_one(ctx, held_out, generator, version, row, tokens, index))
+                group.create_task(
+                    _evaluate_one(ctx, held_out, generator, version, row, tokens, index, unscored)
+                )
                 for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
                 for index in range(held_out.samples_per_prompt)
             ]
+    if unscored.total:
+        log.warning(
+            "evaluation of %s: %d of %d answers could not be scored and count as wrong; most often: %s",
+            held_out.name,
+            unscored.total,
+            len(running),
+            unscored.most_frequent(),
+        )
     return [each.result() for each in running]
 
 
@@ -99,6 +120,7 @@ async def _evaluate_one(
     row: PromptRow,
     tokens: list[int],
     index: int,
+    unscored: Failures,
 ) -> EvaluatedSample:
     seed = derived_seed(ctx.config.run.seed, "evaluate", held_out.name, row.prompt_id, index)
     request = f"eval-{version}-{row.prompt_id}-{index}"
@@ -117,6 +139,8 @@ async def _evaluate_one(
             "status": answer.status,
         },
     )
+    if result.scoring in ("failed", "timed_out"):
+        unscored.add(result.reason or result.scoring, f"sample {index} of prompt {row.prompt_id}")
     return EvaluatedSample(
         set=held_out.name,
         prompt_id=row.prompt_id,

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from prefect import task
 
+from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
 from millrace.core.contracts import schema
+from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import JudgedSample, ScoredSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
@@ -25,6 +27,7 @@ from millrace.core.errors import BudgetError, ConfigError
 from millrace.core.group_filters import GroupSample, Judgement, judge_group
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
+from millrace.tasks.run_recorded import may_help
 
 CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes longer than a moment
 
@@ -49,7 +52,7 @@ class _Kept:
     scores: list[ScoredSample]
 
 
-@task(name="filter", retries=2, retry_delay_seconds=1)
+@task(name="filter", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def filter_groups(ctx: IterationContext) -> FilterRecord:
     """Judge groups as their scores land, release others for dropped ones, then write verdicts and batch."""
     assert ctx.stream is not None
@@ -66,7 +69,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
             table = await asyncio.to_thread(ctx.folder.read_table, path, "rewards")
             _add_scores(by_id, (ScoredSample(**row) for row in table.to_pylist()))
             read.add(path)
-        _judge(ctx, groups)
+        _judge(ctx, groups[: ctx.stream.released])
         released = min(len(groups), need + sum(_dropped(g) for g in groups[: ctx.stream.released]))
         if released > ctx.stream.released:
             await ctx.stream.release(released)
@@ -120,15 +123,17 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
         for group in harmless:
             group.judgement = Judgement(True, f"kept though {group.judgement.reason}", True)  # type: ignore[union-attr]
     if len(kept) < need:
-        reasons: dict[str, int] = {}
+        dropped = Failures()
         for group in groups:
             if group.judgement and not group.judgement.keep:
-                reasons[group.judgement.reason] = reasons.get(group.judgement.reason, 0) + 1
+                dropped.add(group.judgement.reason, f"group {group.group_id}")
         raise BudgetError(
-            f"only {len(kept)} of {need} groups passed the filter out of {len(groups)} generated; dropped: {reasons}",
+            f"only {len(kept)} of {need} groups passed the filter out of {len(groups)} generated, with filter.refill_factor = "
+            f"{ctx.config.filter.refill_factor:g} and filter.when_insufficient = {ctx.config.filter.when_insufficient}; "
+            f"dropped most often: {dropped.most_frequent()}{_failures(groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
-            remedy="set filter.when_insufficient=keep, or correct what fails; a branch may raise filter.refill_factor (now "
-            f"{ctx.config.filter.refill_factor:g}). What finished is kept",
+            remedy="set filter.when_insufficient=keep, or correct what fails, and start the same command again: failed samples "
+            f"are scored again. Or {way_out(ctx.config.run.name, ctx.index)}. A branch may raise filter.refill_factor",
         )
     return kept
 
@@ -232,9 +237,10 @@ def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
     scored = [score.sample_id for score in kept.scores]
     if len(scored) < steps:
         raise BudgetError(
-            f"only {len(scored)} samples were scored, for {steps} train steps",
+            f"only {len(scored)} samples were scored, for {steps} train steps{_failures(kept.groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
-            remedy="correct what fails; verdicts and reasons are in the parts of rewards. What finished is kept",
+            remedy="correct what fails, and start the same command again: failed samples are scored again. Or "
+            + way_out(ctx.config.run.name, ctx.index),
         )
     places = {
         sid: at for at, sid in enumerate(sid for group in kept.groups for sid in _sample_ids(ctx, group))
@@ -243,6 +249,15 @@ def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
     if len(set(cut.values())) < steps:
         cut = {sid: at * steps // len(scored) for at, sid in enumerate(scored)}
     return {sid: first + step for sid, step in cut.items()}
+
+
+def _failures(groups: list[_Group]) -> str:
+    """Why samples of these groups have no reward, as the rest of a sentence; empty where all have one."""
+    found = Failures()
+    for score in (score for group in groups for score in group.scores.values()):
+        if score.scoring != "scored":
+            found.add(score.reason or score.scoring, f"sample {score.sample_id}")
+    return f"; not scored most often: {found.most_frequent()}" if found.total else ""
 
 
 def _batch(kept: _Kept, credit: SampleCredit, steps: dict[str, int]) -> pa.Table:

@@ -27,6 +27,7 @@ from millrace.core.metrics import group_metrics, sample_metrics, staleness_metri
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
+from millrace.tasks.run_recorded import may_help
 
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
@@ -34,16 +35,17 @@ SUPERVISED = (
 )
 
 
-@task(name="publish", retries=2, retry_delay_seconds=1)
+@task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish(ctx: IterationContext) -> PublishRecord:
     """Log the iteration, then commit its manifest."""
     metrics = await asyncio.to_thread(iteration_metrics, ctx)
     await report.iteration(ctx, metrics)
+    await report.warn_without_gradient(ctx)
     await kill_point(ctx.index, "publish", "in")
     return await asyncio.to_thread(_commit, ctx, metrics)
 
 
-@task(name="publish", retries=2, retry_delay_seconds=1)
+@task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     """Log a supervised iteration, then commit its manifest."""
     trained = _train_metrics(ctx.records["train_step"]["steps"])
@@ -58,13 +60,16 @@ def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
     manifest = ctx.run_folder.manifest(ctx.index)
     if manifest is None:
         driver = ctx.folder.fence.token if ctx.folder.fence else None
-        made = manifest_from_records(ctx.run_folder, ctx.index, metrics, time.time(), driver)
+        made = manifest_from_records(
+            ctx.run_folder, ctx.index, metrics, time.time(), driver, ctx.run_folder.owner.run_id
+        )
         manifest = ctx.run_folder.commit_manifest(ctx.index, made)
     tasks = manifest.tasks
     return {
         "metrics": tasks["metrics"],
         "committed": tasks["committed"],
         "driver": tasks.get("driver"),
+        "run": manifest.run,
         "manifest": manifest.sha256,
     }
 

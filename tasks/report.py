@@ -1,7 +1,7 @@
 """What people look at: MLflow curves and Prefect artifacts.
 
-Owns their names and shapes; decides nothing. Artifact keys carry the run's name, so each run has its own artifacts.
-Iterations count from 1.
+Owns their names and shapes; decides nothing. Artifact keys carry the run's identity, so each run has its own artifacts,
+also beside one of its name under another storage root. Iterations count from 1.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import base64
 import io
 import logging
 import re
+import shlex
 from collections.abc import Awaitable
 from typing import Any
 
+import pyarrow.compute as pc
 from prefect.artifacts import (
     acreate_image_artifact,
     acreate_link_artifact,
@@ -24,20 +26,31 @@ from prefect.artifacts import (
 )
 from prefect.runtime import flow_run
 
-from millrace.core.config import RunConfig
+from millrace.connectors.mlflow.tracker import is_server
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord
+from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+REWARDS_BY_GROUP = (
+    "select group_id, count(*) as samples, min(reward) as least, max(reward) as most, any_value(prompt) as prompt "
+    "from batches where iteration = {iteration} group by group_id order by most desc, group_id"
+)
 LINE = (
     ("reward", "reward/mean"),
     ("grad norm", "train/grad_norm"),
     ("log-prob gap", "train/logprob_gap_mean"),
     ("rollout s", "time/rollout_s"),
+    ("train s", "time/train_step_s"),
+)
+SUPERVISED_LINE = (
+    ("loss", "train/loss"),
+    ("grad norm", "train/grad_norm"),
+    ("tokens a step", "train/tokens"),
     ("train s", "time/train_step_s"),
 )
 HEADLINES = (
@@ -63,13 +76,14 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str:
     }
     await asyncio.to_thread(tracker.set_tags, tags)
     await asyncio.to_thread(tracker.log_params, config.model_dump(mode="json"))
+    shown = "" if is_server(tracker.uri) else "; `millrace ui` starts the server of this page"
     await acreate_link_artifact(
-        link=tracker.url(), key=_key(config, "mlflow"), description=f"MLflow run of {config.run.name}"
+        link=tracker.url(), key=_key(runtime, "mlflow"), description=f"Curves of {config.run.name}{shown}"
     )
     done = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
     progress = await acreate_progress_artifact(
         progress=100 * done / config.run.iterations,
-        key=_key(config, "progress"),
+        key=_key(runtime, "progress"),
         description="Iterations complete",
     )
     runtime.tracking.show_progress_in(progress)
@@ -85,25 +99,25 @@ async def close_tracking(runtime: Runtime) -> None:
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
     runtime, config, number = ctx.runtime, ctx.config, iteration_number(ctx.index)
-    log.info("%s: %s", _name(ctx), _headline(metrics))
+    log.info("%s: %s", _name(ctx), _headline(metrics, config.algorithm.supervised))
     calls: list[Awaitable[Any]] = [
         asyncio.to_thread(runtime.tracking.tracker.log_metrics, metrics, number),
         acreate_markdown_artifact(
-            _summary(ctx, metrics), key=_key(config, "iteration"), description=_name(ctx).capitalize()
+            _summary(ctx, metrics), key=_key(runtime, "iteration"), description=_name(ctx).capitalize()
         ),
         aupdate_progress_artifact(runtime.tracking.progress, progress=100 * number / config.run.iterations),
     ]
     if config.tracking.samples:
         rows = await asyncio.to_thread(_samples, ctx)
         calls.append(
-            acreate_table_artifact(rows, key=_key(config, "samples"), description=f"Samples of {_name(ctx)}")
+            acreate_table_artifact(rows, key=_key(runtime, "samples"), description=f"Samples of {_name(ctx)}")
         )
     await asyncio.gather(*calls)
     if number == config.run.iterations or due(number, config.checkpoint.every):
         picture = await asyncio.to_thread(_curve, runtime)
         image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         await acreate_image_artifact(
-            image, key=_key(config, "reward"), description="Mean reward by iteration"
+            image, key=_key(runtime, "reward"), description="Mean reward by iteration"
         )
         await asyncio.to_thread(runtime.tracking.tracker.log_artifact, picture, "reward.png")
 
@@ -112,15 +126,42 @@ def _name(ctx: IterationContext) -> str:
     return f"iteration {iteration_number(ctx.index)} of {ctx.config.run.iterations}"
 
 
-def _headline(metrics: dict[str, float]) -> str:
+def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
     """The figures of the iteration's log line."""
-    shown = [f"{label} {metrics[name]:.4g}" for label, name in LINE if name in metrics]
+    line = SUPERVISED_LINE if supervised else LINE
+    shown = [f"{label} {_figure(metrics[name])}" for label, name in line if name in metrics]
     for name, value in metrics.items():
         if name.startswith("eval/") and name.endswith("/reward_mean"):
             unscored = metrics.get(name.replace("/reward_mean", "/unscored"), 0)
             note = f" ({unscored:.0f} unscored, counted as wrong)" if unscored else ""
             shown.append(f"{name.split('/')[1]} {value:.3f}{note}")
     return ", ".join(shown)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+async def warn_without_gradient(ctx: IterationContext) -> None:
+    """Warn if the rewards of the iteration give no gradient, with the query that shows why."""
+    reason = await asyncio.to_thread(_without_gradient, ctx)
+    if reason:
+        run, root = ctx.config.run.name, shlex.quote(ctx.config.storage.root)
+        query = REWARDS_BY_GROUP.format(iteration=iteration_number(ctx.index))
+        log.warning(
+            '%s has no gradient of its rewards: %s. Its rewards by group: millrace sql %s "%s" --root %s',
+            *(_name(ctx), reason, run, query, root),
+        )
+
+
+def _without_gradient(ctx: IterationContext) -> str:
+    """Why an iteration learns nothing from its rewards; empty if it does."""
+    (advantages,) = ctx.folder.read_table("batch.parquet", "batch", columns=["advantage"]).itercolumns()
+    largest = pc.max(pc.abs(advantages)).as_py()  # None where the trainer computes them by token
+    if largest is not None and largest <= ZERO_VARIANCE:
+        return f"all {len(advantages)} advantages are 0, as they are where the rewards of a group are equal"
+    moved = any(step["grad_norm"] for step in ctx.records["train_step"]["steps"])
+    return "" if moved else "the gradient norm of every step is 0"
 
 
 async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
@@ -197,6 +238,7 @@ def _curve(runtime: Runtime) -> bytes:
     return data.getvalue()
 
 
-def _key(config: RunConfig, what: str) -> str:
-    """Artifact keys allow lower-case letters, digits and dashes only."""
-    return re.sub(r"[^a-z0-9-]", "-", f"{config.run.name}-{what}")
+def _key(runtime: Runtime, what: str) -> str:
+    """Key of an artifact of this run alone. Keys allow lower-case letters, digits and dashes only."""
+    identity = runtime.run_folder.identity(runtime.run_id)
+    return re.sub(r"[^a-z0-9-]", "-", f"{identity}-{what}")

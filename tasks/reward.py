@@ -1,38 +1,54 @@
 """reward: score samples as their parts land, in worker processes that can be killed.
 
 Reads rollout parts; writes one reward part for each. A sample whose scoring failed or timed out has no reward and
-says why: that is not a zero.
+says why: that is not a zero. It is scored again at the next start, as long as the iteration's batch is not fixed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from prefect import task
 
+from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.sample import ScoredSample, Scoring, Unscored, columns
 from millrace.core.contracts.task_records import RewardRecord
-from millrace.core.errors import BudgetError
+from millrace.core.errors import CorruptFileError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
+from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.scoring import score
 
+OUTCOME = ["sample_id", "scoring", "reason"]  # columns
+UNSCORED: tuple[Scoring, ...] = ("failed", "timed_out")
+BEFORE_BATCH = {"evaluate_before", "sample_prompts", "rollout", "reward"}  # tasks that do not know the batch
+log = logging.getLogger(__name__)
 
-@task(name="reward", retries=2, retry_delay_seconds=1)
+
+@task(name="reward", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def reward(ctx: IterationContext) -> RewardRecord:
-    """Score until the filter has settled; the record counts outcomes and seconds."""
+    """Score until the filter has settled; the record counts outcomes and seconds.
+
+    Raises BudgetError if too many could not be scored. What was scored is stored by then, and so are the reasons.
+    """
     assert ctx.stream is not None
     stored = await asyncio.to_thread(read_parts, ctx.folder, "rewards", "rewards", ignore_incomplete=True)
     await asyncio.to_thread(ctx.start_parts, "rewards")
     done: set[str] = set(stored.column("sample_id").to_pylist())
-    counts: dict[Scoring, int] = {"scored": 0, "failed": 0, "timed_out": 0, "skipped": 0}
-    for outcome in stored.column("scoring").to_pylist():
-        counts[outcome] += 1
+    counts: Counter[Scoring] = Counter(stored.column("scoring").to_pylist())
+    budget = _budget(ctx)
+    for row in stored.select(OUTCOME).to_pylist():
+        _count(budget, **row)
+    budget.check()
     ctx.stream.add_listed("rollouts", await asyncio.to_thread(list_parts, ctx.folder, "rollouts"))
     parts: set[str] = set()
     busy = 0.0
@@ -41,11 +57,10 @@ async def reward(ctx: IterationContext) -> RewardRecord:
         for path in [path for path in ctx.stream.parts("rollouts") if path not in parts]:
             started = time.perf_counter()
             rows = await asyncio.to_thread(_read_unscored, ctx, path)
-            scored = await asyncio.gather(*(_score(ctx, row) for row in rows if row["sample_id"] not in done))
-            for sample in scored:
-                counts[sample.scoring] += 1
-            _check_budget(ctx, counts, scored)  # before they are stored: what is stored is not scored again
+            scored = await _score_all(ctx, [row for row in rows if row["sample_id"] not in done], budget)
             await _write(ctx, scored)
+            budget.check()
+            counts.update(sample.scoring for sample in scored)
             done.update(sample.sample_id for sample in scored)
             parts.add(path)
             busy += time.perf_counter() - started
@@ -59,6 +74,44 @@ async def reward(ctx: IterationContext) -> RewardRecord:
                 "files": ctx.parts["rewards"],
             }
         await ctx.stream.wait(revision)
+
+
+async def take_back_failures(ctx: IterationContext) -> None:
+    """Before the tasks that stream: have an iteration's failed and timed-out samples scored again, unless its batch is fixed.
+
+    The parts that hold them are replaced by parts without them. The records of rollout and reward go first: with other
+    scores the filter may ask for more groups.
+    """
+    await asyncio.to_thread(_take_back, ctx)
+
+
+def _take_back(ctx: IterationContext) -> None:
+    recorded = IterationFiles(ctx.run_folder, ctx.index).recorded_tasks()
+    if not set(recorded) <= BEFORE_BATCH:
+        return
+    whole: dict[str, list[ScoredSample]] = {}
+    for path in list_parts(ctx.folder, "rewards"):
+        with contextlib.suppress(CorruptFileError):  # the task removes it
+            table = ctx.folder.read_table(path, "rewards")
+            whole[path] = [ScoredSample(**row) for row in table.to_pylist()]
+    failing = {path: rows for path, rows in whole.items() if any(row.scoring in UNSCORED for row in rows)}
+    if not failing:
+        return
+    for task_name in ("rollout", "reward"):
+        if task_name in recorded:
+            ctx.folder.remove(record_path(task_name))
+    kept = {row.sample_id for path, rows in whole.items() if path not in failing for row in rows}
+    for path, rows in failing.items():
+        good = [row for row in rows if row.scoring not in UNSCORED and row.sample_id not in kept]
+        if good:
+            write_part(ctx.folder, "rewards", schema.to_table(good, "rewards"), "rewards")
+        ctx.folder.remove(path)
+    again = sum(row.scoring in UNSCORED for rows in failing.values() for row in rows)
+    log.warning(
+        "iteration %d: %d samples could not be scored and are scored again",
+        iteration_number(ctx.index),
+        again,
+    )
 
 
 def _read_unscored(ctx: IterationContext, path: str) -> list[Unscored]:
@@ -80,20 +133,41 @@ async def _score(ctx: IterationContext, row: Unscored) -> ScoredSample:
     )
 
 
-def _check_budget(ctx: IterationContext, counts: dict[Scoring, int], scored: Sequence[ScoredSample]) -> None:
-    failed = counts["failed"] + counts["timed_out"]
-    share = ctx.config.reward.max_failed_share
-    allowed = share * ctx.config.samples_per_iteration
-    if failed > allowed:
-        reasons = [sample.reason for sample in scored if sample.scoring in ("failed", "timed_out")]
-        last = reasons[-1] if reasons else "in an earlier attempt"
-        raise BudgetError(
-            f"scoring of {failed} samples failed, more than reward.max_failed_share = {share:g} allows "
-            f"({allowed:.0f}); the last reason: {last}",
-            where=f"iteration {iteration_number(ctx.index)}",
-            remedy=f"fix {ctx.config.reward.function} or the data, or raise reward.max_failed_share, and start the run again; "
-            "what finished is kept",
-        )
+async def _score_all(
+    ctx: IterationContext, rows: Sequence[Unscored], budget: FailureBudget
+) -> list[ScoredSample]:
+    """The rows' scores, in order; once the budget is spent, of those rows that have one by then."""
+    running = [asyncio.create_task(_score(ctx, row)) for row in rows]
+    try:
+        for finished in asyncio.as_completed(running):
+            sample = await finished
+            _count(budget, sample.sample_id, sample.scoring, sample.reason)
+            if budget.spent:
+                break
+        return [task.result() for task in running if task.done()]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _count(budget: FailureBudget, sample_id: str, scoring: Scoring, reason: str | None) -> None:
+    if scoring in UNSCORED:
+        budget.add(reason or scoring, sample_id)
+
+
+def _budget(ctx: IterationContext) -> FailureBudget:
+    config = ctx.config
+    return FailureBudget(
+        "reward.max_failed_share",
+        config.reward.max_failed_share,
+        config.samples_per_iteration,
+        what="could not be scored",
+        where=f"iteration {iteration_number(ctx.index)}",
+        remedy=f"correct {config.reward.function} or the data, or raise the share (or reward.timeout_s where it is short), and "
+        "start the same command again: those samples are scored again, scores that were given are kept. Or "
+        f"{way_out(config.run.name, ctx.index)}, which scores all of its samples anew",
+    )
 
 
 async def _write(ctx: IterationContext, scored: Sequence[ScoredSample]) -> None:

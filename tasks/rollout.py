@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from prefect import task
 
+from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import read_parts, write_part
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number, sample_id
@@ -22,13 +23,15 @@ from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.generation import Answer, FailureBudget, SampleGenerator
+from millrace.tasks.samples.failures import FailureBudget
+from millrace.tasks.samples.generation import Answer, SampleGenerator
 
 PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
 TIDY_AFTER_S = (
     2.0  # all requests are out by then and the loop is idle; later, answers would trigger collections
 )
 
+FAILURE = ["sample_id", "status", "reason"]  # columns
 Queue = asyncio.Queue[GeneratedSample | None]  # None: no more
 
 
@@ -41,7 +44,9 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     parts = await asyncio.to_thread(read_parts, ctx.folder, "rollouts", "rollouts", ignore_incomplete=True)
     await asyncio.to_thread(ctx.start_parts, "rollouts")
     finished = set(parts.column("sample_id").to_pylist())
-    generator = sample_generator(ctx, failed=parts.column("status").to_pylist().count("failed"))
+    generator = sample_generator(
+        ctx, [row for row in parts.select(FAILURE).to_pylist() if row["status"] == "failed"]
+    )
     released = 0
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with part_writer(ctx, generator) as queue, asyncio.TaskGroup() as generating:
@@ -71,16 +76,20 @@ def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
     return [DrawnGroup(**row) for row in table.to_pylist()]
 
 
-def sample_generator(ctx: IterationContext, failed: int = 0) -> SampleGenerator:
-    """The iteration's generator. `failed`: failures that an earlier attempt stored."""
+def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = ()) -> SampleGenerator:
+    """The iteration's generator. `failed`: rows of failures that an earlier attempt stored."""
     config = ctx.config
     budget = FailureBudget(
+        "rollout.max_failed_share",
         config.rollout.max_failed_share,
         config.samples_per_iteration,
+        what="failed to generate",
         where=f"iteration {iteration_number(ctx.index)}",
-        remedy="fix the cause and start the run again; what finished is kept",
-        failed=failed,
+        remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
+        f"{way_out(config.run.name, ctx.index)}, which generates its samples anew",
     )
+    for row in failed:
+        budget.add(row["reason"], row["sample_id"])
     return SampleGenerator(
         config, config.rollout.sampling, lambda: ctx.runtime.memory.for_engines(ctx.version_before), budget
     )

@@ -1,4 +1,4 @@
-"""The rule of records: a task whose record is committed never runs again.
+"""The rule of records: a task whose record is committed never runs again (but see `take_back_failures` of reward).
 
 A record lies in the run's own folder, at `<run>/iterations/NNNNNN/results/<task>.json`; millrace.core.contracts.task_records
 says what each holds. Which failures are worth a retry is decided here as well.
@@ -17,7 +17,8 @@ from prefect import Task
 from millrace.connectors.prefect.record_storage import kept_at
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
-from millrace.core.errors import LASTING, BudgetError, CorruptFileError, RefusedStepError, StorageError
+from millrace.connectors.storage.local import library_log
+from millrace.core.errors import LASTING, ActorLostError, CorruptFileError, RefusedStepError, StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 
@@ -53,8 +54,11 @@ async def run_recorded(
     key = f"{ctx.config.run.name}/{ctx.run_folder.iteration_path(ctx.index)}/{path}"
     try:
         record = await kept_at(key, task, ctx.runtime.record_storage)(ctx)
-    except (RefusedStepError, BudgetError) as error:
+    except RefusedStepError as error:
         error.remedy = f"{error.remedy or 'correct the cause'}, or {way_out(ctx.config.run.name, ctx.index)}"
+        raise
+    except ActorLostError as error:
+        error.remedy = error.remedy or after_tries(task.retries + 1)
         raise
     if not await asyncio.to_thread(ctx.folder.exists, path):  # Prefect only logs that it could not write it
         await asyncio.to_thread(ctx.run_folder.store.check_writable)
@@ -67,6 +71,14 @@ async def run_recorded(
     await kill_point(ctx.index, task.name, "after")
     ctx.seconds[task.name] = time.perf_counter() - started
     return record
+
+
+def after_tries(tries: int) -> str:
+    """What to do when a live part died in each try of a task."""
+    return (
+        f"its task was tried {tries} times. What Ray printed of it is in {library_log()}, on another host in Ray's log "
+        "there: correct the cause, and start the same command again. What finished is kept"
+    )
 
 
 def _check_found(ctx: IterationContext, task: str) -> None:

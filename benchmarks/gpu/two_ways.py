@@ -48,7 +48,7 @@ def main() -> None:
         model = _model(options.shape, options.models or Path(scratch))
         context = get_context("spawn")
         results = context.Queue()
-        arguments = (options, str(model), scratch, TrainerRank({}, 0, 1).address(), results)
+        arguments = (options, str(model), scratch, context.Queue(), results)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(options.ranks)]
         for process, gpu in zip(ranks, _gpus(options), strict=True):
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # its imports may ask CUDA what there is
@@ -87,7 +87,7 @@ def _model(shape: str, folder: Path) -> Path:
 
 
 def _rank(
-    rank: int, options: argparse.Namespace, model: str, scratch: str, master: tuple[str, int], results: Any
+    rank: int, options: argparse.Namespace, model: str, scratch: str, addresses: Any, results: Any
 ) -> None:
     import torch
 
@@ -113,6 +113,12 @@ def _rank(
         }
     )
     trainer = TrainerRank(config.model_dump(mode="json"), rank, options.ranks)
+    if rank == 0:
+        master = trainer.address()
+        for _ in range(options.ranks - 1):
+            addresses.put(master)
+    else:
+        master = addresses.get()
     trainer.setup(master)
     new, other = WAYS[options.what]
     seconds: dict[str, list[float]] = {new: [], other: []}

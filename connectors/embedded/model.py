@@ -107,6 +107,12 @@ class Cache:
         self.keys = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
         self.values = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
 
+    def clear(self, slot: int, start: int) -> None:
+        """Set a slot's positions from `start` on to 0: masked ones have weight 0, and 0 times a NaN left there is NaN."""
+        for layers in (self.keys, self.values):
+            for tensor in layers:
+                tensor[slot, :, start:] = 0
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a slot's first `length` positions to another slot."""
         for layers in (self.keys, self.values):

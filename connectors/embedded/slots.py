@@ -156,6 +156,7 @@ class Slots:
             prefix = fresh.get(context) or self._prefixes[context]
             request.cached_tokens = 0 if context in fresh else len(context) - 1
             request.slot = len(self.running)
+            self.cache.clear(request.slot, len(context))
             for number, (keys, values) in enumerate(prefix.layers):
                 self.cache.keys[number][request.slot, :, : len(context)] = keys
                 self.cache.values[number][request.slot, :, : len(context)] = values

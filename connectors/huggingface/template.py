@@ -83,8 +83,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
 
-    def render(self, prompt: Prompt, system: str | None = None) -> str:
-        """The text of a prompt, ready for an answer. Raises ValueError with the template's own message."""
+    def render(self, prompt: Prompt, system: str | None = None, for_answer: bool = True) -> str:
+        """The text of a prompt, ready for an answer if `for_answer`. Raises ValueError with the template's own message."""
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
@@ -92,7 +92,11 @@ class ChatTemplate:
             messages.insert(0, {"role": "system", "content": system})
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=for_answer,
+                **self._special,
             )
         except (
             jinja2.TemplateError,

@@ -43,7 +43,7 @@ from millrace.core.errors import RefusedStepError, TrainerError
 class _Iteration:
     """The batches of an iteration's steps that are still to be trained."""
 
-    batch_url: str
+    batch: tuple[str, str | None]  # URL and hash of the file
     first_step: int
     batches: dict[int, RankBatch]  # by step
 
@@ -108,19 +108,27 @@ class Learner:
     # the batches of an iteration
 
     def rank_batch(
-        self, version: int, batch_url: str, rows: Sequence[Row], *, whiten_apart: bool = False
+        self,
+        version: int,
+        batch_url: str,
+        rows: Sequence[Row],
+        batch_sha256: str | None = None,
+        *,
+        whiten_apart: bool = False,
     ) -> RankBatch:
         """This rank's part of step `version`, with every per-token value but advantages. `rows`: the whole iteration's.
 
-        whiten_apart: whiten each step's advantages by themselves, as steps of earlier releases were made.
+        batch_sha256: the file's hash, for another batch may come to lie at its URL. whiten_apart: whiten each step's advantages by themselves, as steps of earlier releases were made.
         What a refused step computed is kept for its next try. Raises TrainerError, on every rank, if a later step asks for
         values of the weights from before the iteration, or a sample has a token that the teacher does not know.
         """
-        if self._iteration is None or self._iteration.batch_url != batch_url:
+        if self._iteration is None or self._iteration.batch != (batch_url, batch_sha256):
             if self.teacher is not None:
                 self.teacher.check_tokens(rows)
             batches = self._start_iteration(version, batch_url, rows, whiten_apart)
-            self._iteration = _Iteration(batch_url, min(row.train_step for row in rows), batches)
+            self._iteration = _Iteration(
+                (batch_url, batch_sha256), min(row.train_step for row in rows), batches
+            )
         batch = self._iteration.batches[version]
         self._ask_reference(batch)
         self._ask_teacher(batch)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from millrace.connectors.megatron.rank_weights import RankWeights
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
+from millrace.core.hooks import search_in
 from millrace.core.replay import (
     check_trainer_fits,
     numbers_of,
@@ -43,15 +44,17 @@ class TrainerRank(RankWeights):
         self.busy: str | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self.reload_s = 0.0  # seconds that taking GPU memory back took, at the last call that needed it
-        self._rows: tuple[str, list[Row]] | None = None
+        self._rows: tuple[tuple[str, str | None], list[Row]] | None = None  # by URL and hash of their batch
         self._trained_on: str | None = None  # hash of the batch of the last step
+        self._meeting: socket.socket | None = None  # where the ranks meet, held from `address` to `setup`
 
     def address(self) -> tuple[str, int]:
-        """This node's address and a free port, for the ranks to meet at."""
+        """This node's address and a port of rank 0's, for the ranks to meet at. Nobody can take it before `setup`."""
         host = "127.0.0.1" if self.world_size == 1 else os.environ.get("RAY_NODE_IP_ADDRESS", "127.0.0.1")
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, int(probe.getsockname()[1])
+        if self._meeting:
+            self._meeting.close()
+        self._meeting = socket.create_server((host, 0), backlog=max(128, self.world_size))
+        return host, int(self._meeting.getsockname()[1])
 
     def state(self) -> dict[str, Any]:
         """The version that the rank holds and what it does now; answers while it trains."""
@@ -70,13 +73,15 @@ class TrainerRank(RankWeights):
             collect_garbage()
 
     def setup(self, master: tuple[str, int]) -> dict[str, Any]:
-        """Join the other ranks, build the model from model.path and hold version 0."""
+        """Join the other ranks at rank 0's `address`, build the model from model.path and hold version 0."""
         self.prepare()
         from millrace.connectors.megatron.process import distributed as world
         from millrace.core.config import RunConfig
 
         self.config = RunConfig.model_validate(self.settings)
-        self.device = world.join(self.config, self.rank, self.world_size, master)
+        search_in(self.config.run.import_from)  # for a loss of the user's
+        meeting, self._meeting = self._meeting, None
+        self.device = world.join(self.config, self.rank, self.world_size, master, meeting)
         self.step_settings = settings_of(self.config, world.numerics(self.config, self.device))
         with self._working("setup"):
             self._build()
@@ -114,11 +119,7 @@ class TrainerRank(RankWeights):
         are then as before.
         """
         if version == self.version and self.last is not None:
-            if batch_sha256 != self._trained_on and None not in (batch_sha256, self._trained_on):
-                raise TrainerError(
-                    f"rank {self.rank} made weight version {version} of another batch than {batch_url}",
-                    remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
-                )
+            self._check_made_of(batch_url, batch_sha256)
             return self.last
         if self.version is None or version != self.version + 1:
             raise TrainerError(
@@ -142,6 +143,8 @@ class TrainerRank(RankWeights):
         if recorded is not None:
             check_trainer_fits(version, recorded, self.step_settings)
         every = self._read(batch_url, batch_sha256)
+        if any(row.train_step < version for row in every):
+            self._check_made_of(batch_url, batch_sha256)  # the step before is of this iteration
         rows = [row for row in every if row.train_step == version]
         if not rows:
             raise TrainerError(
@@ -152,7 +155,7 @@ class TrainerRank(RankWeights):
                 f"step {version}: none of its {len(rows)} samples has a token to train on; nothing was applied"
             )
         apart = recorded is not None and was_whitened_apart(recorded)
-        batch = self.learner.rank_batch(version, batch_url, every, whiten_apart=apart)
+        batch = self.learner.rank_batch(version, batch_url, every, batch_sha256, whiten_apart=apart)
         if max_logprob_gap is not None:
             for step, (mean, largest) in self.learner.logprob_gaps().items():
                 self._check_gap(mean, largest, max_logprob_gap, version, step)
@@ -182,6 +185,14 @@ class TrainerRank(RankWeights):
             "tokens_per_second": tokens / (finished - started),
             "settings": settings_again(recorded, self.step_settings),
         }
+
+    def _check_made_of(self, batch_url: str, batch_sha256: str | None) -> None:
+        """Raise TrainerError if the version held was made of another batch. A loaded one names no batch."""
+        if batch_sha256 != self._trained_on and None not in (batch_sha256, self._trained_on):
+            raise TrainerError(
+                f"rank {self.rank} made weight version {self.version} of another batch than {batch_url}",
+                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
+            )
 
     def _check(self, metrics: dict[str, float], version: int, max_logprob_gap: float | None) -> None:
         if not math.isfinite(metrics["loss"]):
@@ -272,9 +283,9 @@ class TrainerRank(RankWeights):
         from millrace.connectors.megatron.packing import read_rows
         from millrace.connectors.storage.store import Store
 
-        if self._rows is None or self._rows[0] != url:
+        if self._rows is None or self._rows[0] != (url, sha256):
             folder, _, name = url.rpartition("/")
-            self._rows = (url, read_rows(Store(folder).read_table(name, "batch", sha256=sha256)))
+            self._rows = ((url, sha256), read_rows(Store(folder).read_table(name, "batch", sha256=sha256)))
         return self._rows[1]
 
     @contextlib.contextmanager

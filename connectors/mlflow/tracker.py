@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from millrace.connectors.mlflow.server import SQLITE, local_page
 from millrace.connectors.storage.local import home, locked
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.errors import MillraceError
@@ -22,8 +23,14 @@ PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
 METRIC_BATCH = 1000
 TAG_LIMIT = 5000  # characters of a tag's value
-SQLITE = "sqlite:///"
 FOLDER_TAG = "millrace.run_folder"
+KIND_TAG, KIND = (
+    "mlflow.experimentKind",
+    "custom_model_development",
+)  # its pages are those for training, not for LLM apps
+CURVES = (
+    "workflowType=machine_learning"  # the same for one visit, also where a browser remembers the other pages
+)
 
 
 class Tracker:
@@ -34,11 +41,13 @@ class Tracker:
         self.uri = uri
         self.experiment_id = experiment_id
         self.run_id = run_id
+        self._logged: dict[str, set[int]] = {}  # steps by metric, of those that tell what was logged before
 
     @classmethod
     def start(cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None) -> Tracker:
         """Start the MLflow run of a run folder, or resume it: by its id, or else by the folder's URL in the experiment.
 
+        A copied or moved folder brings the id of a run that is its original's: it gets one of its own.
         Raises MillraceError naming tracking.uri if the store cannot be reached.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -49,10 +58,10 @@ class Tracker:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each table that it creates
         where = uri or default_uri()
         try:
-            with _made_once(where):
+            with made_once(where):
                 client = MlflowClient(tracking_uri=where)
                 experiment_id = _experiment(client, experiment, where)
-            if not (run_id and _exists(client, run_id)):
+            if not (run_id and _is_of(client, run_id, folder)):
                 run_id = _by_folder(client, experiment_id, folder)
             if run_id is None:
                 run_id = client.create_run(
@@ -61,11 +70,7 @@ class Tracker:
             else:
                 client.update_run(run_id, status="RUNNING")  # it may have been marked finished or failed
         except (MlflowException, OSError) as error:
-            raise MillraceError(
-                str(error),
-                where=f"tracking.uri = {where}",
-                remedy="start the tracking server, or correct the URI",
-            ) from error
+            raise _unreachable(where, error) from error
         return cls(client, where, experiment_id, run_id)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -80,10 +85,16 @@ class Tracker:
             for name, value in metrics.items()
             if math.isfinite(value)
         ]
-        if points and any(logged == step for logged, _ in self.history(points[-1].key)):
+        if not points:
+            return
+        name = points[-1].key
+        if name not in self._logged:  # read once: a long run's curve is thousands of rows
+            self._logged[name] = {logged for logged, _ in self.history(name)}
+        if step in self._logged[name]:
             return  # a driver died after this call, before it recorded that it made it
         for at in range(0, len(points), METRIC_BATCH):
             self._client.log_batch(self.run_id, metrics=points[at : at + METRIC_BATCH])
+        self._logged[name].add(step)
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log nested values as flat parameters. Parameters that exist already keep their values."""
@@ -123,9 +134,8 @@ class Tracker:
         self._client.set_terminated(self.run_id, status="FINISHED")
 
     def url(self) -> str:
-        """Page of the run: on the tracking server, or on the page that `ui_command` opens."""
-        base = self.uri if self.uri.startswith("http") else "http://127.0.0.1:5000"
-        return f"{base}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        """Page of the run's curves: on the tracking server, or on the local one, which `millrace ui` starts."""
+        return run_page(self.uri, self.experiment_id, self.run_id)
 
 
 def default_uri() -> str:
@@ -133,15 +143,53 @@ def default_uri() -> str:
     return f"sqlite:///{home() / 'mlflow.db'}"
 
 
-def ui_command(uri: str | None) -> str:
-    """The command that opens the MLflow page on loopback."""
-    return (
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 --workers 1 "
-        f"--backend-store-uri {uri or default_uri()}"
+def is_server(uri: str) -> bool:
+    """Whether a tracking URI is the address of a server, which has pages of its own."""
+    return uri.startswith(("http://", "https://"))
+
+
+def run_page(uri: str, experiment_id: str, run_id: str) -> str:
+    """The page with a run's curves."""
+    return f"{_page(uri)}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?{CURVES}"
+
+
+def find_page(uri: str, run_id: str | None = None) -> str:
+    """The page of a run's curves; or without one the list of the runs that the newest is among.
+
+    Raises MillraceError naming tracking.uri if the store cannot be reached, or has no such run.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    try:
+        with made_once(uri):
+            client = MlflowClient(tracking_uri=uri)
+            experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+        if run_id:
+            return run_page(uri, client.get_run(run_id).info.experiment_id, run_id)
+        newest = client.search_runs(experiments, order_by=["start_time DESC"], max_results=1)
+    except (MlflowException, OSError) as error:
+        raise _unreachable(uri, error) from error
+    if not newest:
+        return _page(uri)
+    return f"{_page(uri)}/#/experiments/{newest[0].info.experiment_id}/runs?{CURVES}&compareRunsMode=CHART"
+
+
+def _unreachable(uri: str, error: Exception) -> MillraceError:
+    """What to raise where the store does not do what it was asked."""
+    return MillraceError(
+        str(error),
+        where=f"tracking.uri = {uri}",
+        remedy="start the tracking server, or correct the URI",
     )
 
 
-def _made_once(uri: str) -> contextlib.AbstractContextManager[None]:
+def _page(uri: str) -> str:
+    return uri.rstrip("/") if is_server(uri) else local_page()
+
+
+def made_once(uri: str) -> contextlib.AbstractContextManager[None]:
     """Within, no other process of this host makes or migrates the tables of this SQLite file: MLflow locks nothing.
 
     A tracking server makes its own.
@@ -158,12 +206,14 @@ def _experiment(client: Any, name: str, uri: str) -> str:
 
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
+        if KIND_TAG not in experiment.tags:
+            client.set_experiment_tag(experiment.experiment_id, KIND_TAG, KIND)
         return str(experiment.experiment_id)
     location = None
     if uri.startswith(SQLITE):
         location = (Path(uri.removeprefix(SQLITE)).parent / "mlflow-artifacts" / name).absolute().as_uri()
     try:
-        return str(client.create_experiment(name, artifact_location=location))
+        return str(client.create_experiment(name, artifact_location=location, tags={KIND_TAG: KIND}))
     except MlflowException:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:  # no other process has created it meanwhile
@@ -171,14 +221,17 @@ def _experiment(client: Any, name: str, uri: str) -> str:
         return str(experiment.experiment_id)
 
 
-def _exists(client: Any, run_id: str) -> bool:
+def _is_of(client: Any, run_id: str, folder: str) -> bool:
+    """Whether the MLflow run is there and belongs to this run folder, by whatever links that is reached, or names none."""
     from mlflow.exceptions import MlflowException
 
     try:
         run = client.get_run(run_id)
     except MlflowException:
         return False
-    return bool(run.info.lifecycle_stage == "active")
+    named = str(run.data.tags.get(FOLDER_TAG, folder))
+    same = os.path.realpath(named) == os.path.realpath(folder)
+    return same and run.info.lifecycle_stage == "active"
 
 
 def _by_folder(client: Any, experiment_id: str, folder: str) -> str | None:

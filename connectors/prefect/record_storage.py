@@ -39,11 +39,12 @@ class RecordStorage(WritableFileSystem):
     _block_type_slug = "millrace-storage-root"
 
     root: str = Field(description="Path or fsspec URL that holds the runs.")
-    _fence: Fence | None = PrivateAttr(None)  # no server knows of it
+    _fence: Fence | None = PrivateAttr(None)  # no server knows of these
+    _run_id: str | None = PrivateAttr(None)
 
-    def use_fence(self, fence: Fence | None) -> None:
-        """Records are written only while the fence lets this process change files."""
-        self._fence = fence
+    def drive_under(self, fence: Fence | None, run_id: str | None) -> None:
+        """Records are written only while the fence lets this process change files, and name the run."""
+        self._fence, self._run_id = fence, run_id
 
     async def read_path(self, path: str) -> bytes:
         """A record's bytes. Raises CorruptFileError if they are not those that were written."""
@@ -51,11 +52,13 @@ class RecordStorage(WritableFileSystem):
         return json.dumps(content).encode()
 
     async def write_path(self, path: str, content: bytes) -> None:
-        """Write a record, whole or not at all. Its place is that in the run, whatever the run's name."""
+        """Write a record, whole or not at all; what is none is not kept. Its place is that in the run, whatever the run's name."""
+        if "/" not in path:
+            return  # what a failed task raised, under a name of Prefect's: the server has its message, and nothing reads it
         name, place = path.split("/", 1)
         run = Store(self.root).child(name)
         run.fence = self._fence
-        await asyncio.to_thread(run.write_sealed, place, json.loads(content))
+        await asyncio.to_thread(run.write_sealed, place, json.loads(content), run=self._run_id)
 
 
 @dataclass

@@ -1,46 +1,29 @@
 """A local Prefect server for users who have configured none: on loopback, started once, reused afterwards.
 
-Owns the server's process and its record in MILLRACE_HOME. Knows nothing of flows.
+Owns which server this process uses, and how it logs in there. Knows nothing of flows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import signal
+import shlex
 import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import psutil
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
-
-from millrace.connectors.storage.exclusive.recorded_processes import is_alive, read_record, send_signal
-from millrace.connectors.storage.local import (
-    PRIVATE_FILE,
-    PRIVATE_UMASK,
-    home,
-    locked,
-    secret_file,
-    write_whole,
-)
+from millrace.connectors.storage.exclusive.local_server import LocalServer
+from millrace.connectors.storage.local import home, secret_file, whole_number
+from millrace.core.contracts.progress import starting
 from millrace.core.errors import ConfigError, MillraceError
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 USUAL_PORT = 4200
-BACKLOG = 2048  # connections that may wait for the server
 AUTH = "PREFECT_API_AUTH_STRING"
 LOGGERS = ("millrace",)
-APP = "millrace.connectors.prefect.app"
 CLIENT_SETTINGS = {
     # millrace's log lines are shown and kept with the flow run; of Prefect's, warnings only
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -52,17 +35,6 @@ CLIENT_SETTINGS = {
 
 KEPT = "MILLRACE_PREFECT_ITERATIONS"
 USUALLY_KEPT = 200  # iterations of a run, each some 200 KiB
-
-
-class ServerRecord(TypedDict):
-    """The local server as prefect-server.json knows it: its process by pid and when that was created."""
-
-    url: str
-    pid: int
-    created: float
-
-
-_record = TypeAdapter(ServerRecord)
 
 
 def login_file() -> Path:
@@ -83,15 +55,19 @@ def ensure_server(timeout_s: float = 120) -> str:
         logging.getLogger(name).setLevel(logging.INFO)
     configured = os.environ.get("PREFECT_API_URL") or _profile_url()
     if configured:
+        _check_is_api(configured)
         if _in_use():
             os.environ.setdefault(AUTH, login_file().read_text())
+        else:
+            _check_answers(configured)
         return configured
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
-    with locked(home() / "prefect-server.lock"):
-        url = _running(timeout_s)
+    with _server.locked():
+        url = _server.running(timeout_s)
         if url is None:
-            _end_servers()  # one that does not answer, or whose record is lost, must not write to the same database
-            url = _start(timeout_s, USUAL_PORT, 0)
+            _server.end()  # one that does not answer, or whose record is lost, must not write to the same database
+            with starting(log, "the Prefect server"):
+                url = _server.start(timeout_s, USUAL_PORT, 0)
     os.environ |= {"PREFECT_API_URL": url, AUTH: login_file().read_text()}
     return url
 
@@ -101,12 +77,7 @@ def kept_iterations() -> int:
 
     Raises ConfigError if MILLRACE_PREFECT_ITERATIONS is no such number.
     """
-    text = os.environ.get(KEPT, str(USUALLY_KEPT))
-    if not text.isdecimal() or len(text) > 18:
-        raise ConfigError(
-            "not a whole number", where=f"{KEPT}={text:.20}", remedy="give one, or 0 to keep all"
-        )
-    return int(text)
+    return whole_number(KEPT, USUALLY_KEPT)
 
 
 async def keep_server(timeout_s: float = 120) -> None:
@@ -124,12 +95,12 @@ def restart_dead_server(timeout_s: float = 120) -> bool:
 
     Raises MillraceError with the end of the server's log if the server does not come up.
     """
-    if not _in_use() or _alive(_read_record()):
+    if not _in_use() or _server.alive():
         return False
     log.warning("the local Prefect server died: restarting it")
-    with locked(home() / "prefect-server.lock"):
-        if not _alive(_read_record()):  # no other process has restarted it meanwhile
-            _start(timeout_s, int(os.environ["PREFECT_API_URL"].rsplit(":", 1)[1].split("/")[0]))
+    with _server.locked():
+        if not _server.alive():  # no other process has restarted it meanwhile
+            _server.start(timeout_s, int(os.environ["PREFECT_API_URL"].rsplit(":", 1)[1].split("/")[0]))
     return True
 
 
@@ -148,12 +119,41 @@ def login_hint() -> str:
     return f" (its page asks for the text in {login_file()})" if local_login() else ""
 
 
+def export_line(api_url: str) -> str:
+    """A shell line after which Prefect's own commands reach the server, with the local one's login but not its text."""
+    login = local_login()
+    secret = f' {AUTH}="$(cat {shlex.quote(str(login))})"' if login else ""
+    return f"export PREFECT_API_URL={api_url}{secret}"
+
+
 def stop_server() -> bool:
     """Stop the local server; False if none runs."""
-    with locked(home() / "prefect-server.lock"):
-        ended = _end_servers()
-        _record_path().unlink(missing_ok=True)
-    return ended
+    return _server.stop()
+
+
+def _check_is_api(url: str) -> None:
+    """Raise ConfigError if it is the address of a server's page, which answers requests to its API with Not Found."""
+    if not urlsplit(url).path.strip("/"):
+        raise ConfigError(
+            "is the address of a page, not of its API",
+            where=f"PREFECT_API_URL={url}",
+            remedy=f"export PREFECT_API_URL={url.rstrip('/')}/api",
+        )
+
+
+def _check_answers(url: str) -> None:
+    """Raise ConfigError if nothing listens at an address on this host: that of a server which was stopped since."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return
+    try:
+        socket.create_connection((parts.hostname, parts.port or 80), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no server is there ({error.strerror or error})",
+            where=f"PREFECT_API_URL={url}",
+            remedy="unset PREFECT_API_URL, and millrace starts its own server; or start that one",
+        ) from error
 
 
 def _profile_url() -> str | None:
@@ -178,147 +178,27 @@ def _profile_url() -> str | None:
 
 def _in_use() -> bool:
     """Whether this process uses the local server, and not one that its user configured."""
-    record = _read_record()
+    record = _server.record()
     return record is not None and record["url"] == os.environ.get("PREFECT_API_URL")
 
 
-def _record_path() -> Path:
-    return home() / "prefect-server.json"
-
-
-def _read_record() -> ServerRecord | None:
-    """The record of the local server; None if there is none, or it holds something else: then no server is known.
-
-    Raises MillraceError if the file cannot be read.
-    """
-    text = read_record(_record_path())
-    if text is None:
-        return None
-    try:
-        return _record.validate_json(text)
-    except ValidationError:
-        log.warning("%s is no record of a Prefect server: what it was about is ended", _record_path())
-        return None
-
-
-def _end_servers() -> bool:
-    """End every local server of this home, also one whose record is lost; whether any ran."""
-    record = _read_record()
-    left = {process for process in psutil.process_iter() if _is_server(process)}
-    if record and _alive(record):
-        left.add(psutil.Process(record["pid"]))
-    for process in left:
-        send_signal(process, signal.SIGTERM)
-    _, slow = psutil.wait_procs(left, timeout=5)
-    for process in slow:
-        send_signal(process, signal.SIGKILL)
-    psutil.wait_procs(slow, timeout=5)
-    return bool(left)
-
-
-def _is_server(process: psutil.Process) -> bool:
-    try:
-        arguments = process.cmdline()
-        return (
-            APP in arguments
-            and arguments[-1] == str(home().absolute())
-            and process.uids().real == os.getuid()
-        )
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
-
-
-def _alive(record: ServerRecord | None) -> bool:
-    """Whether the recorded process lives, and no other one has its pid."""
-    return record is not None and is_alive(record["pid"], record["created"])
-
-
-def _running(patience_s: float = 0) -> str | None:
-    """The URL of the recorded server if its process lives and answers within `patience_s`."""
-    record, deadline = _read_record(), time.monotonic() + patience_s
-    while record and _alive(record):
-        if _healthy(record["url"]):
-            return str(record["url"])
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.1)
-    return None
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
-
-
-def listening(*ports: int) -> socket.socket:
-    """A socket that listens on the first free one of these loopback ports; 0 stands for any port.
-
-    The server inherits the socket. A port that was only looked up could be taken before the server binds it.
-    """
-    for port in ports:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from a server that has just died
-        try:
-            listener.bind(("127.0.0.1", port))
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            continue
-        return listener
-    raise MillraceError(
-        "another program has taken it",
-        where=f"the Prefect server's port on loopback, {ports[0]}",
-        remedy="start the command again: it takes another port",
-    )
-
-
-def _start(timeout_s: float, *ports: int) -> str:
-    """Start the server on the first free one of these ports and wait until it answers; returns its URL.
-
-    One that is killed meanwhile is started again.
-    """
-    log_file, deadline = home() / "prefect-server.log", time.monotonic() + timeout_s
-    process, url = _launch(log_file, *ports)
-    while not _healthy(url):
-        code = process.poll()
-        if code is not None and code < 0:
-            log.warning("the local Prefect server was killed while it started: starting it again")
-            process, url = _launch(log_file, *ports)
-        elif code is not None or time.monotonic() > deadline:
-            process.kill()
-            tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-15:])
-            raise MillraceError(f"the Prefect server did not come up. The end of {log_file}:\n{tail}")
-        time.sleep(0.1)
-    return url
-
-
-def _launch(log_file: Path, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
-    """Start the process, and record it before it answers: a command that comes after one that was ended waits for it."""
+def _environment(page: str) -> dict[str, str]:
+    """What the server's process gets besides this one's environment."""
     kept_iterations()  # an error of it belongs to this process, not into the server's log
-    with log_file.open("ab") as out, listening(*ports) as listener:
-        os.fchmod(out.fileno(), PRIVATE_FILE)
-        page = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        secret = login_file().read_text()
-        doors = {
-            "PREFECT_SERVER_API_AUTH_STRING": secret,
-            AUTH: secret,
-            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", APP, str(listener.fileno()), str(home().absolute())],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[listener.fileno()],
-            cwd=Path(__file__).parent,  # prefect.toml with the server's settings lies here
-            env={**os.environ, **doors},
-            umask=PRIVATE_UMASK,
-        )
-    url = f"{page}/api"
-    record = ServerRecord(url=url, pid=process.pid, created=psutil.Process(process.pid).create_time())
-    write_whole(_record_path(), [json.dumps(record).encode()])
-    return process, url
+    secret = login_file().read_text()
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": secret,
+        AUTH: secret,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
+    }
+
+
+_server = LocalServer(
+    title="Prefect server",
+    file="prefect-server",
+    module="millrace.connectors.prefect.app",
+    path="/api",
+    folder=Path(__file__).parent,  # prefect.toml with the server's settings lies here
+    environment=_environment,
+    port_taken="start the command again: it takes another port",
+)

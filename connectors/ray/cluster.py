@@ -7,11 +7,9 @@ actors survive the driver that made them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -25,6 +23,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from millrace.connectors.ray import head_folder
 from millrace.connectors.storage.exclusive.recorded_processes import (
     find_process,
     is_alive,
@@ -32,7 +31,6 @@ from millrace.connectors.storage.exclusive.recorded_processes import (
     send_signal,
 )
 from millrace.connectors.storage.local import (
-    PRIVATE_FOLDER,
     PRIVATE_UMASK,
     home,
     library_log,
@@ -40,13 +38,14 @@ from millrace.connectors.storage.local import (
     secret_file,
     write_whole,
 )
+from millrace.core.contracts.progress import starting
 from millrace.core.errors import MillraceError
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
 TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
 LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
-STARTS = 3  # of a head that is killed again and again while a run joins it
+STARTS = 3  # of a head that is killed again and again while it starts, or while a run joins it
 AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN = "ray-token"  # in MILLRACE_HOME
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
@@ -204,7 +203,17 @@ def local_head() -> str:
         if record and _alive(record):
             return str(record["address"])
         _end(record)
-        return _start()
+        with starting(log, "Ray"):
+            for _ in range(STARTS - 1):
+                try:
+                    return _start()
+                except _HeadDiedError as error:
+                    log.warning("%s\nStarting it again", error)
+            return _start()
+
+
+class _HeadDiedError(MillraceError):
+    """A part of the head ended while it started, by itself or killed."""
 
 
 def head_lives() -> bool:
@@ -227,7 +236,7 @@ def _end(record: HeadRecord | None, patience_s: float = 0, *, keep_folders: bool
     record: of the last one, which may have lost some of its processes, or whose start was interrupted.
     patience_s: that long they may end by themselves.
     """
-    folders = {str(folder) for folder in _parent().glob(f"{_prefix()}*")}
+    folders = {str(folder) for folder in head_folder.parent().glob(f"{head_folder.prefix()}*")}
     marks = set(folders)
     left: set[psutil.Process] = set()
     if record:
@@ -257,9 +266,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _start() -> str:
-    _parent().mkdir(parents=True, exist_ok=True)
-    folder = _parent() / f"{_prefix()}{secrets.token_hex(2)}"  # short: paths of sockets in it have 107 bytes
-    folder.mkdir(mode=PRIVATE_FOLDER)
+    folder = head_folder.make()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     command += [
         "--port=0",  # Ray binds the port that it picks: one picked here might be another's by then
@@ -301,7 +308,7 @@ def _start() -> str:
         raise MillraceError(f"Ray did not start within {START_TIMEOUT_S} s; its log: {folder}") from None
     if done.returncode:
         _end(record)
-        raise MillraceError(f"Ray did not start:\n{(done.stdout + done.stderr)[-2000:]}")
+        raise _HeadDiedError(f"Ray did not start:\n{(done.stdout + done.stderr)[-2000:]}")
     found = [process for process in psutil.process_iter() if _belongs(process, str(folder))]
     record["pids"] = [process.pid for process in found]
     record["created"] = [process.create_time() for process in found]
@@ -325,17 +332,6 @@ def _alive(record: HeadRecord) -> bool:
     return bool(record["pids"]) and all(map(is_alive, record["pids"], record["created"]))
 
 
-def _parent() -> Path:
-    """Where folders of heads lie."""
-    return Path(os.environ.get("RAY_TMPDIR", "/tmp"))
-
-
-def _prefix() -> str:
-    """With what folders of this home's heads begin: whose record is lost, or was never written whole, is found by it."""
-    whose = f"{os.getuid()}:{_path().parent.absolute()}"
-    return f"millrace-ray-{hashlib.sha256(whose.encode()).hexdigest()[:6]}-"
-
-
 def _path() -> Path:
     return home() / "ray.json"
 
@@ -356,22 +352,21 @@ def _read() -> HeadRecord | None:
         record = _record.validate_json(text)
     except ValidationError:
         record = None
-    if not record or len(record["pids"]) != len(record["created"]) or not _is_heads(record["folder"]):
+    if (
+        not record
+        or len(record["pids"]) != len(record["created"])
+        or not head_folder.is_heads(record["folder"])
+    ):
         log.warning("%s is no record of a Ray head: what it was about, if anything, is ended", _path())
         return None
     return record
 
 
-def _is_heads(folder: str) -> bool:
-    """Whether it has the name of a head's folder: what a record names is removed."""
-    return Path(folder).is_absolute() and Path(folder).name.startswith("millrace-ray-")
-
-
 def _python_path() -> str:
-    """Where actors find what the driver imports: its PYTHONPATH, its working folder, and millrace itself.
+    """Where actors find millrace and what the driver's PYTHONPATH names; they add folders of the user's that the settings name.
 
     millrace comes last: from a wheel its folder is site-packages, whose other packages must not hide a user's.
     """
     package = str(Path(__file__).parents[3])
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join(dict.fromkeys([*inherited, os.getcwd(), package]))
+    return os.pathsep.join(dict.fromkeys([*inherited, package]))

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from millrace.connectors.sglang.checksums import describe_difference
@@ -18,8 +19,11 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
 from millrace.connectors.sglang.weight_update import Load, each, load_from_folder, load_from_storage
+from millrace.connectors.storage.local import log_folder
 from millrace.core.config import RunConfig
+from millrace.core.contracts.failures import RestartBudget
 from millrace.core.contracts.handles import EngineHandle, RouterHandle, ServerState
+from millrace.core.contracts.progress import starting
 from millrace.core.engine_health import EngineHealth, Event, State
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
@@ -45,7 +49,9 @@ class Fleet:
         Where engines sleep (RunConfig.engines_sleep), an engine that has started gives its memory back at once.
         """
         self.config = config
-        self.restarts = 0
+        self._logs = partial(log_folder, config.storage.root, config.run.name)
+        self._restarts = RestartBudget(config.engines.restarts, self._logs)
+        self._lost: dict[int, str] = {}  # why an engine is replaced, by index
         self._handle = handle
         self._make_room = make_room
         self._handles: dict[int, EngineHandle] = {}
@@ -53,14 +59,19 @@ class Fleet:
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
         self._released: dict[int, list[str]] = {}  # tags of GPU memory that engines have given back
         self._model = config.model.path
-        self._router = Router(router, self._count_restart) if router and config.engines.router else None
+        self._router = Router(router, self._restarts.count) if router and config.engines.router else None
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far, of engines and router."""
+        return self._restarts.deaths.total
 
     # life
 
     async def ensure(self, model: str) -> None:
         """Have every engine's process running and answering, and the router's.
 
-        Raises EngineError when the restart budget is spent. If one engine fails the others are waited for: no engine is
+        Raises BudgetError when the restart budget is spent. If one engine fails the others are waited for: no engine is
         still starting when the error is raised.
         """
         self._model = model
@@ -84,11 +95,12 @@ class Fleet:
                 if started:
                     await self._drop(index)
                     if state["starts"]:
-                        self._count_restart(f"engine {index}")
+                        self._restarts.count(f"engine-{index}", self._lost.pop(index, "its process ended"))
                     self._record_event(index, Event.STARTED)
                     if self._make_room:
                         await self._make_room()
-                    state = await handle.start(self._model)
+                    with starting(log, f"engine-{index}"):
+                        state = await handle.start(self._model)
                     if not await self._answers(index, state):
                         continue
                 self._released[index] = state.get("released", [])
@@ -99,7 +111,7 @@ class Fleet:
                 log.warning("engine %d: %s", index, error)
                 self._handles.pop(index, None)
                 await self._drop(index)
-                self._count_restart(f"engine {index}")
+                self._restarts.count(f"engine-{index}", str(error))
 
     async def attach(self, handles: Mapping[int, EngineHandle]) -> None:
         """Adopt engines that run already, and start none. One that lives but does not answer is ended."""
@@ -142,24 +154,17 @@ class Fleet:
             version = await client.weight_version()
         except EngineLostError as error:
             log.warning("%s", error)
+            self._lost[index] = str(error)
             return False
         if self._health[index].state is State.DEAD:  # a request on it stalled in the meantime
             return False
+        self._lost.pop(index, None)
         self._record_event(index, Event.ANSWERED)
         if version is not None and not (new and self.config.engines.kind == "external"):
             self._record_event(
                 index, Event.CONFIRMED, version
             )  # an external engine's number may be another run's
         return True
-
-    def _count_restart(self, what: str) -> None:
-        self.restarts += 1
-        if self.restarts > self.config.engines.restarts:
-            raise EngineError(
-                f"{what} died and engines.restarts = {self.config.engines.restarts} is spent; see its log, raise "
-                "the budget, and start the run again: what finished is kept"
-            )
-        log.warning("%s died: restart %d of %d", what, self.restarts, self.config.engines.restarts)
 
     async def _drop(self, index: int, died: bool = True) -> None:
         """Use this engine's connections no more; what is in flight on them is lost."""
@@ -173,6 +178,7 @@ class Fleet:
         """Send nothing to an engine that lost a request until `ensure` has checked it; a stalled one is replaced."""
         for index, held in self._clients.items():
             if held is client:
+                self._lost[index] = str(error)
                 self._record_event(
                     index, Event.DIED if isinstance(error, EngineStalledError) else Event.LOST_REQUEST
                 )
@@ -209,7 +215,10 @@ class Fleet:
             if not left:
                 return seconds
             await self.ensure(self._model)
-        raise EngineError(f"engines {left} could not be brought to weight version {version}; see their logs")
+        raise EngineError(
+            f"engines {left} could not be brought to weight version {version} in {self.config.engines.restarts + 2} tries",
+            remedy=f"see engine-{left[0]}.log in {self._logs()} for the cause, and start the same command again",
+        )
 
     async def _update_once(
         self, load: Load, version: int, engines: list[int], seconds: dict[str, float]

@@ -38,6 +38,12 @@ from millrace.core.contracts.handles import ServerState
 from millrace.core.errors import EngineError
 
 PR_SET_PDEATHSIG = 1
+PORT_TAKEN = "address already in use"  # what the end of a server's log says then
+PORT_TRIES = 3
+
+Launch = tuple[
+    Sequence[str], Callable[[], int | None], Mapping[str, str] | None
+]  # command, its port, environment
 
 
 class _ServerHolder:
@@ -69,17 +75,27 @@ class _ServerHolder:
             "log": str(self.log),
         }
 
-    def _run(
+    def _run(self, what: str, launch: Callable[[], Launch]) -> None:
+        """Start the server and wait until it answers at its port, which may be known only later.
+
+        A port that was free when it was chosen may be taken once the server binds it, and servers choose some themselves:
+        such a start is made again with other ports. Raises EngineError with the end of its log if it dies for another
+        reason or stays silent for engines.start_timeout_s.
+        """
+        for left in reversed(range(PORT_TRIES)):
+            if self._started(what, *launch(), may_try_again=left > 0):
+                return
+
+    def _started(
         self,
         what: str,
         command: Sequence[str],
         port: Callable[[], int | None],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """Start the server and wait until it answers at its port, which may be known only later.
-
-        Raises EngineError with the end of its log if it dies or stays silent for engines.start_timeout_s.
-        """
+        environment: Mapping[str, str] | None,
+        *,
+        may_try_again: bool,
+    ) -> bool:
+        """Whether it answers; false if it ended for want of a port and may try again."""
         self.starts += 1
         self.log.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         with self.log.open("ab") as out:
@@ -97,14 +113,20 @@ class _ServerHolder:
             known = port()
             if known and _answers(f"http://{self.address}:{known}/health"):
                 self._url = f"http://{self.address}:{known}"
-                return
+                return True
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
                 self.stop()
-                how = (
-                    f"ended with {code}" if code is not None else "did not answer in engines.start_timeout_s"
+                if may_try_again and code is not None and PORT_TAKEN in self._tail().lower():
+                    return False
+                patience = (
+                    f"did not answer in engines.start_timeout_s = {self.config.engines.start_timeout_s:g}"
                 )
-                raise EngineError(f"{what} {how}; the end of {self.log}:\n{self._tail()}")
+                raise EngineError(
+                    f"{what} {patience if code is None else f'ended with {code}'}; the end of {self.log}:\n{self._tail()}",
+                    remedy="correct what the log names, or raise engines.start_timeout_s if it was still loading, and start "
+                    "the same command again: what finished is kept",
+                )
             time.sleep(0.05)
 
     def stop(self) -> None:
@@ -156,18 +178,21 @@ class EngineServer(_ServerHolder):
         kind = engine_kind(self.config, visible_gpus())
         what = f"engine {self.index} ({kind})"
         with temporary_folder("millrace-engine") as folder:  # nobody else can read in it
-            if kind == "embedded":
-                port_file = Path(folder) / "port"
-                command = embedded_command(self.config, model, port_file)
-                environment = {**os.environ, ENGINE_KEY: self._key}
-                self._run(what, command, partial(_number_in, port_file), environment)
-            else:
-                port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
-                keys = write_sglang_keys(Path(folder), self._key)
-                command = sglang_command(self.config, model, port, self.index, bootstrap, keys)
-                patience = self.config.rollout.progress_timeout_s
-                self._run(what, command, lambda: port, sglang_environment(os.environ, self.address, patience))
+            launch = self._embedded if kind == "embedded" else self._sglang
+            self._run(what, partial(launch, model, Path(folder)))
         return self.state()
+
+    def _embedded(self, model: str, folder: Path) -> Launch:
+        port_file = folder / "port"
+        command = embedded_command(self.config, model, port_file)
+        return command, partial(_number_in, port_file), {**os.environ, ENGINE_KEY: self._key}
+
+    def _sglang(self, model: str, folder: Path) -> Launch:
+        port, bootstrap = _free_port(self.config.engines.host), _free_port(self.config.engines.host)
+        keys = write_sglang_keys(folder, self._key)
+        command = sglang_command(self.config, model, port, self.index, bootstrap, keys)
+        patience = self.config.rollout.progress_timeout_s
+        return command, lambda: port, sglang_environment(os.environ, self.address, patience)
 
     def download(self, url: str) -> str:
         """Copy a folder from storage to this node, where it stays until `remove_download`; returns its path."""
@@ -193,11 +218,13 @@ class RouterServer(_ServerHolder):
     def start(self) -> ServerState:
         """Start the router, which knows no engine yet, unless it lives; returns `state` once it answers."""
         if not self.state()["alive"]:
-            port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")
-            environment = {**os.environ, ROUTER_KEY: self._key}
-            command = router_command(self.config, port, metrics)
-            self._run("sglang-router", command, lambda: port, environment)
+            self._run("sglang-router", self._launch)
         return self.state()
+
+    def _launch(self) -> Launch:
+        port, metrics = _free_port(self.config.engines.host), _free_port("127.0.0.1")
+        command = router_command(self.config, port, metrics)
+        return command, lambda: port, {**os.environ, ROUTER_KEY: self._key}
 
 
 def _die_with_parent() -> None:

@@ -54,7 +54,7 @@ class Router:
     """The router of a run."""
 
     def __init__(
-        self, handle: Callable[[], Awaitable[RouterHandle]], restarting: Callable[[str], None]
+        self, handle: Callable[[], Awaitable[RouterHandle]], restarting: Callable[[str, str], None]
     ) -> None:
         self._find = handle
         self._restarting = restarting
@@ -77,7 +77,7 @@ class Router:
                 if state["alive"]:
                     return
                 if state["starts"]:
-                    self._restarting(NAME)
+                    self._restarting("router", "its process ended or did not answer")
                 self._workers = None
                 state = await self._handle.start()
                 if await self._answers(state):
@@ -88,7 +88,7 @@ class Router:
             except ActorLostError as error:
                 log.warning("%s: %s", NAME, error)
                 self._handle = None
-                self._restarting(NAME)
+                self._restarting("router", str(error))
 
     async def _answers(self, state: ServerState) -> bool:
         url, key = state["url"], state["key"]

@@ -42,9 +42,18 @@ def check_marker(run_folder: RunFolder, done: int, version: int | None = None) -
     return marker
 
 
-def marker_files(marker: dict[str, Any]) -> list[FileEntry]:
-    """The entries of a checkpoint's files, relative to its folder."""
-    return [FileEntry.model_validate(file) for file in marker["files"]]
+def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = None) -> list[FileEntry]:
+    """The entries of a checkpoint's files as its marker names them, relative to its folder; checks the marker as `check_marker`.
+
+    Earlier versions put them into a bucket behind a second slash: there their paths begin with one.
+    """
+    marker = check_marker(run_folder, done, version)
+    entries = [FileEntry.model_validate(file) for file in marker["files"]]
+    store = run_folder.store.child(run_folder.checkpoint_path(done))
+    first = next((f"/{entry.path}" for entry in entries), None)
+    if store.local or first is None or not store.exists(first):
+        return entries
+    return [entry.model_copy(update={"path": f"/{entry.path}"}) for entry in entries]
 
 
 def set_checkpoint_aside(run_folder: RunFolder, done: int) -> None:

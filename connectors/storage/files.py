@@ -151,6 +151,17 @@ class Files:
         for start in range(0, length, size):
             yield self._retried("read", path, partial(self._range, path, start, min(start + size, length)))
 
+    def _hashed(self, path: str) -> FileEntry:
+        """The entry of a file of any size, without rows and kind."""
+        if self.local:
+            sha256, size = self._retried("read", path, lambda: local.sha256(Path(self._full(path))))
+            return FileEntry(path=path, sha256=sha256, size=size)
+        hashed, size = hashlib.sha256(), 0
+        for block in self.blocks(path):
+            hashed.update(block)
+            size += len(block)
+        return FileEntry(path=path, sha256=hashed.hexdigest(), size=size)
+
     def exists(self, path: str) -> bool:
         """Whether the file or folder exists."""
         return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))

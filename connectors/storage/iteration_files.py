@@ -20,7 +20,7 @@ from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts
 from millrace.connectors.storage.run_folder import MAKE_AGAIN, MANIFEST, RunFolder
-from millrace.connectors.storage.sealed import check_seal
+from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import CorruptFileError, MissingFileError
@@ -79,7 +79,10 @@ class IterationFiles:
                 if named:
                     raise
                 return None
-            return result_of(content, self.folder.url_of(path))
+            url = self.folder.url_of(path)
+            result = result_of(content, url)
+            self._run_folder.owner.check(content.get(RUN), url)
+            return result
 
     def entry(self, path: str) -> FileEntry:
         """The entry of a file."""
@@ -152,11 +155,16 @@ def result_of(content: Any, url: str) -> dict[str, Any]:
 
 
 def manifest_from_records(
-    run_folder: RunFolder, index: int, metrics: dict[str, float], committed: float, driver: int | None
+    run_folder: RunFolder,
+    index: int,
+    metrics: dict[str, float],
+    committed: float,
+    driver: int | None,
+    run: str | None,
 ) -> Manifest:
     """The manifest of an open iteration: every file that its records name, each checked, and the records.
 
-    metrics: of the iteration. committed: seconds of the epoch. driver: its token. Files of an earlier release's records are those in the folders.
+    metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. Files of an earlier release's records are those in the folders.
     """
     files = IterationFiles(run_folder, index)
     assert files.manifest is None, "the iteration is open"
@@ -175,6 +183,7 @@ def manifest_from_records(
     ]
     return Manifest(
         iteration=index,
+        run=run,
         files=[
             *(named[path] for path in order),
             *files.folder.entries(
@@ -203,10 +212,15 @@ def commit_again(run_folder: RunFolder) -> list[int]:
             check_newest(run_folder, index - 1)
         record = _published(run_folder, index)
         if record is None:
-            run_folder.manifests()  # raises where later iterations are committed
+            run_folder.first_open_iteration()  # raises where later iterations are committed
             return restored
         manifest = manifest_from_records(
-            run_folder, index, record["metrics"], record.get("committed", time.time()), record.get("driver")
+            run_folder,
+            index,
+            record["metrics"],
+            record.get("committed", time.time()),
+            record.get("driver"),
+            record.get("run"),
         )
         run_folder.commit_manifest(index, manifest, expected=record.get("manifest"))
         log.warning(

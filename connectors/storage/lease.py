@@ -217,22 +217,43 @@ class Lease:
         )
 
 
+def find_driver(store: Store) -> ProcessIdentity | None:
+    """The process that drives a run from this folder; None if none does. Waits as `Lease.take` does where it must.
+
+    Raises LeaseHeldError for a driver of an earlier release, whose lease does not say exactly which process it is.
+    """
+    files = Store(store.url)
+    holder = _newest(files)
+    if holder is None or _is_free(files, holder):
+        return None
+    if isinstance(holder, _Claim):
+        return holder.process
+    raise LeaseHeldError(
+        f"driven by {holder}, by an earlier release",
+        where=files.url,
+        remedy=f"end it there: kill {holder.pid}",
+    )
+
+
 def _wait_until_free(store: Store, holder: _Claim | _FormerClaim) -> None:
     """Return when the holder has released the run, is dead, or has shown no renewal for `duration_s()`.
 
     Raises LeaseHeldError if it lives. A newer holder is left to the caller.
     """
-    if holder.released:
-        return
-    lives = holder.lives(store.real_url)
-    if lives is None:
-        lives = _is_renewed(store, holder)
-    if lives:
+    if not _is_free(store, holder):
         raise LeaseHeldError(
             f"driven by {holder}",
             where=store.url,
             remedy="stop that process, or start under another run.name",
         )
+
+
+def _is_free(store: Store, holder: _Claim | _FormerClaim) -> bool:
+    """Whether the holder has released the run, is dead, or shows no renewal for `duration_s()`."""
+    if holder.released:
+        return True
+    lives = holder.lives(store.real_url)
+    return not (_is_renewed(store, holder) if lives is None else lives)
 
 
 def _is_renewed(store: Store, holder: _Claim | _FormerClaim) -> bool:

@@ -11,11 +11,14 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from millrace.core.errors import ConfigError
 
 ASIDE = ".aside-"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -23,6 +26,9 @@ NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 LOCK_POLL_S = 0.01
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 PRIVATE_UMASK = OTHERS = 0o077
+LOG_MIB, USUAL_LOG_MIB = "MILLRACE_LOG_MIB", 16  # of each log
+LOG_RUNS, USUAL_LOG_RUNS = "MILLRACE_LOG_RUNS", 50  # whose logs stay in MILLRACE_HOME
+IN_USE_S = 86_400.0  # logs younger than this stay: their run may be at work
 
 
 def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
@@ -59,6 +65,12 @@ def create_whole(target: Path, data: bytes) -> bool:
         aside.unlink(missing_ok=True)
     _sync_folder(target.parent)
     return True
+
+
+def sha256(file: Path) -> tuple[str, int]:
+    """The hash of a file of any size, and its bytes. The lock of the interpreter is free meanwhile: files hash in parallel."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest(), handle.tell()
 
 
 def _write_synced(file: Path, blocks: Iterable[bytes], mode: str) -> None:
@@ -181,6 +193,52 @@ def log_folder(root: str, run: str) -> Path:
         return folder / "logs"
     key = hashlib.sha256(root.encode()).hexdigest()[:8]
     return home() / "logs" / f"{run}-{key}"
+
+
+def whole_number(name: str, usual: int) -> int:
+    """An environment variable that counts something, 0 standing for no bound; `usual` if it is not set.
+
+    Raises ConfigError naming the variable if it is no such number.
+    """
+    text = os.environ.get(name, str(usual))
+    if not text.isdecimal() or len(text) > 18:
+        raise ConfigError(
+            "not a whole number", where=f"{name}={text:.20}", remedy="give one, or 0 to keep all"
+        )
+    return int(text)
+
+
+def bound_logs(*folders: Path) -> None:
+    """Bound the logs of MILLRACE_HOME, and those in `folders`: each log's size, and the number of runs that have some.
+
+    Of a log that is too long the older half goes. Those who write to it go on: they append.
+    """
+    most, runs = whole_number(LOG_MIB, USUAL_LOG_MIB) << 20, whole_number(LOG_RUNS, USUAL_LOG_RUNS)
+    of_runs = sorted(
+        (folder for folder in (home() / "logs").glob("*") if folder.is_dir()), key=_newest, reverse=True
+    )
+    for folder in of_runs[runs:] if runs else ():
+        if time.time() - _newest(folder) > IN_USE_S:
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (home(), *of_runs, *folders):
+        for log in folder.glob("*.log"):
+            with contextlib.suppress(FileNotFoundError):
+                if most and log.stat().st_size > most:
+                    _drop_older_half(log, most // 2)
+
+
+def _newest(folder: Path) -> float:
+    return max((entry.stat().st_mtime for entry in (folder, *folder.glob("*"))), default=0.0)
+
+
+def _drop_older_half(log: Path, keep: int) -> None:
+    with log.open("r+b") as file:
+        file.seek(-keep, os.SEEK_END)
+        file.readline()
+        newer = file.read()
+        file.seek(0)
+        file.write(newer)
+        file.truncate()
 
 
 def _sync_folder(folder: Path) -> None:

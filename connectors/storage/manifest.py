@@ -29,6 +29,7 @@ class Manifest(BaseModel):
     before: str | None = (
         None  # hash of the manifest before, so that none can be replaced; earlier releases kept none
     )
+    run: str | None = None  # id of the run that committed it; earlier releases kept none
     sha256: str = ""
 
     def after(self, before: Manifest | None) -> Manifest:
@@ -41,7 +42,7 @@ class Manifest(BaseModel):
 
     def content_hash(self) -> str:
         """Hash of the content as JSON, without the hash."""
-        fields = {"sha256"} if self.before else {"sha256", "before"}
+        fields = {"sha256", *(name for name in ("before", "run") if not getattr(self, name))}
         content = json.dumps(self.model_dump(mode="json", exclude=fields), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 

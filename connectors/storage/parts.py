@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace.connectors.storage import tables
 from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.sealed import RUN
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError
@@ -48,14 +49,14 @@ def write_part(store: Store, folder: str, table: pa.Table, kind: str) -> FileEnt
     return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
 
-def take_over_parts(store: Store, folders: Sequence[str], token: int) -> None:
-    """Note the parts that count now. From now on those of drivers before `token` that land do not."""
+def take_over_parts(store: Store, folders: Sequence[str], token: int, run: str | None = None) -> None:
+    """Note the parts that count now. From now on those of drivers before `token` that land do not. run: its id."""
     parts = {
         folder: [path.removeprefix(f"{folder}/") for path in list_parts(store, folder)] for folder in folders
     }
     name = f"takeover-{token:06d}.json"
     iteration = "/".join(store.url.split("/")[-2:])
-    store.write_sealed(name, _Takeover(parts=parts).model_dump(), place=f"{iteration}/{name}")
+    store.write_sealed(name, _Takeover(parts=parts).model_dump(), place=f"{iteration}/{name}", run=run)
 
 
 def list_parts(store: Store, folder: str) -> list[str]:
@@ -82,6 +83,12 @@ def list_parts(store: Store, folder: str) -> list[str]:
 def list_takeovers(store: Store) -> list[str]:
     """Paths of the notes of takeovers in an iteration's folder."""
     return [path for path in store.list() if TAKEOVER.match(path)]
+
+
+def check_takeover(store: Store, path: str) -> object:
+    """The id of the run that a note of a takeover names, if any. Raises CorruptFileError if it is not what was written."""
+    _read_takeover(store, path)
+    return store.read_json(path).get(RUN)
 
 
 def read_parts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +20,7 @@ from millrace.core.contracts.prompts import (
     PromptRow,
     Quarantined,
     SourceFingerprint,
+    column_of,
     parse_line,
     parse_row,
     refuse,
@@ -50,25 +51,54 @@ def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
     return rows, sorted(quarantined + unlabelled, key=lambda item: item.row)
 
 
-def first_rows(source: Located, count: int) -> tuple[list[PromptRow], list[Quarantined]]:
-    """The first rows of a source, for a quick check before anything starts.
+class FirstRows(NamedTuple):
+    """The first rows of a source. `total`: rows of the file, or about as many; `whole`: these are all."""
+
+    usable: list[PromptRow]
+    refused: list[Quarantined]
+    total: int
+    whole: bool
+
+
+def first_rows(source: Located, count: int, size: int) -> FirstRows:
+    """The first rows of a source, at most `count` and about `size` bytes of them, for a check before anything starts.
 
     Raises as `read_source` does, and StorageError if the storage does not answer soon.
     """
     store, name = _locate(source)
+    total = 0
 
     def head() -> list[PromptRow | Quarantined]:
+        nonlocal total
         path = f"{store.root}/{name}"
-        size = store.fs.size(path)
-        if not name.endswith(".parquet"):
-            data = store.fs.cat_file(path, start=0, end=min(size, HEAD)) if size else b""
-            lines = list(islice(_lines([data]), count + 1))
-            whole = lines[:-1] if size > HEAD and len(lines) > 1 and len(lines) <= count else lines
-            return [parse_line(line, number, source) for number, line in enumerate(whole[:count])]
-        with store.fs.open(path, "rb") as file:
-            return list(islice(_parquet(source, file, buffered=HEAD), count))
+        held = store.fs.size(path)
+        if name.endswith(".parquet"):
+            with store.fs.open(path, "rb") as file:
+                total = _parquet_rows(source, file)
+                file.seek(0)
+                return list(_until(islice(_parquet(source, file, buffered=HEAD), count), size))
+        data = store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
+        lines = list(_lines([data]))
+        if held > size and len(lines) > 1:
+            lines = lines[:-1]  # the last one is cut
+        total = round(len(lines) * held / max(1, len(data)))
+        return [parse_line(line, number, source) for number, line in enumerate(lines[:count])]
 
-    return _separate(source, lambda: retried("read", store.url_of(name), head, probe=True))
+    rows, refused = _separate(source, lambda: retried("read", store.url_of(name), head, probe=True))
+    whole = len(rows) + len(refused) == total
+    if whole:
+        rows, unlabelled = require_labels(rows, source)
+        refused = sorted(refused + unlabelled, key=lambda item: item.row)
+    return FirstRows(rows, refused, total, whole)
+
+
+def _until(rows: Iterable[PromptRow | Quarantined], size: int) -> Iterator[PromptRow | Quarantined]:
+    """The first rows, up to about so many characters of prompts."""
+    for row in rows:
+        yield row
+        size -= len(str(row.prompt)) if isinstance(row, PromptRow) else 0
+        if size <= 0:
+            return
 
 
 def _separate(
@@ -139,15 +169,28 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
+def _parquet_rows(source: Located, data: IO[bytes]) -> int:
+    try:
+        return int(pq.ParquetFile(data).metadata.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise _torn(source, error) from error
+
+
+def _torn(source: Located, error: Exception) -> DataError:
+    return DataError(f"not a whole Parquet file: {error}", where=_where(source), remedy="write it again")
+
+
 def _parquet(source: Located, data: IO[bytes], buffered: int = 0) -> Iterator[PromptRow | Quarantined]:
     number = 0
     try:
         file = pq.ParquetFile(data, buffer_size=buffered)
-        wanted = (source.prompt_key, source.label_key, source.metadata_key)
-        columns = [column for column in file.schema_arrow.names if column in wanted]
-        if source.prompt_key not in columns:
+        names = file.schema_arrow.names
+        keys = (source.prompt_key, source.label_key, source.metadata_key, *source.extra_keys)
+        wanted = {column_of(key, names) for key in keys if key}
+        columns = [column for column in names if column in wanted]
+        if column_of(source.prompt_key, names) not in columns:
             raise MissingColumnError(
-                f"has no column {source.prompt_key}, only {', '.join(file.schema_arrow.names)}",
+                f"has no column {column_of(source.prompt_key, names)}, only {', '.join(names)}",
                 where=_where(source),
                 remedy="set the source's prompt_key",
             )
@@ -155,9 +198,7 @@ def _parquet(source: Located, data: IO[bytes], buffered: int = 0) -> Iterator[Pr
             yield from _batch(source, batch, number)
             number += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"not a whole Parquet file: {error}", where=_where(source), remedy="write it again"
-        ) from error
+        raise _torn(source, error) from error
 
 
 def _batch(source: Located, batch: pa.RecordBatch, first: int) -> Iterator[PromptRow | Quarantined]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Iterator
 
 from pydantic import ValidationError
 
@@ -23,19 +24,71 @@ from millrace.core.ledger import GroupOutcome, IterationHistory
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+RECORD = "run.json"
 COMPLETE = "complete.json"
 PUBLISHED = "results/publish.json"  # written after the manifest
 ABANDONED_S = 3600.0
+READ_AHEAD = 64  # manifests in memory while all are gone through
 MAKE_AGAIN = "restore it from a copy, or remove it and start the run again: it is made again from the iteration's records"
 
 
+class Owner:
+    """Whose files a run's folder holds, by the id in run.json."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._run_id: str | None = None
+        self._ids: frozenset[str] = frozenset()
+
+    @property
+    def run_id(self) -> str | None:
+        """What this process writes into what it commits; None where it drives no run."""
+        return self._run_id
+
+    def drive_as(self, run_id: str) -> None:
+        """From now on what is committed names this run, whose id run.json has or will have."""
+        self._run_id = run_id
+        self._ids = frozenset()
+
+    def check(self, run_id: object, url: str) -> None:
+        """Raise StorageError if a file names another run than run.json. None: it is an earlier release's, which named none.
+
+        A branch begins with files of the runs that it comes from.
+        """
+        if run_id is None or run_id == self._run_id:
+            return
+        if not self._ids:
+            try:
+                record = self._store.read_sealed(RECORD)
+            except MissingFileError:
+                return  # whoever needs it names it
+            self._ids = frozenset([*record.get("ancestors", ()), *([record["id"]] if "id" in record else [])])
+        if run_id not in self._ids:
+            raise StorageError(
+                f"is of another run than {self._store.url_of(RECORD)}",
+                where=url,
+                remedy="one of the two was replaced: restore it from a copy",
+            )
+
+
+def numbers_of(run: Store, kind: str) -> list[int]:
+    """The numbers of a run's "iterations" or "checkpoints" that have a folder, in order."""
+    return sorted(int(name) for name in run.folders(kind) if name.isdecimal())
+
+
 class RunFolder:
-    """`<storage.root>/<run>/`."""
+    """`<storage.root>/<run>/`.
+
+    Of each committed iteration that was read it keeps the hash of the manifest, and of the newest the manifest: a driver
+    lives for thousands of iterations.
+    """
 
     def __init__(self, root: str, run: str) -> None:
         self.name = run
         self.store = Store(root).child(run)
-        self._manifests: list[Manifest] = []
+        self.owner = Owner(self.store)
+        self._hashes: dict[int, bytes] = {}  # of the committed manifests that were read, by iteration
+        self._newest: Manifest | None = None  # of those
 
     def identity(self, run_id: str | None) -> str:
         """What the run's actors and temporary files are named by. run_id: of its run.json; those of earlier releases have none."""
@@ -86,12 +139,19 @@ class RunFolder:
         return manifest
 
     def manifest(self, index: int) -> Manifest | None:
-        """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming it."""
-        if index < len(self._manifests):
-            return self._manifests[index]
+        """The manifest of an iteration, None if it is not committed. Raises CorruptFileError naming it.
+
+        One that was committed before is read again, and must be the same; MissingFileError if it is gone.
+        """
+        newest, known = self._newest, index < len(self._hashes)
+        if newest and newest.iteration == index:
+            return newest
         try:
             content = self.store.read_json(f"{self.iteration_path(index)}/{MANIFEST}")
-        except MissingFileError:
+        except MissingFileError as error:
+            if known:
+                error.remedy = self._gone(index).remedy
+                raise
             return None
         except CorruptFileError as error:
             error.remedy = MAKE_AGAIN
@@ -111,30 +171,18 @@ class RunFolder:
             raise CorruptFileError(
                 "its content does not have the hash it names", where=url, remedy=MAKE_AGAIN
             )
+        self.owner.check(manifest.run, url)
+        if known and manifest.sha256 != self._hashes[index].hex():
+            raise CorruptFileError("is not the manifest that was read before", where=url, remedy=MAKE_AGAIN)
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """All committed manifests by iteration. Each is read once: a manifest never changes.
+        """All committed manifests by iteration, as a tool needs them that ends soon: each takes some 30 KiB of memory.
 
         Raises CorruptFileError if one is broken or does not follow the one before, MissingFileError if one is gone: others
         follow, or the iteration was published.
         """
-        start = len(self._manifests)
-        numbers = [number for number in self._numbers("iterations") if number >= start]
-        by_number = dict(zip(numbers, in_threads(self.manifest, numbers), strict=True))
-        while manifest := by_number.get(len(self._manifests)):
-            self._check_order(manifest)
-            self._manifests.append(manifest)
-            del by_number[manifest.iteration]
-        first = len(self._manifests)
-        if any(by_number.values()) or (first in by_number and self.iteration(first).exists(PUBLISHED)):
-            raise MissingFileError(
-                "no such file, though the iteration was committed",
-                where=self._manifest_url(first),
-                remedy="start the run again: it is made again from the iteration's records. Where they are gone too, restore "
-                f"it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at ITERATION`",
-            )
-        return dict(enumerate(self._manifests))
+        return {manifest.iteration: manifest for manifest in self._from(0)}
 
     def take_over(self) -> int:
         """Note what earlier drivers left in the first open iteration, so that what they still write there does not count.
@@ -144,18 +192,22 @@ class RunFolder:
         assert self.store.fence is not None, "the lease comes first"
         index, token = self.first_open_iteration(), self.store.fence.token
         if token > 1:
-            take_over_parts(self.iteration(index), ("rollouts", "rewards"), token)
+            take_over_parts(self.iteration(index), ("rollouts", "rewards"), token, self.owner.run_id)
         return index
 
     def first_open_iteration(self, strict: bool = True) -> int:
         """The first iteration without a manifest. Unless `strict`, also where one is gone that was committed."""
         with contextlib.nullcontext() if strict else contextlib.suppress(MissingFileError):
-            self.manifests()
-        return len(self._manifests)
+            for _ in self._from(len(self._hashes)):
+                continue
+        return len(self._hashes)
 
-    def history(self) -> list[IterationHistory]:
-        """The groups of each committed iteration and their outcomes, from which the ledger is computed."""
-        return [manifest.history for manifest in self.manifests().values() if manifest.history]
+    def history(self, since: int = 0) -> Iterator[IterationHistory]:
+        """The groups of each iteration from `since` on that is committed, and their outcomes: the ledger is computed from them.
+
+        Errors as of `manifests`, where the reader comes to them.
+        """
+        return (manifest.history for manifest in self._from(since) if manifest.history)
 
     def outcomes(self, index: int, manifest: Manifest) -> IterationHistory:
         """The history of one iteration, from its prompts and verdicts, which its manifest names."""
@@ -219,7 +271,7 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[int]:
         """Checkpoints with a completeness marker, by the number of iterations done, oldest first."""
-        return [done for done in self._numbers("checkpoints") if self._is_complete(done)]
+        return [done for done in numbers_of(self.store, "checkpoints") if self._is_complete(done)]
 
     def remove_checkpoint(self, done: int) -> None:
         """Remove a checkpoint, its marker first: if interrupted, the checkpoint is incomplete."""
@@ -233,19 +285,44 @@ class RunFolder:
             log.warning("removed %s: an interrupted write left it", self.store.url_of(path))
         return removed
 
-    def _numbers(self, folder: str) -> list[int]:
-        return sorted(int(name) for name in self.store.folders(folder) if name.isdecimal())
+    def _from(self, since: int) -> Iterator[Manifest]:
+        """The committed manifests from iteration `since` on, a few of them in memory. Errors as of `manifests`."""
+        first = min(since, len(self._hashes))  # what was not read yet is read in order
+        numbers = [number for number in numbers_of(self.store, "iterations") if number >= first]
+        for start in range(0, len(numbers), READ_AHEAD):
+            some = numbers[start : start + READ_AHEAD]
+            for number, manifest in zip(some, in_threads(self.manifest, some), strict=True):
+                if manifest and number == first:
+                    self._keep(manifest)
+                    first += 1
+                    if number >= since:
+                        yield manifest
+                elif manifest or (number == first and self.iteration(first).exists(PUBLISHED)):
+                    raise self._gone(first)
+
+    def _gone(self, index: int) -> MissingFileError:
+        return MissingFileError(
+            "no such file, though the iteration was committed",
+            where=self._manifest_url(index),
+            remedy="start the run again: it is made again from the iteration's records. Where they are gone too, restore "
+            f"it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at ITERATION`",
+        )
 
     def _is_complete(self, done: int) -> bool:
         return self.store.exists(f"{self.checkpoint_path(done)}/{COMPLETE}")
 
-    def _check_order(self, manifest: Manifest) -> None:
-        if manifest.before and self._manifests and manifest.before != self._manifests[-1].sha256:
+    def _keep(self, manifest: Manifest) -> None:
+        """Keep what is kept of a manifest that was read. Raises CorruptFileError if it follows another one than was read."""
+        known = self._hashes.get(manifest.iteration - 1)
+        if manifest.before and known and manifest.before != known.hex():
             raise CorruptFileError(
                 f"is not the manifest that iteration {iteration_number(manifest.iteration)} follows",
                 where=self._manifest_url(manifest.iteration - 1),
                 remedy=MAKE_AGAIN,
             )
+        self._hashes[manifest.iteration] = bytes.fromhex(manifest.sha256)
+        if manifest.iteration == len(self._hashes) - 1:
+            self._newest = manifest
 
     def _manifest_url(self, index: int) -> str:
         return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")

@@ -1,7 +1,7 @@
 """JSON documents with a hash of themselves: a document that changed after it was written is found when it is read.
 
-Owns the hash and the place that a document names. Knows nothing of what documents say. Those of earlier releases have no hash
-and are read as they are.
+Owns the hash, and the place and the run that a document names. Knows nothing of what documents say. Those of earlier releases
+have no hash, or no run, and are read as they are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 from millrace.core.errors import CorruptFileError
 
-HASH, PLACE = "sha256", "sealed_at"
+HASH, PLACE, RUN = "sha256", "sealed_at", "sealed_by"
 
 
-def sealed(content: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The content with its place and its hash. `place`: how its URL ends, so that no other document can stand in for it."""
-    placed = {**content, PLACE: place}
+def sealed(content: Mapping[str, Any], place: str, run: str | None = None) -> dict[str, Any]:
+    """The content with its place, its run and its hash, so that no other document can stand in for it.
+
+    place: how its URL ends. run: id of the run that writes it, None for what no run's id is needed to read.
+    """
+    placed = {**content, PLACE: place, **({} if run is None else {RUN: run})}
     return {**placed, HASH: content_hash(placed)}
 
 
@@ -31,12 +34,12 @@ def check_seal(content: Any, url: str) -> dict[str, Any]:
     """The content without seal. Raises CorruptFileError if it is not what was written at this place."""
     if not isinstance(content, dict):
         raise CorruptFileError("holds no JSON object", where=url, remedy="restore the file")
-    opened = {name: value for name, value in content.items() if name not in (HASH, PLACE)}
-    if (HASH in content) != (PLACE in content):
+    opened = {name: value for name, value in content.items() if name not in (HASH, PLACE, RUN)}
+    if (HASH in content) != (PLACE in content) or (RUN in content and PLACE not in content):
         raise CorruptFileError("has lost a part of its seal", where=url, remedy="restore the file")
     if HASH not in content:
         return opened
-    if content_hash({**opened, PLACE: content[PLACE]}) != content[HASH]:
+    if content_hash({name: value for name, value in content.items() if name != HASH}) != content[HASH]:
         raise CorruptFileError(
             "its content does not have the hash that it names", where=url, remedy="restore the file"
         )

@@ -5,7 +5,6 @@ Owns what is checked when a file is read: its kind, its hash, its rows. Knows no
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -55,9 +54,11 @@ class Store(Files):
         """What `write_sealed` wrote, or an earlier release without a seal. Raises CorruptFileError if it changed since."""
         return check_seal(self.read_json(path), self.url_of(path))
 
-    def write_sealed(self, path: str, content: Mapping[str, Any], place: str | None = None) -> FileEntry:
-        """Write a JSON object with its hash. `place`: how its URL ends, the path here when not given."""
-        return self.write_json(path, sealed(content, place or path))
+    def write_sealed(
+        self, path: str, content: Mapping[str, Any], place: str | None = None, run: str | None = None
+    ) -> FileEntry:
+        """Write a JSON object with its hash. `place`: how its URL ends, the path here when not given. `run`: id of its run."""
+        return self.write_json(path, sealed(content, place or path, run))
 
     def write_table(self, path: str, table: pa.Table, kind: str) -> FileEntry:
         """Write a table of a kind known to millrace.core.contracts.schema."""
@@ -96,11 +97,7 @@ class Store(Files):
     def entry(self, path: str) -> FileEntry:
         """The entry of an existing file; with rows and kind for millrace's tables."""
         if not path.endswith(".parquet"):
-            hashed, size = hashlib.sha256(), 0
-            for block in self.blocks(path):
-                hashed.update(block)
-                size += len(block)
-            return FileEntry(path=path, sha256=hashed.hexdigest(), size=size)
+            return self._hashed(path)
         data = self.read(path)
         actual = self._check_name(entry_of(path, data))
         rows, kind = tables.describe(data, self.url_of(path))
@@ -121,10 +118,11 @@ class Store(Files):
     # folders
 
     def upload_dir(self, folder: str, path: str) -> Entries:
-        """Copy a local folder here, each file atomically; returns their entries."""
+        """Copy a local folder to `path`, the store itself when empty, each file atomically; returns their entries."""
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         return in_threads(
-            lambda file: self._upload(file, f"{path}/{file.relative_to(folder).as_posix()}"), files
+            lambda file: self._upload(file, f"{path}/{file.relative_to(folder).as_posix()}".lstrip("/")),
+            files,
         )
 
     def download_dir(self, path: str, folder: str, only: Names | None = None) -> None:
@@ -145,10 +143,8 @@ class Store(Files):
             self._retried("write", path, lambda: self._upload_here(file, target))
         else:
             self._retried("write", path, lambda: self._upload_object(file, path))
-        hashed = hashlib.sha256()
-        for block in file_blocks(file):
-            hashed.update(block)
-        return FileEntry(path=path, sha256=hashed.hexdigest(), size=file.stat().st_size)
+        sha256, size = local.sha256(file)
+        return FileEntry(path=path, sha256=sha256, size=size)
 
     def _upload_here(self, file: Path, target: Path) -> None:
         with self._writing():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
-from millrace.connectors.workers.process import WorkerDiedError, WorkerProcess
+from millrace.connectors.workers.process import START_TIMEOUT_S, WorkerDiedError, WorkerProcess
 from millrace.core.errors import MillraceError
 
 STARTS = 3  # of processes for a call, all of which die before it begins
@@ -61,6 +61,10 @@ class WorkerPool:
         except asyncio.CancelledError:
             call.cancel()
             raise
+
+    async def warm(self) -> None:
+        """Return when one process is there for the first call; the others start when calls need them."""
+        await self.call(abs, 0, timeout_s=START_TIMEOUT_S)
 
     def close(self) -> None:
         """Stop all processes at once."""

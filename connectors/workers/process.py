@@ -17,6 +17,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from millrace.core.errors import described
+
 START_TIMEOUT_S = 120.0  # in which a process answers that it is there, and unpickles a call
 CHECK_S = 0.5  # between looks at whether a process lives: a child of it may hold its end of the pipe open
 EXIT_S = 5.0  # from the end of the pipe to the end of the process
@@ -132,7 +134,7 @@ class _Call:
         try:
             self._function, self._args = pickle.loads(pickled)  # noqa: S301 - from the process that started this one
         except BaseException as error:  # noqa: BLE001 - what a module raises that is imported by unpickling
-            self._problem = _text(error)
+            self._problem = described(error)
 
     def make(self) -> bytes:
         """Make it: a pickled pair of "done" and its value, or of "failed" and the reason."""
@@ -141,16 +143,7 @@ class _Call:
         try:
             return pickle.dumps(("done", self._function(*self._args)))
         except BaseException as error:  # noqa: BLE001 - kept with its sample
-            return pickle.dumps(("failed", _text(error)))
-
-
-def _text(error: BaseException) -> str:
-    """An error's name and message, or its name alone where it has none."""
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 - user code
-        message = ""
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+            return pickle.dumps(("failed", described(error)))
 
 
 def _die_with_parent() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START, fixed
 from millrace.core.config.parts.section import Section
 
@@ -18,17 +19,22 @@ class Source(Section):
     name: str = Field(
         "default", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the source in metrics and lineage."
     )
-    path: Annotated[str, ANY_START] = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    path: Annotated[str, ANY_START, READS] = Field(description="JSONL or Parquet file, path or fsspec URL.")
     weight: float = Field(
         1.0, gt=0, description="Share of the prompts drawn from this source, relative to the others."
     )
     prompt_key: str = Field(
-        "prompt", description="Column with the prompt: a string or a list of chat messages."
+        "prompt",
+        description="Column with the prompt: a string or a list of chat messages. Keys may be dotted: reward_model.ground_truth.",
     )
     label_key: str | None = Field(
         "label", description="Column with the reference answer, handed to the reward."
     )
     metadata_key: str | None = Field("metadata", description="Column with a mapping handed to the reward.")
+    extra_keys: list[str] = Field(
+        [],
+        description="Further columns that the reward gets, in `metadata` under the names given here: [data_source, extra_info.index].",
+    )
     chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
 

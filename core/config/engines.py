@@ -129,7 +129,7 @@ class ExternalEngines(_Disaggregated, _OnGpus, _Served):
     key: str | None = Field(
         None,
         pattern=WHOLE,
-        description="What they ask for as a Bearer token (SGLang's api_key), as a reference: ${env:NAME}.",
+        description="What they ask for as a Bearer token (SGLang's api_key), as a reference: ${env:NAME} or ${prefect:BLOCK}.",
     )
 
     @property

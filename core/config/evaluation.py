@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.section import Section
 from millrace.core.config.rollout import Sampling
 
@@ -12,10 +15,11 @@ class EvalSet(Section):
     """One held-out set."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the set in metrics and files.")
-    path: str = Field(description="JSONL or Parquet file, path or fsspec URL.")
-    prompt_key: str = Field("prompt", description="Column with the prompt.")
+    path: Annotated[str, READS] = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    prompt_key: str = Field("prompt", description="Column with the prompt; dotted for a part of it.")
     label_key: str | None = Field("label", description="Column with the reference answer.")
     metadata_key: str | None = Field("metadata", description="Column with a mapping for the reward.")
+    extra_keys: list[str] = Field([], description="Further columns, in `metadata` under these names.")
     chat: bool = Field(True, description="Apply the chat template.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
     samples_per_prompt: int = Field(1, ge=1, description="Samples per prompt.")

@@ -6,22 +6,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.paths import READS, Reads
 from millrace.core.config.parts.restart import fixed
 from millrace.core.config.parts.section import Section
 
+BEGAN = "the weights of the run began as its"
 TOKENS = "it decides which prompts fit data.max_prompt_tokens, and epochs are drawn from those"
 
 
 class Model(Section):
     """The policy that is trained."""
 
-    path: Annotated[str, fixed("the weights of the run began as its")] = Field(
-        description="Hugging Face checkpoint folder: config.json, safetensors, tokenizer."
+    path: Annotated[str, fixed(BEGAN, moves=True), Reads(or_name=True)] = Field(
+        description="Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or the name of a model there, as in "
+        "Qwen/Qwen3-0.6B, which is downloaded into Hugging Face's cache."
     )
-    tokenizer: Annotated[str | None, fixed(TOKENS)] = Field(
+    revision: Annotated[str | None, fixed(BEGAN)] = Field(
+        None,
+        description="Branch, tag or commit of a model that is named. The run keeps the commit that it is at the first start.",
+    )
+    tokenizer: Annotated[str | None, fixed(TOKENS, moves=True), READS] = Field(
         None, description="Folder of the tokenizer; the model's own when not given."
     )
-    chat_template: Annotated[str | None, fixed(TOKENS)] = Field(
+    chat_template: Annotated[str | None, fixed(TOKENS, moves=True), READS] = Field(
         None, description="File with a Jinja chat template that replaces the tokenizer's own."
     )
     dtype: Annotated[

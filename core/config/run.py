@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
@@ -25,6 +26,11 @@ class Run(Section):
     prepare: Annotated[UserFunction | None, ANY_START] = Field(
         None,
         description="Function called with the configuration before anything else, to make files that are missing.",
+    )
+    import_from: Annotated[list[str], ANY_START, READS] = Field(
+        [],
+        description="Folders whose modules functions of yours are imported from, before the working directory and after installed "
+        "packages: the folder of the YAML file when not given.",
     )
     experiment: Annotated[str, in_a_branch("the MLflow run lies in it")] = Field(
         "millrace", min_length=1, description="MLflow experiment that the run belongs to."

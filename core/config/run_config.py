@@ -12,6 +12,7 @@ from millrace.core.config.engines import AutoEngines, Engines
 from millrace.core.config.evaluation import Evaluation
 from millrace.core.config.filter import Filter
 from millrace.core.config.model import Model
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.placement import Placement
@@ -26,6 +27,8 @@ from millrace.core.config.trainer import Trainer
 
 class RunConfig(Section):
     """Everything that decides what a run does."""
+
+    model_config = EMPTY_IN_FORMS
 
     run: Run
     model: Model
@@ -54,7 +57,13 @@ class RunConfig(Section):
         ):
             if settings[section][name] is not None and "://" not in settings[section][name]:
                 settings[section][name] = os.path.abspath(settings[section][name])
+        settings["run"]["import_from"] = self.modules_from
         return settings
+
+    @property
+    def modules_from(self) -> list[str]:
+        """The folders, absolute, that functions of the user are imported from: their own and the working directory."""
+        return [*map(os.path.abspath, self.run.import_from), os.getcwd()]
 
     @property
     def samples_per_iteration(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +17,7 @@ from millrace.core.contracts.ids import prompt_id
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 EXCERPT = 80
+_ABSENT = object()
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True)
 
 
@@ -31,6 +32,8 @@ class Keys(Protocol):
     def label_key(self) -> str | None: ...
     @property
     def metadata_key(self) -> str | None: ...
+    @property
+    def extra_keys(self) -> Sequence[str]: ...
 
 
 Prompt = str | list[dict[str, Any]]
@@ -121,16 +124,41 @@ def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
 
 def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Quarantined:
     """Read a mapping of columns as a prompt."""
-    if keys.prompt_key not in values:
+    given = value_at(values, keys.prompt_key, _ABSENT)
+    if given is _ABSENT:
         return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
-    prompt, problem = _prompt(values[keys.prompt_key])
-    label = values.get(keys.label_key) if keys.label_key else None
-    metadata, wrong = _metadata(values.get(keys.metadata_key) if keys.metadata_key else None)
+    prompt, problem = _prompt(given)
+    label = value_at(values, keys.label_key) if keys.label_key else None
+    metadata, wrong = _metadata(value_at(values, keys.metadata_key) if keys.metadata_key else None)
+    extra = {key: value_at(values, key, _ABSENT) for key in keys.extra_keys}
+    metadata |= {key: value for key, value in extra.items() if value is not _ABSENT}
     problem = problem or wrong or _not_storable({"prompt": prompt, "label": label, "metadata": metadata})
     if problem:
         return refuse(keys, row, problem, _shown(values))
     text = _encoder.encode(prompt)
     return PromptRow(keys.name, row, prompt_id(keys.name, row, text), prompt, label, metadata)
+
+
+def value_at(values: Mapping[str, Any], key: str, absent: Any = None) -> Any:
+    """What a row has under a key: a column's name, or a dotted path into the mappings of a column.
+
+    A column whose own name holds dots comes first.
+    """
+    if key in values:
+        return values[key]
+    at: Any = values
+    for part in key.split("."):
+        if isinstance(at, list):
+            at = _mapping_of(at)
+        if not isinstance(at, Mapping) or part not in at:
+            return absent
+        at = at[part]
+    return at
+
+
+def column_of(key: str, columns: Collection[str]) -> str:
+    """The column that a key, which may be a dotted path, begins in."""
+    return key if key in columns else key.partition(".")[0]
 
 
 def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRow], list[Quarantined]]:
@@ -180,11 +208,18 @@ def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
             return {}, "wrong type: metadata is text that is not JSON"
     if value is None:
         return {}, None
-    if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-        value = {str(name): item for name, item in value}  # Arrow returns a map so
+    if isinstance(value, list):
+        value = _mapping_of(value)
     if not isinstance(value, Mapping):
         return {}, f"wrong type: metadata is {_type(value)}, not an object"
     return dict(value), None
+
+
+def _mapping_of(value: list[Any]) -> Any:
+    """Arrow's form of a map, a list of pairs, as a mapping; any other list as it is."""
+    if all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        return {str(name): item for name, item in value}
+    return value
 
 
 def _not_storable(values: dict[str, Any]) -> str | None:

@@ -1,41 +1,63 @@
-"""References to secrets: `${env:NAME}` stands for an environment variable of the process that uses the value.
+"""References to secrets: `${env:NAME}` stands for an environment variable of the process that uses the value, `${prefect:BLOCK}`
+for a Secret block of the Prefect server.
 
 A configuration keeps the reference, and so does whatever is made from it: files, messages, pages. It is replaced by the value
-where it is used, and nowhere else.
+where it is used, and nowhere else. Whoever starts a run reads its blocks and passes them on (`pass_on`): knows nothing of Prefect.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from millrace.core.errors import ConfigError
 
-REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-WHOLE = r"^\$\{env:[A-Za-z_][A-Za-z0-9_]*\}$"  # a value that is one reference
+ENV, BLOCK = r"env:[A-Za-z_][A-Za-z0-9_]*", r"prefect:[a-z0-9-]+"
+REFERENCE = re.compile(rf"\$\{{({ENV}|{BLOCK})\}}")
+WHOLE = rf"^\$\{{(?:{ENV}|{BLOCK})\}}$"  # a value that is one reference
+SHORTEST = 8  # letters of base64 that are looked for
+PASSED_ON = "MILLRACE_BLOCK_"  # how variables begin in which a run's processes find its blocks
 
 
-def variables(value: Any) -> Iterator[str]:
-    """The variables that a value refers to, within lists and mappings too."""
+def references(value: Any) -> Iterator[str]:
+    """What a value refers to, as `env:NAME` or `prefect:BLOCK`, within lists and mappings too."""
     if isinstance(value, str):
         yield from REFERENCE.findall(value)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from variables(item)
+            yield from references(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from variables(item)
+            yield from references(item)
+
+
+def variables(value: Any) -> Iterator[str]:
+    """The environment variables in which this process finds what a value refers to."""
+    yield from map(_variable_of, references(value))
+
+
+def blocks(value: Any) -> set[str]:
+    """The names of the blocks that a value refers to."""
+    return {found.removeprefix("prefect:") for found in references(value) if found.startswith("prefect:")}
+
+
+def pass_on(block: str, secret: str) -> None:
+    """From now on, this process and those that it starts have the block's secret."""
+    os.environ[_variable_of(f"prefect:{block}")] = secret
 
 
 def resolved(value: Any, where: str) -> Any:
     """The value with each reference replaced, within lists and mappings too. `where` is its field or file.
 
-    Raises ConfigError naming a variable that is not set.
+    Raises ConfigError naming a variable that is not set, or a block that was not read.
     """
     if isinstance(value, str):
-        return REFERENCE.sub(lambda found: _variable(found[1], where), value) if "${" in value else value
+        return REFERENCE.sub(lambda found: _secret(found[1], where), value) if "${" in value else value
     if isinstance(value, Mapping):
         return {name: resolved(item, where) for name, item in value.items()}
     if isinstance(value, list):
@@ -43,19 +65,57 @@ def resolved(value: Any, where: str) -> Any:
     return value
 
 
-def _variable(name: str, where: str) -> str:
-    try:
-        return os.environ[name]
-    except KeyError:
-        raise ConfigError(
-            f"refers to {name}, which is not set", where=where, remedy=f"export {name}, or correct the name"
-        ) from None
+def remedy(reference: str) -> str:
+    """What to do where nothing stands behind a reference."""
+    kind, _, name = reference.partition(":")
+    if kind == "env":
+        return f"export {name}, or correct the name"
+    return f"save a Secret block with the name {name} on the Prefect server, or correct the name"
 
 
 def scrubbed(text: str, value: Any) -> str:
-    """A text in which each secret that a value refers to is its reference again: what a user's code printed may hold it."""
-    for name in variables(value):
-        secret = os.environ.get(name)
-        if secret:
-            text = text.replace(secret, f"${{env:{name}}}")
+    """A text in which each secret that a value refers to is its reference again: what a user's code printed may hold it.
+
+    Also as it stands in a URL, in JSON, in Python's own notation, and in base64, with what is before it or by itself.
+    """
+    for reference in references(value):
+        secret = os.environ.get(_variable_of(reference))
+        for form in _forms(secret) if secret else ():
+            text = text.replace(form, f"${{{reference}}}")
     return text
+
+
+def _secret(reference: str, where: str) -> str:
+    try:
+        return os.environ[_variable_of(reference)]
+    except KeyError:
+        raise ConfigError(
+            f"refers to {reference.partition(':')[2]}, which is not set",
+            where=where,
+            remedy=remedy(reference),
+        ) from None
+
+
+def _variable_of(reference: str) -> str:
+    kind, _, name = reference.partition(":")
+    return name if kind == "env" else PASSED_ON + name.replace("-", "_").upper()
+
+
+def _forms(secret: str) -> list[str]:
+    """A secret as texts show it, longest first."""
+    shown = {secret, quote(secret), quote(secret, safe=""), quote_plus(secret)}
+    shown |= {json.dumps(secret)[1:-1], repr(secret)[1:-1]}
+    shown |= {form for before in range(3) for form in _in_base64(secret.encode(), before)}
+    return sorted(shown, key=len, reverse=True)
+
+
+def _in_base64(secret: bytes, before: int) -> Iterator[str]:
+    """The letters of a text in base64 that show a secret alone, which stands there after `before` bytes or three more.
+
+    In the alphabet of base64 and in that for URLs. Those of a short secret are found in any text: there are none of it.
+    """
+    first, last = -(-before * 8 // 6), (before + len(secret)) * 8 // 6
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        letters = encode(bytes(before) + secret).decode()[first:last]
+        if len(letters) >= SHORTEST:
+            yield letters

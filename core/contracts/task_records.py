@@ -156,6 +156,7 @@ class PublishRecord(TypedDict):
     metrics: dict[str, float]
     committed: NotRequired[float]  # seconds of the epoch
     driver: NotRequired[int | None]  # token of the driver that committed it
+    run: NotRequired[str | None]  # id of the run that committed it
     manifest: NotRequired[str]  # its hash
 
 

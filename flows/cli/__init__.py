@@ -20,6 +20,6 @@ app.callback()(keep_private)
 for command in (
     *(run.train, run.check, run.quickstart),
     *(look.runs, look.show, tools.verify, tools.replay, look.sql, tools.branch, tools.discard, tools.stop),
-    *(server.server, server.deploy),
+    *(server.server, server.ui, server.deploy),
 ):
     app.command()(command)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from millrace.flows.cli.terminal import RootOption, console, guarded
+from millrace.flows.cli.tables import CsvOption, JsonOption, print_listing
+from millrace.flows.cli.terminal import RootOption, guarded
 
 
-def runs(root: RootOption = "runs") -> None:
+def runs(root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False) -> None:
     """List the runs under a storage root."""
-    from millrace.flows.tools.browse import runs_table
+    from millrace.flows.tools.browse import runs_listing
 
-    guarded(lambda: console.print(runs_table(root)))
-
-
-def show(run: str, root: RootOption = "runs") -> None:
-    """Show a run: its iterations, curves and files."""
-    from millrace.flows.tools.browse import run_tables
-
-    console.print(*guarded(lambda: run_tables(root, run)), sep="\n")
+    print_listing(guarded(lambda: runs_listing(root)), json, csv)
 
 
-def sql(run: str, query: str, root: RootOption = "runs") -> None:
+def show(run: str, root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False) -> None:
+    """Show a run: where it is, and its iterations with the evaluations by set; 0 is before training."""
+    from millrace.flows.tools.browse import run_listing
+
+    print_listing(guarded(lambda: run_listing(root, run)), json, csv)
+
+
+def sql(
+    run: str, query: str, root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False
+) -> None:
     """Ask DuckDB about a run: views prompts, samples, rewards, verdicts, batches, steps, evaluations."""
-    from millrace.flows.tools.sql import query_table
+    from millrace.flows.tools.sql import answer
 
-    console.print(guarded(lambda: query_table(root, run, query)))
+    print_listing(guarded(lambda: answer(root, run, query)), json, csv)

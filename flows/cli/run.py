@@ -19,34 +19,44 @@ from millrace.flows.cli.terminal import (
     errors,
     guarded,
     libraries_kept_off_terminal,
+    lines_before_prefect,
+    print_lines,
 )
 from millrace.flows.driver.interruption import run_interruptibly
 
 if TYPE_CHECKING:
     from millrace.core.config import RunConfig
     from millrace.flows.driver.drive import DriveResult
+    from millrace.flows.preflight.check import Checked
 
 T = TypeVar("T")
 
 
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train a run, or go on with it: the same name resumes."""
-    resolved = _load(config, overrides)
-    result = _interruptible(lambda: _run_flow(resolved))
+    from millrace.flows.tools.ending import ending
+
+    def work() -> tuple[RunConfig, DriveResult]:
+        resolved = _checked(config, overrides).config
+        return resolved, _run_flow(resolved)
+
+    resolved, result = _interruptible(work)
     did, total = result["did"], result["iterations"]
     console.print(f"run {resolved.run.name}: {total} iterations complete, {did} of them now")
+    print_lines(guarded(lambda: ending(resolved)))
 
 
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Resolve a configuration, touch everything it names, and print the plan."""
     from millrace.core.config.plan import make_plan
-    from millrace.flows.preflight.plan_table import render
+    from millrace.flows.preflight.plan_table import plan_text
     from millrace.flows.preflight.unchecked import unchecked
 
-    resolved = _load(config, overrides)
-    _check(resolved)
-    console.print(render(make_plan(resolved)))
-    for sentence in unchecked(resolved):
+    found = _checked(config, overrides)
+    width = console.width if console.is_terminal else None
+    text = plan_text(make_plan(found.located), found, width)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for sentence in unchecked(found.config, found.model.whole):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -66,13 +76,12 @@ def quickstart(
 
 def _interruptible(work: Callable[[], T]) -> T:
     """Do the work of a command that starts live parts: signals end it, and what they print goes to a log."""
-    with libraries_kept_off_terminal():
-        return guarded(lambda: run_interruptibly(work))
+    with libraries_kept_off_terminal() as terminal, lines_before_prefect():
+        return guarded(lambda: run_interruptibly(work, terminal))
 
 
 def _run_flow(config: RunConfig) -> DriveResult:
-    """Check the configuration, then run its flow in this process, against the configured Prefect server or a local one."""
-    _check(config)
+    """Run the flow of a configuration in this process, against the configured Prefect server or a local one."""
     import httpx
 
     from millrace.connectors.prefect.server import ensure_server, login_hint, restart_dead_server, ui_url
@@ -100,17 +109,16 @@ def _run_flow(config: RunConfig) -> DriveResult:
         ) from error
 
 
-def _load(path: Path, overrides: list[str] | None) -> RunConfig:
-    from millrace.core.config.reading.load import load_config
-
-    return guarded(lambda: load_config(str(path), overrides or []))
-
-
-def _check(config: RunConfig) -> None:
+def _checked(path: Path, overrides: list[str] | None) -> Checked:
+    """The configuration with what its checks saw. Ends the command with every problem, of the file and of what it names."""
     from millrace.core.config.parts.problems import render_problems
-    from millrace.flows.preflight.check import check as check_config
+    from millrace.core.config.reading.load import read_config
+    from millrace.flows.preflight.check import checked
 
-    problems = check_config(config)
-    if problems:
-        errors.print(render_problems(problems), markup=False, highlight=False)
+    reading = guarded(lambda: read_config(str(path), overrides or []))
+    found = checked(reading.config, reading.problems) if reading.config else None
+    problems = found.problems if found else reading.problems
+    if problems or found is None:
+        errors.print(render_problems(problems), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(2)
+    return found

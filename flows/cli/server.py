@@ -1,4 +1,4 @@
-"""Commands around the Prefect server: server, deploy."""
+"""Commands around the servers whose pages show runs: server, ui, deploy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from millrace.flows.cli.terminal import console, guarded
+from millrace.flows.cli.terminal import RootOption, console, guarded, print_lines
 
 
 def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start") -> None:
-    """Start (or find) the local Prefect server; or stop it, and the local Ray head with every actor on it."""
+    """Start (or find) the local Prefect server; or stop it, MLflow's, and the local Ray head with every actor on it."""
     from millrace.connectors.prefect.server import ensure_server, login_hint, ui_url
 
     if action == "stop":
@@ -24,17 +24,35 @@ def server(action: Annotated[str, typer.Argument(help="start or stop")] = "start
 
 
 def _stop() -> None:
+    from millrace.connectors.mlflow.server import stop_mlflow
     from millrace.connectors.prefect.server import stop_server
     from millrace.connectors.ray.cluster import stop_local_head
     from millrace.connectors.storage.own_folders import remove_dead_folders
 
     console.print(f"Prefect server: {'stopped' if stop_server() else 'none runs'}")
+    console.print(f"MLflow server: {'stopped' if stop_mlflow() else 'none runs'}")
     console.print(f"Ray head: {'stopped' if stop_local_head() else 'none runs'}")
     remove_dead_folders()
 
 
+def ui(
+    run: Annotated[str | None, typer.Argument(help="Run whose curves MLflow's page shows.")] = None,
+    root: RootOption = "runs",
+    uri: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI; the run's, or the default store, when not given.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of MLflow's page; 5000 or a free one when not given.")
+    ] = None,
+) -> None:
+    """Start (or find) the Prefect and MLflow servers, and print the addresses of their pages."""
+    from millrace.flows.tools.ui import open_pages
+
+    print_lines(guarded(lambda: open_pages(root, run, uri, port)))
+
+
 def deploy() -> None:
-    """Create the Prefect deployments train and sft; a worker runs them from this folder."""
+    """Create the Prefect deployments of train and sft; a worker runs them from this folder."""
     from millrace.flows.tools.deploy import create_deployments
 
-    console.print(guarded(lambda: create_deployments(Path.cwd())), soft_wrap=True)
+    print_lines(guarded(lambda: create_deployments(Path.cwd())))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
@@ -14,10 +15,11 @@ import typer
 from rich.console import Console
 
 from millrace.connectors.storage.local import library_log
-from millrace.core.errors import MillraceError, first_error
+from millrace.core.errors import MillraceError, StorageError, first_error
 
 T = TypeVar("T")
 STDERR = 2
+LINE = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(name)s - %(message)s"  # as Prefect's console has it
 RAY_THREAD = "ray_"  # how the names of Ray's threads begin
 
 console = Console()
@@ -42,47 +44,110 @@ def guarded(call: Callable[[], T]) -> T:
         raise
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are, however long: paths and commands in them are to be pasted."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Terminal:
+    """The terminal of a command that starts live parts, and the log of what is kept from it."""
+
+    def __init__(self, stream: TextIO, path: Path, log: TextIO) -> None:
+        self._stream = stream
+        self._path = path
+        self._log = log
+        self._silent_since: int | None = None  # bytes of the log
+
+    def silence(self) -> None:
+        """From now on what Python prints goes to the log too, the lines of every logger among it."""
+        self._silent_since = self._size()
+
+    def say(self, line: str) -> None:
+        """Print a line, silent or not."""
+        print(line, file=self._stream, flush=True)
+
+    def log(self) -> Path | None:
+        """The log, if anything was written to it since `silence`."""
+        return self._path if self._silent_since is not None and self._size() > self._silent_since else None
+
+    def keeps(self) -> bool:
+        """Whether what is written now belongs into the log: all of it once silent, and the last lines of a part of Ray's."""
+        return self._silent_since is not None or threading.current_thread().name.startswith(RAY_THREAD)
+
+    def _size(self) -> int:
+        return os.fstat(self._log.fileno()).st_size
+
+
 @contextlib.contextmanager
-def libraries_kept_off_terminal() -> Iterator[None]:
-    """Within, what native libraries and child processes write to stderr, and Ray's threads to stdout, goes to a log.
+def libraries_kept_off_terminal() -> Iterator[Terminal]:
+    """Within, what native libraries and child processes write to stderr, and what Ray's threads print, goes to a log.
 
     Ray dumps its state and C++ stacks there when a part of it dies. Other lines of Python reach the terminal. A command that
     fails names the log if it got anything.
     """
-    path = library_log()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = guarded(_log)
     out, err = sys.stdout, sys.stderr
     err.flush()
-    terminal = os.dup(STDERR)
+    kept = os.dup(STDERR)
     with path.open("a", buffering=1) as log:
         os.dup2(log.fileno(), STDERR)
         size = os.fstat(log.fileno()).st_size
         # another stream than the terminal is a test's, or the caller's, and stays
-        sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1) if err is sys.__stderr__ else err
-        sys.stdout = cast(TextIO, _ForAllButRay(out, log))
+        stream = os.fdopen(os.dup(kept), "w", buffering=1) if err is sys.__stderr__ else err
+        terminal = Terminal(stream, path, log)
+        sys.stderr = cast(TextIO, _Kept(stream, log, terminal))
+        sys.stdout = cast(TextIO, _Kept(out, log, terminal))
         try:
-            yield
+            yield terminal
         except BaseException:
             if os.fstat(log.fileno()).st_size > size:
                 errors.print(f"What libraries wrote meanwhile is in {path}", markup=False, soft_wrap=True)
             raise
         finally:
             sys.stdout, sys.stderr = out, err
-            os.dup2(terminal, STDERR)
-            os.close(terminal)
+            os.dup2(kept, STDERR)
+            os.close(kept)
 
 
-class _ForAllButRay:
-    """A stream, but for what Ray's threads write, which goes to a log: the last lines of a part that died."""
+@contextlib.contextmanager
+def lines_before_prefect() -> Iterator[None]:
+    """Within, millrace's log lines reach the terminal until Prefect is imported, which then has them printed."""
+    logger, handler = logging.getLogger("millrace"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(LINE, datefmt="%H:%M:%S"))
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
+
+def _log() -> Path:
+    """The log's path. Raises StorageError naming MILLRACE_HOME if it cannot be written there."""
+    try:
+        path = library_log()
+        path.touch()
+    except OSError as error:
+        raise StorageError(
+            f"no folder that can be written: {error.strerror or error}",
+            where=f"MILLRACE_HOME = {os.environ.get('MILLRACE_HOME', '~/.millrace')}",
+            remedy="export MILLRACE_HOME=FOLDER with a folder of yours",
+        ) from error
+    return path
+
+
+class _Kept:
+    """A stream of Python's, but for what the terminal keeps from it."""
+
+    def __init__(self, stream: TextIO, log: TextIO, terminal: Terminal) -> None:
         self._stream = stream
         self._log = log
+        self._terminal = terminal
 
     def write(self, text: str) -> int:
         """Write where this thread's text belongs."""
-        from_ray = threading.current_thread().name.startswith(RAY_THREAD)
-        return (self._log if from_ray else self._stream).write(text)
+        return (self._log if self._terminal.keeps() else self._stream).write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -91,10 +91,10 @@ def discard(
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="Run whose left-over actors are to end.")],
+    run: Annotated[str, typer.Argument(help="Run that is to end.")],
     root: RootOption = "runs",
 ) -> None:
-    """End what a killed driver left behind of a run: trainer ranks and engines. Files stay."""
+    """End a run that works on this host, as Ctrl-C does, or what a killed one left. Files stay; train goes on."""
     from millrace.flows.tools.stop import stop_run
 
-    console.print(guarded(lambda: stop_run(root, run)))
+    console.print(guarded(lambda: stop_run(root, run)), soft_wrap=True)

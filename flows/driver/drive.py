@@ -13,22 +13,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypedDict
 
+from millrace.connectors.prefect.run_errors import log_errors_once
 from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
-from millrace.connectors.storage.local import keep_private
+from millrace.connectors.storage.local import bound_logs, keep_private, log_folder
 from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.errors import ConfigError, StorageError
-from millrace.core.hooks import load_function
-from millrace.flows.driver.interruption import on_signal
+from millrace.core.hooks import call_function, search_in
+from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
+from millrace.flows.driver.named_model import ModelHere, model_here
 from millrace.flows.driver.run_record import finish_run_record, open_run_record, run_id
 from millrace.flows.preflight.check import check
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
+LOGS_EVERY_S = 600.0
 
 Iteration = Callable[[Runtime, int, IterationSlot], Coroutine[Any, Any, None]]
 
@@ -55,6 +58,7 @@ async def drive(
     driver = asyncio.current_task()
     assert driver is not None
     keep_private()
+    log_errors_once(by_command=in_command())
     with on_signal(driver.cancel):
         return await _drive(config, iteration, flow_name, before_first)
 
@@ -65,8 +69,9 @@ async def _drive(
     flow_name: str,
     before_first: Callable[[Runtime], Awaitable[None]] | None,
 ) -> DriveResult:
-    await _prepare(config)
-    runtime, started = Runtime(config), time.perf_counter()
+    here = await _prepare(config)
+    await asyncio.to_thread(_bound_logs, config)
+    runtime, started = Runtime(here.config), time.perf_counter()
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
     runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations:
@@ -76,8 +81,10 @@ async def _drive(
         return {"run": config.run.name, "iterations": first, "did": 0}
     async with _leased(runtime) as attempt:
         await asyncio.to_thread(commit_again, runtime.run_folder)
+        await open_run_record(
+            runtime, attempt, config, here.commit
+        )  # which may refuse: nothing of this start is in the iterations yet
         first = await asyncio.to_thread(runtime.run_folder.take_over)
-        await open_run_record(runtime, attempt)
         if before_first and first == 0:
             await before_first(runtime)
         await run_iterations(partial(iteration, runtime), flow_name, config, first)
@@ -85,13 +92,30 @@ async def _drive(
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 
 
-async def _prepare(config: RunConfig) -> None:
-    """Make the files that `run.prepare` makes, then check everything. Raises ConfigError with every problem."""
+async def _prepare(config: RunConfig) -> ModelHere:
+    """Make the files that `run.prepare` makes, download a model that is named, then check everything.
+
+    Returns the configuration with the model's folder on this host. Raises ConfigError with every problem.
+    """
+    search_in(config.run.import_from)
     if config.run.prepare:
-        await asyncio.to_thread(load_function(config.run.prepare, "run.prepare"), config)
-    problems = await asyncio.to_thread(check, config, prepared=True)
+        await asyncio.to_thread(call_function, config.run.prepare, "run.prepare", config)
+    here = await asyncio.to_thread(model_here, config)
+    problems = await asyncio.to_thread(check, here.config, prepared=True)
     if problems:
         raise ConfigError(render_problems(problems))
+    return here
+
+
+def _bound_logs(config: RunConfig) -> None:
+    bound_logs(log_folder(config.storage.root, config.run.name))
+
+
+async def _keep_logs_bounded(config: RunConfig) -> None:
+    """Bound the logs again and again; runs until cancelled."""
+    while True:
+        await asyncio.sleep(LOGS_EVERY_S)
+        await asyncio.to_thread(_bound_logs, config)
 
 
 @contextlib.asynccontextmanager
@@ -117,6 +141,7 @@ async def _leased(runtime: Runtime) -> AsyncIterator[int]:
                 return
 
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
+    background.append(asyncio.create_task(_keep_logs_bounded(runtime.config)))
     try:
         runtime.drive_under(lease, await asyncio.to_thread(run_id, runtime.run_folder.store))
         await asyncio.to_thread(runtime.run_folder.clean)

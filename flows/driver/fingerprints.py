@@ -26,7 +26,12 @@ def fingerprints(config: RunConfig) -> dict[str, dict[str, str]]:
 
     Of a weight file the size, the header (names, types and shapes) and three samples of its content are hashed.
     """
-    return {"model": dict(_models(config)), "code": dict(_code(config))}
+    return {"model": of_model(config), "code": dict(_code(config))}
+
+
+def of_model(config: RunConfig) -> dict[str, str]:
+    """The hashes of the model's files alone, without a look at the user's functions."""
+    return dict(_models(config))
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -45,6 +50,9 @@ def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
             files = {file for pattern in OF_A_MODEL for file in Path(folder).glob(pattern) if file.is_file()}
             for file in sorted(files):
                 yield f"{field}: {file.name}", _digest(file)
+    template = config.model.chat_template
+    if template and Path(template).is_file():
+        yield "model.chat_template: file", _digest(Path(template))
 
 
 def _digest(file: Path) -> str:

@@ -6,6 +6,8 @@ none where a flow runs in another thread.
 
 A flow says by `on_signal` what is to happen then. Nothing is waited for longer than DEADLINE_S: what is written is whole or
 absent at any moment, as after `kill -9`. Under a Prefect worker there is no command; Prefect cancels the flow's task itself.
+
+What libraries log while the command ends, such as that runs were cancelled, goes where its Terminal sends it.
 """
 
 from __future__ import annotations
@@ -21,16 +23,45 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 T = TypeVar("T")
 
 DEADLINE_S = 8.0
 REPORT_S = 2.0  # for Prefect to note that its runs ended
 POLL_S = 0.2
+PATIENCE_S = 4.0  # after which the command says that it is ending
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _reactions: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]] = []
+_commands: list[_Command] = []
+
+
+class Terminal(Protocol):
+    """Where a command's last words go."""
+
+    def silence(self) -> None:
+        """Keep everything but last words from it from now on."""
+
+    def say(self, line: str) -> None:
+        """Print last words."""
+
+    def log(self) -> Path | None:
+        """The file with what was kept from it since `silence`, if anything was."""
+
+
+class _OfPython:
+    """The stderr of a command that keeps no log: what is logged while it ends is dropped."""
+
+    def silence(self) -> None:
+        logging.disable(logging.CRITICAL)
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def log(self) -> Path | None:
+        return None
 
 
 @contextlib.contextmanager
@@ -44,7 +75,12 @@ def on_signal(react: Callable[[], object]) -> Iterator[None]:
         _reactions.remove(entry)
 
 
-def run_interruptibly(work: Callable[[], T]) -> T:
+def in_command() -> bool:
+    """Whether `run_interruptibly` does its work in this process: a command, which says at its end what went wrong."""
+    return bool(_commands)
+
+
+def run_interruptibly(work: Callable[[], T], terminal: Terminal | None = None) -> T:
     """Do `work` in a thread and return its result. On Ctrl-C or SIGTERM this process ends, with 130 or 143.
 
     The first signal calls what `on_signal` registered and waits until no flow has anything left to do, at most DEADLINE_S.
@@ -52,7 +88,8 @@ def run_interruptibly(work: Callable[[], T]) -> T:
     stays ignored. Call it in the main thread.
     """
     work_thread = _WorkThread(work)
-    command = _Command()
+    command = _Command(terminal or _OfPython())
+    _commands.append(command)
     taken = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, command.on_signal) for number in taken}
     try:
@@ -61,9 +98,11 @@ def run_interruptibly(work: Callable[[], T]) -> T:
             for number in taken:
                 signal.signal(number, command.on_signal)  # Ray puts its own in place when a process joins
             command.leave_if_cleaned_up()
+            command.say_that_it_ends()
         if command.interrupted_by is not None:
             command.leave()
     finally:
+        _commands.remove(command)
         for number, handler in before.items():
             signal.signal(number, handler)
     return work_thread.result()
@@ -99,8 +138,11 @@ class _WorkThread(threading.Thread, Generic[T]):
 class _Command:
     """What the signals of one command did so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self.interrupted_by: signal.Signals | None = None
+        self._terminal = terminal
+        self._told = False  # that it ends
+        self._since = 0.0  # when it was interrupted
         self._cleaned_up: float | None = None  # when
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -109,12 +151,11 @@ class _Command:
             if number == signal.SIGINT:
                 self.leave("Ended at once: processes of the run may be left.")
             return
-        self.interrupted_by = signal.Signals(number)
+        self.interrupted_by, self._since = signal.Signals(number), time.monotonic()
         signal.alarm(0)  # by which Ray's handler, if it was in place, aborts the process in 3 s
-        logging.disable(logging.CRITICAL)  # Prefect logs as errors that its runs are cancelled
+        self._terminal.silence()  # Prefect logs as errors that its runs are cancelled
         if not _reactions:
             self.leave()
-        _say(f"{NAMES[self.interrupted_by]}: the run ends; Ctrl-C again ends it at once.")
         for loop in {loop for loop, _ in _reactions}:
             loop.call_soon_threadsafe(_react, loop)
         timer = threading.Timer(
@@ -134,14 +175,22 @@ class _Command:
         if time.monotonic() - self._cleaned_up > REPORT_S:
             self.leave()
 
+    def say_that_it_ends(self) -> None:
+        """Say so once, where that takes its time: else people press Ctrl-C again, which leaves processes."""
+        if self.interrupted_by and not self._told and time.monotonic() - self._since > PATIENCE_S:
+            self._told = True
+            self._terminal.say(f"{NAMES[self.interrupted_by]}: the run ends; Ctrl-C again ends it at once.")
+
     def leave(self, problem: str = "") -> NoReturn:
         """Say how to go on, and end this process without waiting for any thread."""
         assert self.interrupted_by is not None
         again = shlex.join(["millrace", *sys.argv[1:]])
         if problem:
-            _say(f"{problem} `millrace stop RUN` ends them.")
-        _say(
-            f"Ended by {NAMES[self.interrupted_by]}; what finished is kept. The same command goes on: {again}"
+            self._terminal.say(f"{problem} `millrace stop RUN` ends them.")
+        log = self._terminal.log()
+        logged = f", what libraries logged meanwhile is in {log}," if log else ","
+        self._terminal.say(
+            f"Ended by {NAMES[self.interrupted_by]}; what finished is kept{logged} and the same command goes on: {again}"
         )
         for child in multiprocessing.active_children():
             child.kill()
@@ -154,7 +203,3 @@ def _react(loop: asyncio.AbstractEventLoop) -> None:
     for registered_in, react in list(_reactions):
         if registered_in is loop:
             react()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

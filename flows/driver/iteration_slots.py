@@ -13,6 +13,7 @@ from typing import Any
 from prefect import Flow
 
 from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
 from millrace.core.garbage import collect_garbage
 
@@ -71,7 +72,8 @@ async def run_iterations(work: Work, flow_name: str, config: RunConfig, first: i
         async with asyncio.TaskGroup() as group:
             slot = IterationSlot()
             for index in range(first, config.run.iterations):
-                group.create_task(_flow(work, slot, flow_name, f"{config.run.name}-{index:06d}")(index))
+                run_name = f"{config.run.name}, iteration {iteration_number(index)}"
+                group.create_task(_flow(work, slot, flow_name, run_name)(index))
                 if index == first + 1:
                     await slot.may_work()
                     collect_garbage()  # every module is imported by now, and no weights are being sent

@@ -10,23 +10,21 @@ import logging
 import platform
 import subprocess
 import uuid
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from prefect.runtime import flow_run
-from pydantic import ValidationError
 
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.config.parts.restart import Change, changes
 from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.prompts import SourceFingerprint, source_changes
-from millrace.core.errors import ConfigError, DataError, MissingFileError
+from millrace.core.errors import DataError, MissingFileError
 from millrace.flows.driver.fingerprints import fingerprints
+from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import check_same_model, taken_up
 from millrace.flows.tools.browse import check_no_run
 from millrace.tasks import report
@@ -56,37 +54,40 @@ def run_id(store: Store) -> str:
     return str(record.get("id") or uuid.uuid4().hex)
 
 
-async def open_run_record(runtime: Runtime, attempt: int) -> None:
+async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, commit: str | None) -> None:
     """Write or extend run.json, and open the MLflow run that belongs to it.
 
+    asked: the configuration as it was given, in which the model may be named. commit: that of the named model.
     Raises ConfigError if the configuration differs from the run's in a field that would make it another run.
     """
     store = runtime.run_folder.store
-    resolved = runtime.config.model_dump(mode="json")
+    resolved = asked.model_dump(mode="json")
     try:
         record = lifted(await asyncio.to_thread(store.read_sealed, "run.json"))
     except MissingFileError:
         await asyncio.to_thread(check_no_run, store)
         name = runtime.config.run.name
         record = {"name": name, "config": resolved, "seed_name": "", "mlflow_run_id": None, "attempts": []}
+    hashed = hashed_in(record)
     before = stored_config(record["config"] or record["parent"]["config"], record["name"])
     if record["config"] is not None:
-        check_resume(before, runtime.config)
+        check_resume(before, asked, hashed)
     else:
-        check_branch(before, runtime.config, record["parent"])
+        check_branch(before, asked, record["parent"], hashed)
     record["id"] = runtime.run_id
     prints = await asyncio.to_thread(fingerprints, runtime.config)
     check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
     since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
     installed = versions()
-    record["changes"] = taken_up(record, before, runtime.config, prints, installed, since)
+    record["changes"] = taken_up(record, before, asked, prints, installed, since)
     record["fingerprints"] = prints
     record["config"], record["config_version"] = resolved, VERSION
+    record["model_commit"] = commit
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
+    record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
-    record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["versions"] = installed
     record["code_revision"] = code_revision()
     record["attempts"].append(
@@ -109,59 +110,6 @@ async def finish_run_record(runtime: Runtime) -> None:
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_sealed, "run.json", record)
     await report.close_tracking(runtime)
-
-
-def stored_config(values: dict[str, Any], run: str) -> RunConfig:
-    """The configuration in a run.json; fields that are younger than it have their defaults."""
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigError(f"its configuration cannot be read: {wrong}", where=f"run.json of {run}") from error
-
-
-def check_resume(before: RunConfig, now: RunConfig) -> None:
-    """Refuse to go on with a run if a field differs that a resume may not change, naming every one."""
-    refused = [change for change in changes(before, now) if not change.restart.resume]
-    if refused:
-        branch = all(change.restart.branch for change in refused)
-        raise ConfigError(
-            f"exists with another configuration:\n{_lines(refused)}",
-            where=f"run {now.run.name}",
-            remedy="Put these fields back, or change them in a branch: `millrace branch "
-            f"{before.run.name} NEW --at ITERATION`."
-            if branch
-            else "Put these fields back, or give the new run another run.name.",
-        )
-
-
-def check_branch(before: RunConfig, now: RunConfig, parent: dict[str, Any]) -> None:
-    """Refuse to begin a branch if a field differs from its parent's that a branch may not change, naming every one."""
-    refused = [change for change in changes(before, now) if not change.restart.branch]
-    if refused:
-        raise ConfigError(
-            f"is a branch of {parent['run']}, which has another configuration:\n{_lines(refused)}",
-            where=f"run {now.run.name}",
-            remedy="Put these fields back, or start a new run: a branch goes on with its parent's iterations.",
-        )
-    then, here = before.algorithm, now.algorithm
-    for field, missing in (
-        ("algorithm.advantage", here.critic is not None and then.critic is None),
-        ("algorithm.reference_update_steps", here.reference_update_steps and not then.reference_update_steps),
-    ):
-        if missing and parent["at"]:
-            raise ConfigError(
-                f"the checkpoints of {parent['run']} hold no model for it",
-                where=field,
-                remedy="put it back, start a new run, or branch at 0",
-            )
-
-
-def _lines(refused: Sequence[Change]) -> str:
-    return "\n".join(
-        f"  {change.path}: was {change.before!r:.200}, now {change.now!r:.200} ({change.restart.because})"
-        for change in refused
-    )
 
 
 def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict[str, Any]]:

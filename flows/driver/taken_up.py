@@ -15,6 +15,7 @@ from millrace.core.errors import ConfigError
 from millrace.flows.driver.fingerprints import differences
 
 log = logging.getLogger(__name__)
+LATER = ("algorithm.teacher: ", "model.chat_template: ")  # what the hashes of an earlier start may lack
 
 
 def check_same_model(run: str, before: dict[str, Any] | None, now: dict[str, dict[str, str]]) -> None:
@@ -23,7 +24,7 @@ def check_same_model(run: str, before: dict[str, Any] | None, now: dict[str, dic
         [
             name
             for name in differences(before["model"], now["model"])
-            if not name.startswith("algorithm.teacher: ") or name in before["model"]
+            if not name.startswith(LATER) or name in before["model"]
         ]
         if before
         else []

@@ -1,13 +1,14 @@
 """`millrace check`: touch everything that a configuration names, once, before anything starts.
 
-Owns the order of the checks and which of them run at the same time. Imports no torch, ray, prefect, mlflow or transformers.
-Imports the user's modules but calls none of their functions.
+Owns the order of the checks and which of them run at the same time. Imports no torch, ray, mlflow or transformers, and prefect only where a reference names one of its blocks.
+Imports the user's modules. Of their functions it calls the reward alone, in a process of its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
@@ -16,14 +17,41 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig, rules
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import StorageError
+from millrace.core.hooks import search_in
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
-from millrace.flows.preflight.check_machine import check_machine, ray_answers
+from millrace.flows.preflight.check_machine import check_machine, ray_answers, tracking_answers
 from millrace.flows.preflight.check_model import Checkpoint, check_model
+from millrace.flows.preflight.check_references import check_references
+from millrace.flows.preflight.check_reward import RewardAnswers, check_reward
+from millrace.flows.preflight.check_run import StoredRun, check_run
 
-PATIENCE_S = 5.0  # for a storage that accepts the connection and never answers
+PATIENCE_S = 5.0  # for a server that accepts the connection and never answers
+DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
 
 Touch = Callable[[], list[Problem]]
+
+
+@dataclass
+class Checked:
+    """What the checks found: problems, and what the plan shows of the parts that were touched."""
+
+    config: RunConfig
+    problems: list[Problem]
+    data: list[Rows]
+    model: Checkpoint = field(default_factory=Checkpoint)
+    run: StoredRun = field(default_factory=StoredRun)
+    reward: RewardAnswers = field(default_factory=RewardAnswers)
+
+    @property
+    def located(self) -> RunConfig:
+        """The configuration with the folder of a named model in place of its name, where it was found."""
+        return self.model.here or self.config
+
+    @property
+    def training(self) -> list[Rows]:
+        """The sources that are trained on, without the held-out sets."""
+        return [rows for rows in self.data if rows.field.startswith("data.")]
 
 
 def check(config: RunConfig, prepared: bool = False) -> list[Problem]:
@@ -31,48 +59,78 @@ def check(config: RunConfig, prepared: bool = False) -> list[Problem]:
 
     prepared: run.prepare was called. Before that, files that it may still make are allowed to be missing.
     """
+    return checked(config, prepared=prepared).problems
+
+
+def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = False) -> Checked:
+    """The same, with what the checks saw.
+
+    before: problems that reading the configuration found. Where a field is among them, `config` holds a stand-in for it, and
+    what would be said of the stand-in is left out.
+    """
+    search_in(config.run.import_from)
     may_be_made = config.run.prepare is not None and not prepared
-    problems = rules.problems(config)
+    stood_in = {problem.field for problem in before}
+    problems = [*before]
+    _add(problems, rules.problems(config), stood_in)
     wrong_fields = {problem.field for problem in problems}
     data = [rows for rows in sources(config) if f"{rows.field}.path" not in wrong_fields]
     if may_be_made:
         data = [rows for rows in data if not _absent(rows.source.path)]
-    touches = _touches(config, data, wrong_fields, problems)
-    model = Checkpoint()
-    problems += check_model(config, may_be_made, model)
-    problems += check_hooks(config)
-    problems += check_passthrough(config)
-    problems += check_machine(config)
-    problems += touches.problems()
+    found = Checked(config, problems, data)
+    touches = _touches(found, wrong_fields)
+    later = [*check_model(config, may_be_made, found.model)]
+    hooks = [*check_references(config), *check_hooks(config)]
+    later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
+    if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
+        later += check_run(config, found.run)
+    usable = next((rows.usable[0] for rows in found.training if rows.usable), None)
+    callable_reward = not any(problem.field.startswith("reward.") for problem in [*problems, *hooks])
+    if usable and callable_reward and not config.algorithm.supervised:
+        later += check_reward(config, usable, found.reward)
     for rows in data:
-        problems += [problem for problem in check_rows(config, rows, model) if problem not in problems]
-    return problems
+        later += check_rows(config, rows, found.model)
+    _add(problems, later, stood_in)
+    return found
 
 
-def _touches(
-    config: RunConfig, data: list[Rows], wrong_fields: set[str], problems: list[Problem]
-) -> _Touches:
+def _add(problems: list[Problem], more: Sequence[Problem], stood_in: set[str]) -> None:
+    """Add those that are not there yet, and that are of no field whose value is a stand-in."""
+    for problem in more:
+        if problem not in problems and not any(name in str(problem) for name in stood_in):
+            problems.append(problem)
+
+
+def _touches(found: Checked, wrong_fields: set[str]) -> _Touches:
     """Start the checks that wait for files and servers; adds a problem for each URL that fsspec cannot open."""
+    config, problems = found.config, found.problems
     touches: dict[str, Touch] = {
         f"{rows.field}.path": rows.read
-        for rows in data
+        for rows in found.data
         if _is_known(f"{rows.field}.path", rows.source.path, problems)
     }
     folders = {"storage.root": config.storage.root}
     if config.sync.by_url:
         folders["sync.directory"] = config.sync.directory or ""
-    for field, url in folders.items():
-        if field not in wrong_fields and _is_known(field, url, problems):
-            touches[field] = _writing(field, url)
+    for name, url in folders.items():
+        if name not in wrong_fields and _is_known(name, url, problems):
+            touches[name] = _writing(name, url)
     if config.placement.ray_address:
         touches["placement.ray_address"] = lambda: list(ray_answers(config.placement.ray_address or ""))
-    return _Touches(touches)
+    if config.tracking.uri and "tracking.uri" not in wrong_fields:
+        touches["tracking.uri"] = lambda: list(tracking_answers(config.tracking.uri or ""))
+    on_disk = {f"{rows.field}.path" for rows in found.data if "://" not in rows.source.path}
+    return _Touches(touches, on_disk)
 
 
 class _Touches:
-    """Checks that wait for files and servers, each in a thread of its own. No thread is waited for beyond PATIENCE_S."""
+    """Checks that wait for files and servers, each in a thread of its own. The wait for each has an end.
 
-    def __init__(self, touches: dict[str, Touch]) -> None:
+    on_disk: those of them that read a disk.
+    """
+
+    def __init__(self, touches: dict[str, Touch], on_disk: set[str]) -> None:
+        self._on_disk = on_disk
         self._found: dict[str, list[Problem]] = {}
         self._threads = {
             field: threading.Thread(target=self._run, args=(field, touch), daemon=True)
@@ -86,8 +144,8 @@ class _Touches:
 
     def problems(self) -> list[Problem]:
         """Wait for the threads and return the problems in the order of the fields."""
-        for thread in self._threads.values():
-            thread.join(PATIENCE_S)
+        for name, thread in self._threads.items():
+            thread.join(DISK_PATIENCE_S if name in self._on_disk else PATIENCE_S)
         silent = Problem(
             "", None, f"no answer within {PATIENCE_S:g} s", "check that the server runs and try again"
         )

@@ -1,17 +1,16 @@
-"""Check prompts against the first rows of each file: keys, labels, template, length, reward.
+"""Check the rows of each file of prompts: keys, labels, lengths, and how many cannot be used.
 
-Imports no torch and no transformers. Calls a reward that ships with millrace once; never calls a user's.
+Imports no torch and no transformers.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from millrace.connectors.huggingface.template import last_text
 from millrace.connectors.storage.prompts import first_rows
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
@@ -22,9 +21,11 @@ from millrace.core.contracts.references import resolved
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput, load
 from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_prompts import rendered
 
-ROWS = 64
-RENDERED = 8
+ROWS, BYTES = 20_000, 8 << 20  # that are read of a file on a disk
+ROWS_FROM_AFAR, BYTES_FROM_AFAR = 1_000, 1 << 20
+ARRAY = "it is one JSON array; write an object a line, as `jq -c '.[]' FILE > FILE.jsonl` does"
 
 
 class Rows:
@@ -35,12 +36,33 @@ class Rows:
         self.source = source
         self.usable: list[PromptRow] = []
         self.refused: list[Quarantined] = []
+        self.total = 0  # rows of the file, or about as many
+        self.whole = False  # whether all of them were read
+        self.texts: list[str] = []  # of the first usable rows, as they are sent
+        self.lengths: list[int] = []  # of these, in tokens
+        self.too_long: list[Quarantined] = []
+
+    @property
+    def unusable(self) -> list[Quarantined]:
+        """Rows that a run sets aside, in file order."""
+        return sorted(self.refused + self.too_long, key=lambda item: item.row)
+
+    @property
+    def seen(self) -> int:
+        """Rows that were read."""
+        return len(self.usable) + len(self.refused)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row was read, and every usable one tokenised: then `unusable` are all there are."""
+        return self.whole and len(self.lengths) == len(self.usable)
 
     def read(self) -> list[Problem]:
         """Read the rows; returns problems of the file itself. Runs in a thread of its own."""
         path = self.source.path
+        most = (ROWS_FROM_AFAR, BYTES_FROM_AFAR) if "://" in path else (ROWS, BYTES)
         try:
-            self.usable, self.refused = first_rows(self.source, ROWS)
+            self.usable, self.refused, self.total, self.whole = first_rows(self.source, *most)
         except MissingColumnError as error:
             return [Problem(f"{self.field}.prompt_key", self.source.prompt_key, error.reason, error.remedy)]
         except MillraceError as error:
@@ -50,6 +72,21 @@ class Rows:
         if not self.refused:
             return [Problem(f"{self.field}.path", path, "holds no rows", "give a file with prompts")]
         return [self._none_usable()]
+
+    def measure(self, tokenizer: Any, limit: int) -> None:
+        """Count the tokens of the texts, and note the rows with more than `limit`."""
+        chat = self.source.chat
+        self.lengths = [len(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in self.texts]
+        self.too_long = [
+            Quarantined(
+                self.source.name,
+                row.row,
+                f"too long: {length} tokens, data.max_prompt_tokens is {limit}",
+                str(row.prompt)[:80],
+            )
+            for row, length in zip(self.usable, self.lengths, strict=False)
+            if length > limit
+        ]
 
     def _none_usable(self) -> Problem:
         kind, count = Counter(item.reason.split(":")[0] for item in self.refused).most_common(1)[0]
@@ -61,11 +98,12 @@ class Rows:
                 f"none of the first {len(self.refused)} rows of {self.source.path} has it: {example.excerpt}",
                 "set it to the key that holds the prompt",
             )
+        array = self.refused[0].excerpt.lstrip().startswith("[")
         return Problem(
             f"{self.field}.path",
             self.source.path,
             f"none of its first {len(self.refused)} rows can be used; {count} times {example.reason}",
-            "write a JSON object with the prompt on each line",
+            ARRAY if array else "write a JSON object with the prompt on each line",
         )
 
 
@@ -77,21 +115,33 @@ def sources(config: RunConfig) -> list[Rows]:
 
 
 def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Problem]:
-    """Problems of the rows that were read, under the model's template and tokenizer."""
+    """Problems of the rows that were read, under the model's template and tokenizer; fills their texts and lengths."""
     if not rows.usable:
         return
     yield from _labels(config, rows)
-    texts = yield from _rendered(rows, model)
-    if model.tokenizer is None or not texts:
-        return
-    limit = config.data.max_prompt_tokens
-    lengths = [len(model.tokenizer.encode(text).ids) for text in texts]
-    if min(lengths) > limit:
+    yield from _metadata(rows)
+    rows.texts = yield from rendered(rows, model)
+    limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
+    if model.tokenizer is not None and rows.texts:
+        rows.measure(model.tokenizer, limit)
+        if len(rows.too_long) == len(rows.lengths):
+            yield Problem(
+                "data.max_prompt_tokens",
+                limit,
+                f"each of the first {len(rows.lengths)} prompts of {rows.source.path} is longer, the shortest "
+                f"{min(rows.lengths)} tokens",
+                f"set it to {max(rows.lengths)} or more",
+            )
+            return
+    bad, share = len(rows.unusable), config.data.max_quarantined_share
+    if training and rows.complete and bad > share * rows.total:
+        first = rows.unusable[0]
         yield Problem(
-            "data.max_prompt_tokens",
-            limit,
-            f"each of the first {len(lengths)} prompts of {rows.source.path} is longer, the shortest {min(lengths)} tokens",
-            f"set it to {max(lengths)} or more",
+            f"{rows.field}.path",
+            rows.source.path,
+            f"{bad} of its {rows.total} rows cannot be used, and data.max_quarantined_share is {share:g}; "
+            f"the first is row {first.row}: {first.reason}",
+            "correct the rows or the keys of the source, or raise data.max_quarantined_share",
         )
 
 
@@ -99,30 +149,50 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
     key = rows.source.label_key
     labels = [row.label for row in rows.usable]
     missing = all(label is None for label in labels)
-    field = f"{rows.field}.label_key"
+    field, path = f"{rows.field}.label_key", rows.source.path
     if key not in (None, "label") and missing:
         yield Problem(
             field,
             key,
-            f"none of the first {len(labels)} rows of {rows.source.path} has it",
+            f"none of the first {len(labels)} rows of {path} has it",
             "set it to the key that holds the reference answer, or to null for rewards that need none",
         )
-    elif config.algorithm.supervised:
-        if key is not None and not any(isinstance(label, str) and label for label in labels):
+    elif config.algorithm.supervised and key is not None and rows.field.startswith("data."):
+        wrong = next((row for row in rows.usable if not isinstance(row.label, str) or not row.label), None)
+        if wrong is not None:
             yield Problem(
                 field,
                 key,
-                f"algorithm.loss=sft learns text, and none of the first {len(labels)} rows of {rows.source.path} has text there",
-                "set it to the key that holds the reference answer",
+                f"algorithm.loss=sft learns text, and row {wrong.row} of {path} has {_kind(wrong.label)} there",
+                "set it to the key that holds the reference answer as text, or correct the row",
             )
     elif missing and _reads_label(config, rows.usable[0]):
         yield Problem(
             field,
             key,
             f"{config.reward.function} compares with the label, and none of the first {len(labels)} rows of "
-            f"{rows.source.path} has one",
+            f"{path} has one",
             "set it to the key that holds the reference answer, or take another reward.function",
         )
+
+
+def _kind(label: Any) -> str:
+    return "no text" if label in (None, "") else f"a {type(label).__name__}"
+
+
+def _metadata(rows: Rows) -> Iterator[Problem]:
+    """A key of metadata that no row has: a default one need not be there."""
+    source, count = rows.source, len(rows.usable)
+    absent = f"none of the first {count} rows of {source.path} has it"
+    remedy = "correct it; a part of a column is dotted, as in extra_info.index"
+    extra = set(source.extra_keys)
+    if source.metadata_key not in (None, "metadata") and all(
+        row.metadata.keys() <= extra for row in rows.usable
+    ):
+        yield Problem(f"{rows.field}.metadata_key", source.metadata_key, absent, remedy)
+    for key in source.extra_keys:
+        if all(key not in row.metadata for row in rows.usable):
+            yield Problem(f"{rows.field}.extra_keys", key, absent, remedy)
 
 
 class _Watched(RewardInput):
@@ -151,59 +221,3 @@ def _reads_label(config: RunConfig, row: PromptRow) -> bool:
         options = resolved(config.reward.options, "reward.options")
         load(config.reward.function)(sample, **options)
     return getattr(sample, "label_was_read", False)
-
-
-def _rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str]]:
-    """Yields problems of the template; returns the texts that it makes of the first rows."""
-    source, first = rows.source, rows.usable[:RENDERED]
-    plain = [row.prompt for row in first if isinstance(row.prompt, str) and not source.chat]
-    chats = [row.prompt for row in first if not isinstance(row.prompt, str) or source.chat]
-    texts = [(source.system or "") + text for text in plain]
-    if chats and not model.has_template and model.shape:
-        yield Problem(
-            "model.chat_template",
-            None,
-            f"the tokenizer has no chat template, which the prompts of {rows.field} need",
-            f"name a file with one, or set {rows.field}.chat=false if they are plain text",
-        )
-    if not chats or model.template is None:
-        return texts
-    try:
-        for chat in chats:
-            texts.append(model.template.render(chat, source.system))
-    except ValueError as error:
-        yield _refused(rows, model, chats, error)
-        return []
-    lost = [
-        chat for chat, text in zip(chats, texts[len(plain) :], strict=True) if last_text(chat) not in text
-    ]
-    if lost:
-        yield Problem(
-            "model.chat_template",
-            None,
-            f"it leaves out the prompt: {last_text(lost[0])[:40]!r} of {rows.field} is not in the text it makes",
-            "have it write message['content'] of every message",
-        )
-    return texts
-
-
-def _refused(rows: Rows, model: Checkpoint, chats: Sequence[Any], error: ValueError) -> Problem:
-    system = rows.source.system
-    if system and model.template:
-        try:
-            model.template.render(chats[0], None)
-        except ValueError:
-            pass
-        else:
-            return Problem(
-                f"{rows.field}.system",
-                system,
-                f"the chat template takes no system message: {error}",
-                "remove it, or put it into the prompts",
-            )
-    return Problem(
-        "model.chat_template",
-        None,
-        f"it fails on the prompts of {rows.field}: {error}",
-        "correct the template, or name another file",
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,45 @@ from millrace.core.config.rules.passthrough import (
     SGLANG_OWNED,
     SGLANG_REFUSED,
 )
-from millrace.core.contracts.references import variables
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import load
+from millrace.core.hooks import hidden_module, load
 
 ROUTER = ("router_args.py",)
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
     """Functions that cannot be imported, or do not take the arguments they will get."""
+    for place, function, arguments in _functions(config):
+        yield from _hook(place, function, arguments)
+
+
+def hidden_modules(config: RunConfig) -> Iterator[str]:
+    """A sentence for each function whose module lies in two places. Call it after `check_hooks`."""
+    for place, function, _ in _functions(config):
+        hidden = hidden_module(function.function) if function else None
+        if function and hidden:
+            yield f"{place}.function = {function.function} is imported from {hidden[1]}, not from {hidden[0]}."
+
+
+def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None, Sequence[str]]]:
+    """Each field that may name a function, with it and the arguments that it is called with."""
     a = config.algorithm
-    advantage = a.advantage if a.advantage.kind == "function" else None
-    loss = a.loss if a.loss.kind == "function" else None
-    yield from _hook("reward", config.reward, ("sample",))
-    yield from _hook("filter.group_filter", config.filter.group_filter, ("samples",))
-    yield from _hook("algorithm.advantage", advantage, ("rewards", "group_ids"))
-    yield from _hook("algorithm.loss", loss, ("batch",))
-    yield from _hook("algorithm.shaping", a.shaping, ("rewards", "response_lengths", "truncated"))
-    yield from _hook("run.prepare", config.run.prepare, ("config",))
+    yield "reward", config.reward, ("sample",)
+    yield "filter.group_filter", config.filter.group_filter, ("samples",)
+    yield (
+        "algorithm.advantage",
+        a.advantage if a.advantage.kind == "function" else None,
+        ("rewards", "group_ids"),
+    )
+    yield "algorithm.loss", a.loss if a.loss.kind == "function" else None, ("batch",)
+    yield "algorithm.shaping", a.shaping, ("rewards", "response_lengths", "truncated")
+    yield "run.prepare", config.run.prepare, ("config",)
 
 
 def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[str]) -> Iterator[Problem]:
     if user_function is None:
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
-    for name in sorted(set(variables(options)) - set(os.environ)):
-        reason = f"they refer to {name}, which is not set"
-        yield Problem(f"{place}.options", None, reason, f"export {name}, or correct the name")
     try:
         function = load(path, field)
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import socket
@@ -9,9 +10,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from millrace.connectors.ray import head_folder
 from millrace.connectors.sglang.launch import ROUTER_MISSING
 from millrace.connectors.sglang.server_args import sglang_finds
+from millrace.connectors.storage.local import home
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.plan import visible_gpus
@@ -47,9 +51,48 @@ def ray_answers(address: str) -> Iterator[Problem]:
         )
 
 
+def tracking_answers(uri: str) -> Iterator[Problem]:
+    """A problem unless something listens at the host and port of an MLflow server's URI; other URIs name files."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), CONNECT_S).close()
+    except OSError as error:
+        yield Problem(
+            "tracking.uri",
+            uri,
+            f"no MLflow server answers there: {error}",
+            "start it, correct the URI, or leave it out for a local file",
+        )
+
+
+def _home() -> Iterator[Problem]:
+    """A problem unless millrace's own folder of this user can be written."""
+    try:
+        folder = home()
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except OSError as error:
+        yield Problem(
+            "MILLRACE_HOME",
+            os.environ.get("MILLRACE_HOME", "~/.millrace"),
+            f"no folder that can be written: {error.strerror or error}",
+            "export MILLRACE_HOME=FOLDER with a folder of yours",
+        )
+
+
 def check_machine(config: RunConfig) -> Iterator[Problem]:
     """Problems of this host if the run lives on it, and of the addresses that the configuration gives."""
     here, gpus = config.placement.ray_address is None, visible_gpus()
+    of_home = [*_home()]
+    yield from of_home
+    if here and not of_home:
+        try:
+            head_folder.check_length()
+        except ConfigError as error:
+            yield Problem("RAY_TMPDIR", os.environ.get("RAY_TMPDIR"), error.reason, error.remedy or "")
     if here and config.trainer.device == "cuda" and not gpus:
         yield Problem("trainer.device", "cuda", "this host has no NVIDIA GPU", "set it to auto or cpu")
     if here and config.placement.colocate and config.trainer.device == "auto" and not gpus:
@@ -117,12 +160,14 @@ def engine_answers(address: str, key: str | None) -> Iterator[Problem]:
         request = urllib.request.Request(f"{address.rstrip('/')}/model_info", headers=headers)
         with urllib.request.urlopen(request, timeout=10):
             return
-    except ConfigError as error:
-        yield Problem("engines.key", key, error.reason, error.remedy)
+    except ConfigError:
+        return  # check_references says it
     except (OSError, ValueError) as error:  # URLError and timeouts are OSErrors
         if isinstance(error, urllib.error.HTTPError) and error.code == 401:
             reason = f"the engine at {address} asks for another key"
-            yield Problem("engines.key", key, reason, "give the engine's api_key as ${env:NAME}")
+            yield Problem(
+                "engines.key", key, reason, "give the engine's api_key as ${env:NAME} or ${prefect:BLOCK}"
+            )
             return
         yield Problem(
             "engines.addresses",

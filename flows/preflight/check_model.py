@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.huggingface.hub import GET, is_named
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
 from millrace.core.architecture import Architecture, architecture
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import stages
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, StorageError
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import weight_tensors
+from millrace.flows.driver.named_model import model_here
 
-GET = "give a checkpoint folder: one you have, or one made by `hf download NAME --local-dir FOLDER`"
+RELATIVE = "; a relative path in a file means that file's folder"
 
 
 @dataclass
@@ -31,14 +33,27 @@ class Checkpoint:
     tokenizer: Any = None
     template: ChatTemplate | None = None
     has_template: bool = False  # whether there is a template, valid or not
+    here: RunConfig | None = None  # the configuration with the folder of a model that it names
+    whole: bool = True  # whether the weights are on this host
 
 
 def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
     """Problems of the model's folder and of the teacher's; fills `found` with what later checks need."""
-    path = config.model.path
+    path, whole = config.model.path, True
     if may_be_made and not (Path(path) / "config.json").exists():
         return
-    shape = yield from _folder("model.path", path)
+    if is_named(config.model):
+        try:
+            config, _, whole = model_here(config, weights=False)
+        except ConfigError as error:
+            field = error.where or "model.path"
+            value = config.model.revision if field == "model.revision" else path
+            yield Problem(field, value, error.reason, error.remedy or GET)
+            return
+        except StorageError:
+            return  # a problem of storage.root, which has a check of its own
+        found.here, found.whole, path = config, whole, config.model.path
+    shape = yield from _folder("model.path", path, whole)
     if shape:
         found.shape = shape
         yield from _sizes(config, shape)
@@ -60,14 +75,16 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
             yield from _sizes(config, teacher, "teacher")
 
 
-def _folder(field: str, folder: str) -> Generator[Problem, None, Architecture | None]:
+def _folder(field: str, folder: str, whole: bool = True) -> Generator[Problem, None, Architecture | None]:
+    """The shape of a folder's model. whole: its weights must be there too."""
     if not Path(folder).is_dir():
-        yield Problem(field, folder, "no such folder", GET)
+        yield Problem(field, folder, "no such folder", GET + RELATIVE)
         return None
     shape = None
     try:
         shape = architecture(read_hf_config(folder, field))
-        weight_tensors(folder, shape, field)
+        if whole:
+            weight_tensors(folder, shape, field)
     except ConfigError as error:
         yield Problem(field, folder, error.reason, error.remedy or GET)
     return shape

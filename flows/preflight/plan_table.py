@@ -1,25 +1,45 @@
-"""A plan as tables for a terminal. Owns what is shown and how it reads."""
+"""A plan as text: a name and a text in each line. Owns what is shown, in which order, and how it is laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rich.console import Group, RenderableType
-from rich.table import Table
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from millrace.core.config.plan import Part, Plan
+from millrace.flows.preflight import plan_seen
+from millrace.flows.preflight.check import Checked
+from millrace.flows.preflight.plan_learning import learning
+
+NARROWEST = 40  # columns of a text, however narrow the terminal is
 
 
-def render(plan: Plan) -> RenderableType:
-    """The plan, for one screen."""
+def plan_text(plan: Plan, found: Checked, width: int | None) -> str:
+    """The plan. width: columns of the terminal; None breaks no lines, as for a file or a pipe."""
+    lines = list(_lines(plan, found))
+    indent = max(len(name) for name, _ in lines) + 2
     title = f"run {plan.run}"
     if plan.parameters:
         title += f": {plan.parameters / 1e6:,.1f} M parameters"
-    facts = Table(title=title, show_header=False, title_justify="left", box=None, pad_edge=False)
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
-    for name, text in [*_numbers(plan), *_layout(plan)]:
-        facts.add_row(name, text)
+    missing = [] if plan.parameters else ["The model is made by run.prepare; its memory is not known yet."]
+    return "\n".join([title, *(_laid_out(name, text, indent, width) for name, text in lines), *missing])
+
+
+def _laid_out(name: str, text: str, indent: int, width: int | None) -> str:
+    """A line with its name on the left, and its text beside it."""
+    wrapped: list[str] = []
+    for line in text.splitlines() or [""]:
+        wrapped += textwrap.wrap(line, max(NARROWEST, width - indent)) or [""] if width else [line]
+    return f"\n{' ' * indent}".join([f"{name:<{indent}}{wrapped[0]}", *wrapped[1:]])
+
+
+def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
+    yield plan_seen.run_in_storage(found.config, found.run)
+    yield from learning(found.config)
+    yield from plan_seen.data(found)
+    yield from plan_seen.prompt(found)
+    yield from plan_seen.reward(found)
+    yield from _numbers(plan)
+    yield from _layout(plan)
     sizes = [
         (f"a trainer rank ({'GPU' if plan.layout.device == 'cuda' else 'host'} memory)", plan.trainer_memory),
         (f"an engine ({'GPU' if plan.layout.gpus_an_engine else 'host'} memory)", plan.engine_memory),
@@ -27,10 +47,8 @@ def render(plan: Plan) -> RenderableType:
     ]
     for name, parts in sizes:
         if parts:
-            facts.add_row(name, _parts(parts))
-    facts.add_row("files", "\n".join(plan.files))
-    missing = "The model is made by run.prepare; its memory is not known yet."
-    return Group(facts, *([] if plan.parameters else [missing]))
+            yield name, _parts(parts)
+    yield "files", "\n".join(plan.files)
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
@@ -47,7 +65,7 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
             f"prompt {n.prompt_tokens} + response {n.response_tokens} tokens at most; packs of {n.pack_tokens}, "
             f"{n.samples_a_pack} or more samples each",
         ),
-        ("the run", f"{n.iterations} iterations -> weight versions 1 .. {n.weight_versions}"),
+        ("all iterations", f"{n.iterations} × {n.steps} -> weight versions 1 .. {n.weight_versions}"),
         (
             "evaluations",
             f"{n.evaluations}: {n.evaluated_samples} samples a prompt" if n.evaluations else "none",

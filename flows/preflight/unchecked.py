@@ -1,4 +1,4 @@
-"""What `millrace check` cannot check on this host, and says so instead of passing it in silence."""
+"""What `millrace check` says beside the plan: what it cannot check on this host, and modules that hide others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Iterator
 
 from millrace.connectors.sglang.server_args import PYTHON_PATH, server_args
 from millrace.core.config import RunConfig
+from millrace.flows.preflight.check_hooks import hidden_modules
 
 
-def unchecked(config: RunConfig) -> Iterator[str]:
-    """A sentence for each section of options whose library is not found here."""
+def unchecked(config: RunConfig, whole: bool = True) -> Iterator[str]:
+    """A sentence for each section of options whose library is not found here, and for each function found in two places.
+
+    whole: whether the model's weights are on this host.
+    """
+    yield from hidden_modules(config)
+    if not whole:
+        yield f"Not checked: the weights of {config.model.path}, which train downloads into Hugging Face's cache."
     e = config.engines
     if e.sglang and not server_args()[1]:
         yield (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
+from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
 from millrace.core.errors import StorageError
@@ -50,12 +50,13 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "parent": parent,
         "config": None,
         "config_version": record["config_version"],
+        "ancestors": [*record.get("ancestors", []), *([record["id"]] if "id" in record else [])],
         "seed_name": record["seed_name"],  # the parent's, so that equal weights draw equal samples in both
         "data": [span for span in record.get("data", []) if span["since"] <= at],
         "mlflow_run_id": None,
         "attempts": [],
         # what was taken up before the branch holds in it too
-        **{name: record[name] for name in ("fingerprints", "versions") if name in record},
+        **{name: record[name] for name in ("fingerprints", "versions", "model_commit") if name in record},
         "changes": [{**item, "since": min(item["since"], at)} for item in record.get("changes", [])],
     }
     target.store.write_sealed("run.json", branch_record)
@@ -75,7 +76,7 @@ def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]
             if entry.path.startswith("eval/"):
                 yield entry.path, entry
     if at:
-        for entry in marker_files(check_marker(source, at)):
+        for entry in checkpoint_files(source, at):
             yield f"{source.checkpoint_path(at)}/{entry.path}", entry
 
 

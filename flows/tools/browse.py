@@ -1,33 +1,36 @@
 """Which runs exist and what is in them, read from storage alone.
 
-Owns the tables that the command line prints; starts nothing and changes no file.
+Owns what the command line shows of runs; starts nothing and changes no file.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
+from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config.reading.stored import lifted
-from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MissingFileError, StorageError
+from millrace.flows.tools.listing import Listing
 
-COLUMNS = (
-    ("reward", "reward/mean"),
-    ("length", "rollout/response_length_mean"),
-    ("loss", "train/loss"),
-    ("grad norm", "train/grad_norm"),
-    ("log-prob gap", "train/logprob_gap_mean"),
-    ("tokens/s", "rollout/tokens_per_second"),
-)
+COLUMNS = {
+    "reward": "reward/mean",
+    "length": "rollout/response_length_mean",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "logprob_gap": "train/logprob_gap_mean",
+    "tokens/s": "rollout/tokens_per_second",
+}
+EVALUATION = re.compile(r"^eval/(?P<set>.+)/reward_mean$")
 
 
-def runs_table(root: str) -> Table:
-    """A table of the runs under a storage root: how far each is and when it was last started."""
-    table = Table("run", "iterations", "checkpoints", "reward", "last started", "state", title=root)
+def runs_listing(root: str) -> Listing:
+    """The runs under a storage root: how far each is and when it was last started."""
+    rows: list[Sequence[Any]] = []
     store = Store(root)
     for name in store.folders():
         try:
@@ -37,47 +40,70 @@ def runs_table(root: str) -> Table:
         folder = RunFolder(root, name)
         manifests = folder.manifests()
         reward = manifests[max(manifests)].tasks["metrics"].get("reward/mean") if manifests else None
-        table.add_row(
+        row = (
             name,
-            f"{len(manifests)} of {settings_of(record)['run']['iterations']}",
+            len(manifests),
+            settings_of(record)["run"]["iterations"],
             " ".join(str(number) for number in folder.complete_checkpoints()) or "none",
-            "" if reward is None else f"{reward:.3f}",
-            record["attempts"][-1]["started"][:19].replace("T", " ") if record["attempts"] else "",
+            reward,
+            record["attempts"][-1]["started"][:19].replace("T", " ") if record["attempts"] else None,
             "complete" if record.get("completed") else "open",
         )
-    return table
+        rows.append(row)
+    return Listing(("run", "iterations", "of", "checkpoints", "reward", "last_started", "state"), rows)
 
 
-def run_tables(root: str, run: str) -> list[Any]:
-    """One run: its record, and a table with a line per iteration."""
+def run_listing(root: str, run: str) -> Listing:
+    """One run: its record, and a row per iteration with a column per evaluation set.
+
+    Iteration 0 is the model before training, where it was evaluated.
+    """
     folder, record = RunFolder(root, run), run_record(root, run)
-    facts = Table("what", "value", title=run, show_header=False)
-    facts.add_row("folder", folder.store.url)
+    manifests = folder.manifests()
+    evaluated = evaluations(folder, manifests)
+    sets = sorted({name for values in evaluated.values() for name in values})
+    rows: list[Sequence[Any]] = []
+    for number in range(0 if 0 in evaluated else 1, len(manifests) + 1):
+        metrics = manifests[number - 1].tasks["metrics"] if number else {}
+        values = evaluated.get(number, {})
+        figures = [metrics.get(name) for name in COLUMNS.values()]
+        rows.append([number, *figures, *(values.get(name) for name in sets)])
+    return Listing(["iteration", *COLUMNS, *(f"eval/{name}" for name in sets)], rows, _facts(folder, record))
+
+
+def evaluations(folder: RunFolder, manifests: Mapping[int, Manifest]) -> dict[int, dict[str, float]]:
+    """Mean reward by iterations trained, and by set. 0: before training."""
+    before = IterationFiles(folder, 0).record("evaluate_before")
+    found: dict[int, dict[str, float]] = {0: {}}
+    for name, held_out in (before or {"sets": {}})["sets"].items():
+        if held_out["reward_mean"] is not None:
+            found[0][name] = held_out["reward_mean"]
+    for index, manifest in sorted(manifests.items()):
+        metrics = manifest.tasks["metrics"]
+        found[index + 1] = {
+            match["set"]: value for name, value in metrics.items() if (match := EVALUATION.match(name))
+        }
+    return {done: values for done, values in found.items() if values}
+
+
+def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
+    facts = {"run": folder.name, "folder": folder.store.url}
     if "parent" in record:
-        facts.add_row("branch of", f"{record['parent']['run']} after {record['parent']['at']} iterations")
-    facts.add_row("code", str(record.get("code_revision")))
-    facts.add_row(
-        "versions", " ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
-    )
+        facts["branch of"] = f"{record['parent']['run']} after {record['parent']['at']} iterations"
+    model = settings_of(record)["model"]["path"]
+    commit = record.get("model_commit")
+    facts["model"] = f"{model} at commit {commit}" if commit else model
+    facts["code"] = str(record.get("code_revision"))
+    facts["versions"] = " ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     unusable = {name: count for name, count in record.get("quarantined", {}).items() if count}
     if unusable:
         counts = ", ".join(f"{count} rows of {name}" for name, count in unusable.items())
-        facts.add_row("unusable", f"{counts}; see quarantine.parquet")
-    facts.add_row("attempts", str(len(record["attempts"])))
-    facts.add_row("MLflow run", str(record["mlflow_run_id"]))
+        facts["unusable"] = f"{counts}; see quarantine.parquet"
+    facts["attempts"] = str(len(record["attempts"]))
+    facts["MLflow run"] = str(record["mlflow_run_id"])
     for attempt in record["attempts"][-1:]:
-        facts.add_row("Prefect", str(attempt["flow_run_url"]))
-    table = Table("iteration", *(title for title, _ in COLUMNS), "held-out")
-    for index, manifest in sorted(folder.manifests().items()):
-        metrics = manifest.tasks["metrics"]
-        cells = [f"{metrics[name]:.4g}" if name in metrics else "" for _, name in COLUMNS]
-        held_out = [
-            f"{value:.3f}"
-            for name, value in metrics.items()
-            if name.startswith("eval/") and name.endswith("/reward_mean")
-        ]
-        table.add_row(str(iteration_number(index)), *cells, " ".join(held_out))
-    return [facts, table]
+        facts["Prefect"] = str(attempt["flow_run_url"])
+    return facts
 
 
 def settings_of(record: dict[str, Any]) -> Any:

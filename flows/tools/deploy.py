@@ -11,14 +11,14 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from millrace.connectors.prefect.server import AUTH, ensure_server, local_login
+from millrace.connectors.prefect.server import ensure_server, export_line
 from millrace.core.errors import MillraceError
 
 POOL = "local"  # the work pool that prefect.yaml names
 
 
-def create_deployments(folder: Path) -> str:
-    """Create the work pool, unless it exists, and the deployments; returns the line that starts a worker.
+def create_deployments(folder: Path) -> list[str]:
+    """Create the work pool, unless it exists, and the deployments; returns the lines that start a worker.
 
     Flow runs import from `folder` and resolve relative paths against it.
     """
@@ -27,10 +27,11 @@ def create_deployments(folder: Path) -> str:
         _must(_prefect(folder, "work-pool", "create", POOL, "--type", "process"))
     file = str(resources.files("millrace.deployments") / "prefect.yaml")
     _must(_prefect(folder, "deploy", "--all", "--prefect-file", file))
-    login = local_login()
-    secret = f'{AUTH}="$(cat {login})" ' if login else ""
-    worker = f"PREFECT_API_URL={api} {secret}prefect worker start --pool {POOL}"
-    return f"train/train and sft/sft run from {folder} once a worker runs: {worker}"
+    return [
+        f"train/train (a form), train/file (a YAML file) and sft/sft run from {folder} once a worker runs:",
+        export_line(api),
+        f"prefect worker start --pool {POOL}",
+    ]
 
 
 def _prefect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from millrace.connectors.ray import cluster
 from millrace.connectors.storage.files import move_file
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
-from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import StorageError
-from millrace.flows.tools.browse import run_record, settings_of
-from millrace.flows.tools.stop import stop_run
+from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.stop import end_actors
 
 SET_ASIDE = "discarded"
 REASON = "reason.json"
@@ -30,13 +28,12 @@ def discard_iterations(root: str, run: str, index: int, *, later: bool = False, 
 
     Raises StorageError if it is committed or was not begun, or if others follow it; LeaseHeldError while a driver lives.
     """
-    record, folder = run_record(root, run), RunFolder(root, run)
+    run_record(root, run)  # there is such a run
+    folder = RunFolder(root, run)
     _check_may_go(folder, index, later)
-    config = RunConfig.model_validate(settings_of(record))
     lease = Lease.take(folder.store)
     try:
-        if config.placement.ray_address or cluster.head_lives():
-            stop_run(root, run)  # ranks and engines may hold weights that the iteration made
+        end_actors(root, run)  # ranks and engines may hold weights that the iteration made
         moved = f"{SET_ASIDE}/{iteration_number(index):06d}-{time.time_ns() // 1_000_000}"
         discarded = {
             "iteration": iteration_number(index),
@@ -54,13 +51,10 @@ def discard_iterations(root: str, run: str, index: int, *, later: bool = False, 
         folder.store.write_sealed("run.json", record)
     finally:
         lease.release()
-    line = (
+    return (
         f"iteration {iteration_number(index)} of {run} is given up: {groups} groups are in the ledger again, and what was made is "
         f"in {folder.store.url_of(moved)}; go on with the same command"
     )
-    if config.engines.kind == "external":
-        line += ". Restart the external engines first: they may hold weights that the iteration made"
-    return line
 
 
 def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:

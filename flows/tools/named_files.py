@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
+from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import (
     FOLDERS,
@@ -44,8 +44,7 @@ def strangers(folder: RunFolder, named: Iterable[FileEntry]) -> list[str]:
     What tasks of the open iteration write counts as named: their records follow.
     """
     known = {*OF_THE_RUN, *(entry.path for entry in named)}
-    committed = folder.manifests()
-    for index in range(len(committed) + 1):
+    for index in range(folder.first_open_iteration() + 1):
         known |= {f"{folder.iteration_path(index)}/{path}" for path in _of_iteration(folder, index)}
     for done in folder.complete_checkpoints():
         known |= {f"{folder.checkpoint_path(done)}/{path}" for path in _of_checkpoint(folder, done)}
@@ -75,6 +74,9 @@ def _entries(files: IterationFiles) -> list[str]:
 
 def _of_checkpoint(folder: RunFolder, done: int) -> list[str]:
     try:
-        return [COMPLETE, *(entry.path for entry in marker_files(check_marker(folder, done)))]
+        return [
+            COMPLETE,
+            *(entry.path for entry in checkpoint_files(folder, done)),
+        ]
     except StorageError:
         return [COMPLETE]  # a broken one is a problem, and is named as that

@@ -24,6 +24,8 @@ from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import StorageError
 from millrace.core.replay import check_replayed, with_settings
+from millrace.flows.driver.named_model import at_commit
+from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
 from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
 
@@ -43,12 +45,13 @@ class Replay:
 def replay_run(root: str, run: str, first: int, last: int) -> Replay:
     """Replay iterations `first` to `last` (exclusive), from the newest complete checkpoint that is not after `first`."""
     record, folder = run_record(root, run), RunFolder(root, run)
-    committed = len(folder.manifests())
+    committed = folder.first_open_iteration()
     if not 0 <= first < last <= committed:
         raise StorageError(
             f"{folder.store.url}: has {committed} committed iterations; ask for 0 <= from < to <= {committed}"
         )
-    config = configuration_of(record, folder, first)
+    config = at_commit(configuration_of(record, folder, first), record.get("model_commit")).config
+    pass_blocks_on(config)
     cluster.start_or_join(config.placement.ray_address, f"{folder.identity(record.get('id'))}-replay")
     try:
         return asyncio.run(_replay(config, folder, first, last))

@@ -1,21 +1,73 @@
-"""`millrace stop`: end the actors that a killed driver left of a run. Files stay."""
+"""`millrace stop`: end the driver of a run if it lives on this host, and the actors that a killed one left. Files stay."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 
 from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
+from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.errors import LeaseHeldError
 from millrace.flows.tools.browse import run_record, settings_of
+
+PROMISED_S = 10.0  # in which a command ends after SIGTERM
+POLL_S = 0.05
 
 
 def stop_run(root: str, run: str) -> str:
-    """End the run's actors and give back their place. Returns what ended."""
+    """End what works on a run: its driver as Ctrl-C does, then actors that are left, whose place is given back.
+
+    Returns what ended. Raises LeaseHeldError for a driver that this process cannot end, naming where it runs.
+    """
+    folder = RunFolder(root, run)
+    driver = find_driver(folder.store)
+    ended = (
+        [f"{driver}, which drove {run}, ended"]
+        if driver and end_driver(driver, run, folder.store.url)
+        else []
+    )
+    return "; ".join([*ended, f"{end_actors(root, run)} actors of {run} ended"])
+
+
+def end_actors(root: str, run: str) -> int:
+    """End the run's actors and give back their place, whoever drives it. Returns how many ended."""
     record = run_record(root, run)
     config = RunConfig.model_validate(settings_of(record))
-    cluster.start_or_join(config.placement.ray_address, RunFolder(root, run).identity(record.get("id")))
+    if not (config.placement.ray_address or cluster.head_lives()):
+        return 0  # without a head there are none
+    identity = RunFolder(root, run).identity(record.get("id"))
+    cluster.start_or_join(config.placement.ray_address, identity)
     ended = asyncio.run(actors.end())
     placement.release()
     cluster.leave()
-    return f"{ended} actors of {run} ended"
+    return ended
+
+
+def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
+    """End a driver by SIGTERM and wait until it is gone; False if it had ended before. Raises LeaseHeldError if it lives on."""
+    if driver.lives() is None:
+        raise LeaseHeldError(
+            f"driven by {driver}, on another host or in another container than this process",
+            where=url,
+            remedy=f"there, `millrace stop {run}` or `kill {driver.pid}` ends it",
+        )
+    try:
+        was_alive = driver.send_signal(signal.SIGTERM)
+    except PermissionError as error:
+        raise LeaseHeldError(
+            f"driven by {driver}, which another user started", where=url, remedy="ask its user to end it"
+        ) from error
+    until = time.monotonic() + PROMISED_S
+    while driver.lives():
+        if time.monotonic() > until:
+            raise LeaseHeldError(
+                f"{driver} drives it and did not end within {PROMISED_S:g} s of SIGTERM",
+                where=url,
+                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {run}` ends what it leaves",
+            )
+        time.sleep(POLL_S)
+    return was_alive

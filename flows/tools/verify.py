@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from rich.progress import track
 
-from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
+from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
+from millrace.connectors.storage.parts import check_takeover, list_takeovers
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -55,7 +56,7 @@ def verify_run(root: str, run: str) -> Verdict:
     record, folder, verdict = run_record(root, run), RunFolder(root, run), Verdict()
     config = RunConfig.model_validate(settings_of(record))
     try:
-        committed = sorted(folder.manifests())
+        committed = range(folder.first_open_iteration())
         if committed:
             check_newest(folder, committed[-1])
     except StorageError as error:
@@ -77,6 +78,7 @@ def verify_run(root: str, run: str) -> Verdict:
         verdict.problems += _problems(
             lambda: in_threads(lambda entry: opened.check([entry]), opened.entries.values())
         )
+        verdict.problems += _problems(lambda: _check_takeovers(folder, opened))
     named = list(_problems_of_records(folder, record, verdict))
     for done in folder.complete_checkpoints():
         verdict.problems += _checkpoint(folder, done)
@@ -92,6 +94,12 @@ def _problems(check: Callable[[], object]) -> list[str]:
     except StorageError as error:
         return [str(error)]
     return []
+
+
+def _check_takeovers(folder: RunFolder, opened: IterationFiles) -> None:
+    """Raise StorageError for a note of a takeover that is not what was written, or another run's."""
+    for path in list_takeovers(opened.folder):
+        folder.owner.check(check_takeover(opened.folder, path), opened.folder.url_of(path))
 
 
 def _file_problems(store: Store, entries: Iterable[FileEntry]) -> list[str]:
@@ -137,7 +145,7 @@ def _rows(read: Callable[[str, list[str]], pa.Table], kind: str, row: type[Row])
 
 def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
     """Draw every iteration again from the history before it: the ledger must draw the same groups."""
-    history = folder.history()
+    history = list(folder.history())
     spans = record.get("data") or []
     ends = [*(span["since"] for span in spans[1:]), len(history)]
     for span, end in zip(spans, ends, strict=True):
@@ -167,5 +175,5 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
 
 def _checkpoint(folder: RunFolder, done: int) -> list[str]:
     found: list[FileEntry] = []
-    broken = _problems(lambda: found.extend(marker_files(check_marker(folder, done))))
+    broken = _problems(lambda: found.extend(checkpoint_files(folder, done)))
     return broken or _file_problems(folder.store.child(folder.checkpoint_path(done)), found)

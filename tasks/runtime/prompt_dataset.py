@@ -6,7 +6,6 @@ Owns reading sources, the length check and the quarantine; knows nothing of whic
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -18,6 +17,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
+from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.prompts import PromptRow, Quarantined, SourceFingerprint
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import DataError
@@ -104,17 +104,12 @@ def _check_quarantine(prompts: PromptSet, limit: float) -> None:
     if bad:
         log.warning("source %s: %d of %d rows are unusable; see quarantine.parquet", prompts.name, bad, total)
     if not prompts.rows or bad > limit * total:
+        unusable = Failures()
+        for item in prompts.quarantined:
+            unusable.add(item.reason, f"row {item.row}: {item.excerpt!r}")
         raise DataError(
-            f"source {prompts.name}: {bad} of {total} rows are unusable (data.max_quarantined_share is {limit:g}); "
-            f"{_reasons(prompts.quarantined)}. Correct the file or the keys of the source."
+            f"{bad} of {total} rows are unusable, more than data.max_quarantined_share = {limit:g} allows"
+            + (f"; most often: {unusable.most_frequent()}" if bad else ""),
+            where=f"source {prompts.name}",
+            remedy="correct the file or the keys of the source, or raise the share; `millrace check` shows each source's rows",
         )
-
-
-def _reasons(quarantined: Sequence[Quarantined]) -> str:
-    counts: dict[str, int] = {}
-    for item in quarantined:
-        reason = item.reason.split(":")[0]
-        counts[reason] = counts.get(reason, 0) + 1
-    return ", ".join(
-        f"{reason}: {count}" for reason, count in sorted(counts.items(), key=lambda pair: -pair[1])
-    )

@@ -76,4 +76,4 @@ class Prompts:
             if self._data_since:
                 seed = derived_seed(seed, "data", self._data_since)
             self._ledger = Ledger(seed, sources, shuffle=self.config.data.shuffle, first=self._data_since)
-        return self._ledger.extend(self._run_folder.history())
+        return self._ledger.extend(self._run_folder.history(since=self._ledger.iterations))

@@ -49,13 +49,14 @@ class Runtime:
         """From now on files change and actors end only while this process holds the lease. Actors are those of this run alone."""
         self._run_id = run_id
         self.run_folder.store.fence = lease
+        self.run_folder.owner.drive_as(run_id)
         self._cluster.use(self.run_folder.identity(run_id), lease)
 
     async def open(self) -> None:
         """Join Ray. Actors that an earlier driver left are kept if this very configuration made them."""
         await self.memory.open(self._cluster.identity)
         self._record_storage = await save_record_storage(self.config.storage.root)
-        self._record_storage.use_fence(self.run_folder.store.fence)
+        self._record_storage.drive_under(self.run_folder.store.fence, self.run_folder.owner.run_id)
         await self._cluster.adopt()
 
     def kill_actors(self) -> None:

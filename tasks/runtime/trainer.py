@@ -22,6 +22,7 @@ from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.progress import starting
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
@@ -122,9 +123,11 @@ class Trainer:
 
     async def _build(self, version: int) -> TrainerProxy:
         """New ranks, brought to `version`."""
-        started = time.perf_counter()
-        ranks, self._prepared = self._prepared or await self._make_ranks(), None
-        await ranks.setup()
+        started, count = time.perf_counter(), self.config.trainer.world_size
+        ranked = f"{count} rank{'' if count == 1 else 's'}"
+        with starting(log, f"the trainer ({ranked} of {self.config.model.path})"):
+            ranks, self._prepared = self._prepared or await self._make_ranks(), None
+            await ranks.setup()
         setup_s = time.perf_counter() - started
         steps = self.config.steps_per_iteration
         folder = self._run_folder
@@ -138,9 +141,8 @@ class Trainer:
             )
         self._recovery.add(find=result.find_s, build=setup_s, load=result.load_s, replay=result.replay_s)
         log.info(
-            "trainer at version %d: built in %.1f s, checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
+            "trainer at version %d: checkpoint %s loaded in %.1f s, %d steps replayed in %.1f s",
             version,
-            setup_s,
             result.checkpoint or "none",
             result.load_s,
             version - result.loaded_version,

@@ -1,7 +1,6 @@
 """Generating one sample after the other on the engines, for rollout and evaluate alike.
 
-Owns how many samples are in flight, the request that an engine gets, and the budget of failures. Knows nothing of rows
-or files.
+Owns how many samples are in flight and the request that an engine gets. Knows nothing of rows or files.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status
-from millrace.core.errors import BudgetError, EngineError
+from millrace.core.errors import EngineError
+from millrace.tasks.samples.failures import FailureBudget
 
 STATUSES: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 Engines = Callable[[], Awaitable[Dispatcher]]
@@ -47,28 +47,6 @@ class Answer:
     def text(self) -> str:
         """The response's text; empty if it failed."""
         return self.generation.text if self.generation else ""
-
-
-class FailureBudget:
-    """Counts the samples that failed to generate. More than rollout.max_failed_share of them end the task."""
-
-    def __init__(self, share: float, samples: int, *, where: str, remedy: str, failed: int = 0) -> None:
-        self.share = share
-        self.allowed = share * samples
-        self.failed = failed
-        self._where = where
-        self._remedy = remedy
-
-    def count(self, reason: str) -> None:
-        """Count a failure. Raises BudgetError if it is one too many."""
-        self.failed += 1
-        if self.failed > self.allowed:
-            raise BudgetError(
-                f"{self.failed} samples failed to generate, more than rollout.max_failed_share = {self.share:g} "
-                f"allows ({self.allowed:.0f}); the last reason: {reason}",
-                where=self._where,
-                remedy=self._remedy,
-            )
 
 
 class SampleGenerator:
@@ -110,7 +88,8 @@ class SampleGenerator:
                 generation = await engines.generate(prompt_tokens, params, rid=rid, session=session)
             except EngineError as error:
                 reason = str(error)
-                self._budget.count(reason)
+                self._budget.add(reason, rid)
+                self._budget.check()
             else:
                 self.tokens += len(generation.output_ids)
             seconds = time.time() - started

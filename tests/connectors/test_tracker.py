@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.connectors.mlflow.tracker import PARAM_LIMIT, Tracker
+from millrace.connectors.mlflow.tracker import FOLDER_TAG, PARAM_LIMIT, Tracker
 from millrace.core.errors import MillraceError
 
 
@@ -97,6 +97,26 @@ def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> 
 def test_the_same_name_in_another_storage_is_another_run(uri: str) -> None:
     first = Tracker.start(uri, "e", "name", "/runs/name", None)
     assert Tracker.start(uri, "e", "name", "/other/name", None).run_id != first.run_id
+
+
+def test_a_copied_folder_brings_the_id_of_its_original_and_gets_a_run_of_its_own(
+    uri: str, tmp_path: Path
+) -> None:
+    folder, link = tmp_path / "original", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    first = Tracker.start(uri, "e", "name", str(folder), None)
+    copy = Tracker.start(uri, "e", "name", str(tmp_path / "copy"), first.run_id)
+    assert copy.run_id != first.run_id
+    copy.log_metrics({"reward": 1.0}, 0)
+    assert first.history("reward") == []
+    assert Tracker.start(uri, "e", "name", str(tmp_path / "copy"), first.run_id).run_id == copy.run_id
+    assert Tracker.start(uri, "e", "name", str(tmp_path / "copy"), copy.run_id).run_id == copy.run_id
+    assert Tracker.start(uri, "e", "name", str(link), first.run_id).run_id == first.run_id
+    # an earlier release's names no folder
+    client = first._client
+    client.delete_tag(first.run_id, FOLDER_TAG)
+    assert Tracker.start(uri, "e", "name", str(folder), first.run_id).run_id == first.run_id
 
 
 def test_what_is_logged_again_is_there_once(uri: str) -> None:

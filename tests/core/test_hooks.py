@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from millrace.core import hooks
 from millrace.core.config import UserFunction
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, TrainerError
 
 SIGNATURES = {
     "reward": "(sample: RewardInput, **options: Any) -> Score | Awaitable[Score]",
@@ -71,3 +72,35 @@ def test_what_a_function_raises_names_field_and_function(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"ZeroDivisionError: \(2,\) \{'x': 1\}") as caught:
         hooks.call_function(function, "algorithm.loss", 2)
     assert caught.value.where == "algorithm.loss.function = my_functions:fails"
+
+
+def refuses(error: type[MillraceError], *, key: str) -> None:
+    where = "https://host/?api_key=n0-reference"
+    raise error(f"the service refuses {key}", where=where, remedy=f"ask who gave you {key}")
+
+
+def test_an_error_of_millraces_that_a_users_function_raises_is_the_users_and_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "my_functions", sys.modules[__name__])
+    monkeypatch.setenv("JUDGE", "s3cr3t-of-a-judge")
+    function = UserFunction(function="my_functions:refuses", options={"key": "${env:JUDGE}"})
+    for error in (MillraceError, TrainerError, LeaseHeldError):
+        with pytest.raises(ConfigError) as caught:
+            hooks.call_function(function, "algorithm.loss", error)
+        assert str(caught.value) == (
+            f"algorithm.loss.function = my_functions:refuses: it raised {error.__name__}: "
+            "https://host/?api_key=*** the service refuses "
+            "${env:JUDGE}; ask who gave you ${env:JUDGE} in test_hooks.py, "
+            f"line {refuses.__code__.co_firstlineno + 2}; correct the function and start the run again"
+        )
+        assert caught.value.__cause__ is None
+
+
+def test_errors_of_millraces_own_functions_pass(tmp_path: Path) -> None:
+    function = UserFunction(function="millrace.connectors.storage.exclusive.recorded_processes:read_record")
+    with pytest.raises(MillraceError) as caught:
+        hooks.call_function(function, "run.prepare", tmp_path)
+    assert type(caught.value) is MillraceError

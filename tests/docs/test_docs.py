@@ -20,7 +20,7 @@ SKIMMED = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("architecture", "cluster", "durability", "first-run", "gpus", "glossary")
+        for name in ("architecture", "cluster", "debugging", "durability", "first-run", "gpus", "glossary")
     ),
 ]
 LONGEST_SENTENCE = 30
@@ -78,6 +78,10 @@ def test_every_command_exists(page: str) -> None:
 def test_every_field_exists(page: str) -> None:
     sections = "|".join(RunConfig.model_fields)
     text = _text(page)
+    if (
+        page == "docs/coming-from.md"
+    ):  # other projects have sections of these names: the last column is millrace's
+        text = "\n".join(line.split("|")[-2] if line.startswith("|") else line for line in text.splitlines())
     named = set(re.findall(rf"`((?:{sections})\.[a-z0-9_.]*[a-z0-9_])(?:`|:|=)", text))
     named |= {
         field

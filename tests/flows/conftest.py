@@ -7,7 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, make_workplace
+from tests.support.mistakes import write_mistakes, write_runs
+from tests.support.wrong_configs import write_good
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def wrong_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good configuration, run.yaml, and all files, good and bad, that it and wrong ones name."""
+    folder = tmp_path_factory.mktemp("check")
+    write_good(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_mistakes(folder)
+        write_runs(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +41,18 @@ def whole(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Pat
     root = tmp_path_factory.mktemp("whole")
     out = workplace.train(root)
     assert "3 iterations complete, 3 of them now" in out
+    said = out.partition("of them now\n")[2].splitlines()
+    assert [line.split()[0] for line in said] == ["export", "best", "look", "curves"]
+    assert said[0].split()[1] == f"{root}/a/exports/000003"
     return root / "a"
+
+
+@pytest.fixture(scope="module")
+def deployed(workplace: Workplace) -> Iterator[Deployed]:
+    """A worker for the deployments of this checkout."""
+    here = Deployed(workplace.api, workplace.login, workplace.environment, REPOSITORY)
+    here.prefect("work-pool", "create", "local", "--type", "process", "--overwrite")
+    here.prefect("deploy", "--all")
+    here.start_worker(workplace.folder / "worker.log")
+    yield here
+    here.kill_worker()

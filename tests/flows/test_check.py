@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -19,16 +20,14 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.flows.cli import app
 from millrace.flows.preflight.check import check
-from tests.support.wrong_configs import TEXTS, WRONG, write_good
+from tests.support.wrong_configs import TEXTS, WRONG
 
 HEAVY = ("torch", "prefect", "ray", "mlflow", "megatron", "transformers")
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("check")
-    write_good(folder)
-    return folder
+@pytest.fixture
+def place(wrong_place: Path) -> Path:
+    return wrong_place
 
 
 @pytest.fixture(autouse=True)
@@ -144,12 +143,22 @@ def test_a_teacher_that_prepare_will_make_may_be_missing_until_it_ran() -> None:
     assert [problem.field for problem in check(config, prepared=True)] == ["algorithm.teacher"]
 
 
-def test_checking_calls_nothing_of_the_users(place: Path) -> None:
+def test_checking_calls_nothing_of_the_users_but_the_reward_and_that_in_another_process(place: Path) -> None:
     (place / "calling_hooks.py").write_text(
-        "def prepare(config):\n    raise AssertionError\ndef score(sample):\n    raise AssertionError\n"
+        "import os\nfrom pathlib import Path\n"
+        "def prepare(config):\n    raise AssertionError\n"
+        "def keep(samples):\n    raise AssertionError\n"
+        "def score(sample):\n"
+        "    with Path('scored').open('a') as file:\n        file.write(f'{os.getpid()} {sample.response}\\n')\n    return 0.0\n"
     )
     changes = ["run.prepare=calling_hooks:prepare", "reward.function=calling_hooks:score"]
-    assert check(load_config("run.yaml", changes)) == []
+    assert check(load_config("run.yaml", [*changes, "filter.group_filter=calling_hooks:keep"])) == []
+    pids, responses = zip(
+        *(line.split(" ") for line in (place / "scored").read_text().splitlines()), strict=True
+    )
+    assert responses == ("0", "")
+    assert len(set(pids)) == 1
+    assert str(os.getpid()) not in pids
 
 
 def test_chat_messages_and_parquet_pass(place: Path) -> None:

@@ -1,43 +1,47 @@
-"""The deployment on a real worker: Retry resumes a run whose process was killed, and so does a new run of its name."""
+"""The deployments on a real worker: Retry resumes a run whose process was killed, and so does a new run of its name."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
+from millrace.core.config.reading.load import load_config
 from tests.soak.victims import processes
 from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, configuration, final_weights, trained, wait_until
 
-REPOSITORY = Path(__file__).parents[2]
-PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
+REWARD = """
+from millrace.core.rewards.text import contains
 
 
-@pytest.fixture(scope="module")
-def deployed(workplace: Workplace) -> Iterator[Deployed]:
-    here = Deployed(workplace.api, workplace.login, workplace.environment, REPOSITORY)
-    here.prefect("work-pool", "create", "local", "--type", "process")
-    here.prefect("deploy", "--all")
-    here.start_worker(workplace.folder / "worker.log")
-    yield here
-    here.kill_worker()
+def score(sample):
+    return contains(sample)
+"""
 
 
 @pytest.fixture
-def config(workplace: Workplace, tmp_path: Path) -> dict[str, Any]:
-    """The configuration of the uninterrupted run, with absolute paths and a storage root of its own."""
+def project(workplace: Workplace, tmp_path: Path) -> Path:
+    """The YAML file of the uninterrupted run in a folder of its own, with what it names and its reward beside it."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("model", "train.jsonl", "held_out.jsonl"):
+        (folder / name).symlink_to(workplace.folder / name)
+    (folder / "beside_the_file.py").write_text(REWARD)
     values = configuration()
-    values["storage"] = {"root": str(tmp_path)}
-    values["model"]["path"] = str(workplace.folder / "model")
-    values["data"]["sources"][0]["path"] = str(workplace.folder / "train.jsonl")
-    values["evaluation"]["sets"][0]["path"] = str(workplace.folder / "held_out.jsonl")
-    return values
+    values["reward"]["function"] = "beside_the_file:score"
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return folder / "run.yaml"
+
+
+@pytest.fixture
+def config(project: Path, tmp_path: Path) -> dict[str, Any]:
+    """The same run as the form gives it: with absolute paths, and a storage root of its own."""
+    return load_config(str(project), [f"storage.root={tmp_path}"]).model_dump(mode="json")
 
 
 def flow_process(deployed: Deployed) -> psutil.Process:
@@ -47,11 +51,12 @@ def flow_process(deployed: Deployed) -> psutil.Process:
     return found
 
 
-def test_retry_resumes_a_killed_run_and_so_does_a_new_run_of_its_name(
-    deployed: Deployed, config: dict[str, Any], whole: Path, tmp_path: Path
+def test_retry_resumes_a_killed_run_of_a_file_and_so_does_a_run_of_its_name_from_the_form(
+    deployed: Deployed, project: Path, config: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "a"
-    first = deployed.start(config)
+    parameters = {"path": str(project), "overrides": [f"storage.root={tmp_path}"]}
+    first = deployed.start_deployment("train/file", parameters)
     wait_until(lambda: (run / "iterations/000000/manifest.json").exists())
     flow_process(deployed).kill()
     wait_until(lambda: deployed.state(first) == "CRASHED")

@@ -5,7 +5,6 @@ By the command line first; then a deployment on a worker resumes the same run.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,26 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, configuration, make_workplace
+from tests.support.own_functions import LOSS, REWARD, assert_trained_by_them
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("core", "connectors", "tasks", "flows", "deployments")
-REWARD = '''
-def score(sample):
-    """Only this function gives these numbers."""
-    return 0.25 if len(sample.response) % 2 else 0.75
-'''
-LOSS = '''
-def loss(batch):
-    """Runs in the trainer's ranks, which are actors of Ray."""
-    count = batch.mask.sum()
-    return -batch.advantages * batch.logprobs, {"of_the_users": (count, count)}
-'''
 BY_WHEEL = pytest.mark.parametrize(  # from a checkout every other test runs
     "project", [pytest.param("checkout", marks=pytest.mark.slow), "wheel"], indirect=True
 )
@@ -131,14 +119,6 @@ def two_iterations() -> dict[str, Any]:
     return values
 
 
-def assert_trained_by_the_users_functions(run: Path, iterations: int) -> None:
-    for index in range(iterations):
-        folder = run / "iterations" / f"{index:06d}"
-        rewards = pq.read_table(folder / "batch.parquet")["reward"].to_pylist()
-        assert set(rewards) <= {0.25, 0.75}
-        assert all("of_the_users" in step for step in json.loads((folder / "step.json").read_text())["steps"])
-
-
 def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Project) -> None:
     assert "2 iterations" in project.place.call("check", "run.yaml")
     out = project.place.call("check", "run.yaml", "reward.function=core.my_reward:grade", expect=2)
@@ -148,13 +128,17 @@ def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Pro
 @BY_WHEEL
 def test_the_command_line_trains_with_the_users_functions(project: Project) -> None:
     assert "2 iterations complete, 2 of them now" in project.place.call("train", "run.yaml")
-    assert_trained_by_the_users_functions(project.place.folder / "runs" / "a", 2)
+    assert_trained_by_them(project.place.folder / "runs" / "a", 2)
 
 
 @BY_WHEEL
 def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_path: Path) -> None:
     place = project.place
-    assert "prefect worker start --pool local" in place.call("deploy", PWD="/")
+    *_, export, worker = place.call("deploy", PWD="/").splitlines()
+    login = place.folder / "home" / "prefect-auth"
+    assert export == f'export PREFECT_API_URL={place.api} PREFECT_API_AUTH_STRING="$(cat {login})"'
+    assert place.api.endswith("/api")
+    assert worker == "prefect worker start --pool local"
     project.deployed = deployed = Deployed(
         place.api, place.login, place.environment, tmp_path, project.python
     )
@@ -162,7 +146,7 @@ def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_pa
     config = two_iterations()
     config["run"]["iterations"] = 3
     assert deployed.wait(deployed.start(config)) == "COMPLETED", (place.folder / "worker.log").read_text()
-    assert_trained_by_the_users_functions(place.folder / "runs" / "a", 3)
+    assert_trained_by_them(place.folder / "runs" / "a", 3)
 
 
 def test_only_the_checkout_is_imported_from_a_checkout(project: Project) -> None:

@@ -99,9 +99,10 @@ def test_the_command_ends_in_time_with_its_own_code_and_says_how_to_go_on(
     out, said = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
-    last = f"Ended by {name}; what finished is kept. The same command goes on: millrace train run.yaml"
+    last = f"Ended by {name}; what finished is kept, and the same command goes on: millrace train run.yaml"
     assert said.splitlines()[-1] == last
     assert "Traceback" not in said
+    assert (said.splitlines() == [last]) == (where in CLEANS_UP)
     assert ("processes of the run may be left" in said) == (where not in CLEANS_UP)
     if where == "waiting":
         assert out.splitlines() == ["actors killed", "cleaned up"]
@@ -109,7 +110,9 @@ def test_the_command_ends_in_time_with_its_own_code_and_says_how_to_go_on(
 
 def test_a_second_ctrl_c_ends_at_once(start: Start) -> None:
     process = start(
-        WORK["a clean-up that does not end"].replace("ready()", "interruption.DEADLINE_S = 60.0; ready()")
+        WORK["a clean-up that does not end"].replace(
+            "ready()", "interruption.DEADLINE_S, interruption.PATIENCE_S = 60.0, 0.0; ready()"
+        )
     )
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None

@@ -40,9 +40,9 @@ def run_named(name: str, iterations: int = 3) -> RunConfig:
 async def states(name: str) -> dict[str, str]:
     """Of each of the run's flow runs, by the end of its name."""
     async with get_client() as client:
-        named = FlowRunFilter(name=FlowRunFilterName(like_=f"{name}-0000"))
+        named = FlowRunFilter(name=FlowRunFilterName(like_=f"{name}, iteration "))
         runs = await client.read_flow_runs(flow_run_filter=named)
-    return {run.name.removeprefix(f"{name}-0000"): str(run.state_name) for run in runs}
+    return {run.name.removeprefix(f"{name}, iteration "): str(run.state_name) for run in runs}
 
 
 async def test_the_next_flow_run_is_created_at_the_hand_over_and_works_when_the_iteration_is_done() -> None:
@@ -53,10 +53,10 @@ async def test_the_next_flow_run_is_created_at_the_hand_over_and_works_when_the_
         await slot.may_work()
         seen.append(f"{index} works")
         assert (gc.get_freeze_count() > 0) == (index > 0)  # collected between the first two, not amid a sync
-        assert f"{index + 1:02d}" not in await states("follow")
+        assert str(index + 2) not in await states("follow")
         slot.hand_over()
         async with asyncio.timeout(PATIENCE_S):
-            while index < 2 and (await states("follow")).get(f"{index + 1:02d}") != "Running":  # noqa: ASYNC110
+            while index < 2 and (await states("follow")).get(str(index + 2)) != "Running":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         seen.append(f"{index} is done")
         slot.done()
@@ -84,7 +84,7 @@ async def test_what_fails_ends_the_run_by_its_own_error_and_nothing_works_after_
         await run_iterations(iteration, "iteration", run_named(name), 0)
     assert worked == [0, 1]
     found = await states(name)
-    assert (found.pop("00"), found.pop("01")) == ("Completed", "Failed")
+    assert (found.pop("1"), found.pop("2")) == ("Completed", "Failed")
     assert found == {} or (handed_over and set(found.values()) <= {"Crashed", "Pending"})
 
 

@@ -12,9 +12,9 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.reading.stored import VERSION
 from millrace.core.errors import ConfigError
-from millrace.flows.driver.run_record import check_resume, stored_config
+from millrace.flows.driver.same_run import check_resume, stored_config
 from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.browse import run_record, run_tables, runs_table, settings_of
+from millrace.flows.tools.browse import run_listing, run_record, runs_listing, settings_of
 
 STORED = Path(__file__).parents[1] / "core" / "config" / "version_1.json"
 SAME = """
@@ -35,10 +35,10 @@ def root(tmp_path: Path) -> str:
 
 
 def test_it_is_listed_and_shown(root: str) -> None:
-    assert runs_table(root).row_count == 1
-    facts, iterations = run_tables(root, "old")
-    assert facts.title == "old"
-    assert iterations.row_count == 0
+    assert len(runs_listing(root).rows) == 1
+    shown = run_listing(root, "old")
+    assert shown.facts["run"] == "old"
+    assert shown.rows == []
 
 
 def test_the_same_configuration_continues_it_and_another_does_not(root: str) -> None:

@@ -23,6 +23,7 @@ from millrace.core.config.reading.load import load_config
 from millrace.flows.preflight.check import check
 from millrace.flows.quickstart import recipe
 from tests.support.flow_runs import Workplace
+from tests.support.metric_names import unexplained
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = json.loads((REPOSITORY / "benchmarks" / "results" / "cpu" / "presets.json").read_text())
@@ -112,11 +113,13 @@ def test_the_first_step_on_fresh_samples_has_a_ratio_of_exactly_one(
 def test_ppo_trains_its_critic(small: Callable[[str], Path]) -> None:
     found = steps(small("ppo"))
     assert all(set(CRITIC) <= set(step) for step in found)
+    assert unexplained(f"train/{name}" for name in CRITIC) == []
     assert all(step["critic_grad_norm"] > 0 and step["critic_lr"] == 1e-3 for step in found)
     assert found[-1]["value_mean"] != 0.0
 
 
 def test_a_teacher_makes_the_advantages_of_opd(small: Callable[[str], Path]) -> None:
+    assert unexplained(["train/teacher_kl"]) == []
     for step in steps(small("opd")):
         assert step["teacher_kl"] != 0
         assert step["advantage_mean"] == pytest.approx(-step["teacher_kl"])

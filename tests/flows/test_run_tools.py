@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -69,9 +70,13 @@ def test_a_branch_goes_on_from_a_checkpoint_under_its_own_name(
     shutil.copytree(whole, tmp_path / "a")
     root = str(tmp_path)
     assert "there are: 2, 3" in workplace.call("branch", "a", "b", "--at", "1", "--root", root, expect=2)
-    workplace.call("branch", "a", "b", "--at", "2", "--root", root)
+    another = "trainer.optimizer.lr=5e-4"
+    refused = workplace.train(root, another, "run.iterations=4", expect=2, COLUMNS="400")
+    (offered,) = re.findall(r"`millrace (.*?)`", refused)
+    assert offered == f"branch a NEW --at 3 --root {root}"
+    workplace.call(*offered.replace("NEW", "b").replace("--at 3", "--at 2").split())
     assert "exists already" in workplace.call("branch", "a", "b", "--at", "2", "--root", root, expect=2)
-    out = workplace.train(root, "run.name=b", "trainer.optimizer.lr=5e-4")
+    out = workplace.train(root, "run.name=b", another)
     assert "3 iterations complete, 1 of them now" in out
     assert trained(tmp_path / "b")[:64] == trained(whole)[:64]
     assert trained(tmp_path / "b")[64:] != trained(whole)[64:]

@@ -20,7 +20,7 @@ from millrace.core.config.parts.menu import variants
 from millrace.core.config.parts.restart import decided
 from millrace.core.config.parts.section import models
 from millrace.core.errors import ConfigError
-from millrace.flows.driver.run_record import check_branch, check_resume
+from millrace.flows.driver.same_run import check_branch, check_resume
 from tests.support.settings_table import REBUILT, REFUSED, ROWS, TRAINED_WITH
 
 FUNCTION = "package.module:function"
@@ -183,3 +183,17 @@ def test_a_branch_cannot_add_a_model_that_the_checkpoint_lacks() -> None:
 
 def test_data_that_only_moved_is_the_same_configuration() -> None:
     check_resume(configuration(), configuration(data={"sources": [{"path": "elsewhere.jsonl"}]}))
+
+
+@pytest.mark.parametrize("field", ["path", "tokenizer", "chat_template"])
+def test_a_model_that_only_moved_is_the_same_where_hashes_can_say_so(field: str) -> None:
+    before = configuration(model={"path": "model", field: "a"})
+    moved = configuration(model={"path": "model", field: "../b"})
+    check_resume(before, moved, {f"model.{field}"})
+    check_branch(before, moved, PARENT, {f"model.{field}"})
+    with pytest.raises(ConfigError, match=f"model.{field}: was 'a', now '../b'"):
+        check_resume(before, moved)
+    check_resume(before, configuration(model={"path": "model", field: str(Path.cwd() / "a")}))
+    if field != "path":
+        with pytest.raises(ConfigError, match=f"model.{field}: was 'a', now None"):
+            check_resume(before, configuration(model={"path": "model"}), {f"model.{field}"})

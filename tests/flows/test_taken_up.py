@@ -62,6 +62,23 @@ def test_another_model_in_the_folder_is_refused_naming_the_files(model: Path) ->
         check_same_model("a", before, models_of(model))
 
 
+def test_another_text_in_the_chat_template_is_refused_once_its_hash_is_known(
+    model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+
+    def prints() -> dict[str, dict[str, str]]:
+        given = {"path": str(model), "chat_template": str(template)}
+        return fingerprints(RunConfig.model_validate({**configuration(), "model": given}))
+
+    without, before = models_of(model), prints()
+    template.write_text("{{ messages[0] }}")
+    check_same_model("a", without, prints())  # of an earlier release
+    with pytest.raises(ConfigError, match=r"its model changed:\s+model.chat_template: file"):
+        check_same_model("a", before, prints())
+
+
 def test_a_large_file_is_sampled(model: Path) -> None:
     assert SMALL < 1 << 30
     big = model / "tokenizer.model"

@@ -1,42 +1,49 @@
 """Every kind of file of a run, changed in every way: what reads it gets what was written, or names the file. Never other numbers.
 
-The kinds are those of a real run with an open iteration: a kind of file without a row fails. What needs a trainer is tried where
-its files are read: records, the batch in a rank, the choice of a checkpoint.
+The kinds are those of a real run with an open iteration that a second driver took over: a kind of file without a row fails.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.megatron.rank import TrainerRank
-from millrace.connectors.storage.checkpoint_files import check_marker, marker_files
-from millrace.connectors.storage.iteration_files import IterationFiles, commit_again
+from millrace.connectors.storage.checkpoint_files import check_marker, checkpoint_files
+from millrace.connectors.storage.iteration_files import commit_again
+from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.sealed import PLACE, check_seal, sealed
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MillraceError, MissingFileError, StorageError
-from millrace.flows.tools.branch import branch_run
 from millrace.flows.tools.browse import run_record
-from millrace.flows.tools.replay import _download_export
-from millrace.flows.tools.sql import VIEWS, connect
 from millrace.flows.tools.verify import verify_run
-from millrace.tasks.context import IterationContext
-from millrace.tasks.run_recorded import _check_found
-from millrace.tasks.runtime.trainer import recorded_step
+from millrace.tasks.publish import _commit
+from tests.support.engine_process import embedded_engine
+from tests.support.flow_runs import Workplace
+from tests.support.run_readers import (
+    COMMITTED,
+    OPEN,
+    STEPS,
+    TASKS,
+    UNDER_WAY,
+    Evaluation,
+    Numbers,
+    branch,
+    replay,
+    resume,
+    sql,
+)
 
-OPEN, STEPS = 2, 2  # the run's open iteration, and its steps an iteration
-COMMITTED, UNDER_WAY = f"iterations/{OPEN - 1:06d}", f"iterations/{OPEN:06d}"
-TASKS = ("sample_prompts", "rollout", "reward", "filter", "train_step", "sync_weights", "checkpoint")
 IN_ITERATION = (
     "prompts.parquet",
     "verdicts.parquet",
@@ -45,6 +52,7 @@ IN_ITERATION = (
     "rollouts/part",
     "rewards/part",
     "results/evaluate.json",
+    "takeover.json",
     *(f"results/{task}.json" for task in TASKS),
 )
 KINDS = (
@@ -61,12 +69,15 @@ KINDS = (
 )
 UNREAD = ("lease/000001.json",)  # whose own test is tests/connectors/storage/test_lease.py
 ON_S3 = (f"{COMMITTED}/manifest.json",)
-Numbers = dict[str, Any]
+ANOTHER = "0" * 32  # id of another run
+Readers = dict[str, Callable[[str], Numbers]]
 
 
 def kind_of(path: str) -> str:
     """The row of a file: parts have one, and so have the files of an export beside weights and configuration."""
     path = re.sub(r"/part-[^/]*$", "/part", path)
+    path = re.sub(r"^lease/\d+", "lease/000001", path)
+    path = re.sub(r"/takeover-\d+", "/takeover", path)
     path = re.sub(r"^iterations/000000/", f"{COMMITTED}/", path)
     path = re.sub(r"^checkpoints/\d+/", "checkpoints/000003/", path)
     path = re.sub(r"^eval/held_out/\d+", "eval/held_out/000002", path)
@@ -77,128 +88,52 @@ def kind_of(path: str) -> str:
 
 @pytest.fixture(scope="module")
 def stored(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run `a` as a driver leaves it that dies before it publishes the last iteration."""
+    """The run `a` as its third driver leaves it that dies before it publishes the last iteration.
+
+    The second took over the iteration before, and committed it.
+    """
     run = tmp_path_factory.mktemp("stored") / "a"
     shutil.copytree(whole, run)
-    (run / UNDER_WAY / "manifest.json").unlink()
-    (run / UNDER_WAY / "results" / "publish.json").unlink()
+    metrics = json.loads((run / COMMITTED / "manifest.json").read_text())["tasks"]["metrics"]
+    for iteration in (COMMITTED, UNDER_WAY):
+        (run / iteration / "manifest.json").unlink()
+        (run / iteration / "results" / "publish.json").unlink()
+    folder, run_id = driven(run)
+    ctx = SimpleNamespace(run_folder=folder, index=OPEN - 1, folder=folder.iteration(OPEN - 1))
+    published = {"metadata": {}, "result": json.dumps(_commit(cast(Any, ctx), metrics))}
+    folder.store.write_sealed(f"{COMMITTED}/results/publish.json", published, run=run_id)
+    cast(Lease, folder.store.fence).release()
+    folder, _ = driven(run)
+    cast(Lease, folder.store.fence).release()
     return run
+
+
+def driven(run: Path) -> tuple[RunFolder, str]:
+    """The folder as a driver holds it that has just taken over, and the run's id."""
+    folder, run_id = RunFolder(str(run.parent), run.name), run_record(str(run.parent), run.name)["id"]
+    folder.store.fence = Lease.take(folder.store)
+    folder.owner.drive_as(run_id)
+    folder.take_over()
+    return folder, run_id
 
 
 def test_every_kind_of_file_has_a_row(stored: Path) -> None:
     found = {path.relative_to(stored).as_posix() for path in stored.rglob("*") if path.is_file()}
     nothing_reads = {path for path in found if path.startswith("logs/") or path == "lease/lock"}
     assert {kind_of(path) for path in found - nothing_reads} == set(KINDS)
+    for folder in {path.rpartition("/")[0] for path in found} - {"logs"}:
+        assert kind_of(f"{folder}/new.json".lstrip("/")) not in KINDS or folder.startswith("exports/")
 
 
-# what is done with a run: each returns the numbers that it read
-
-
-def resume(root: str) -> Numbers:
-    """What a driver reads before it goes on with the open iteration, and its trainer to hold the newest version."""
-    folder, record = RunFolder(root, "a"), run_record(root, "a")
-    commit_again(folder)
-    ctx = IterationContext(
-        cast(Any, SimpleNamespace(run=SimpleNamespace(name="a"))),
-        OPEN,
-        cast(Any, SimpleNamespace(run_folder=folder)),
-    )
-    for task in (*TASKS, "evaluate"):
-        _check_found(ctx, task)
-    files = IterationFiles(folder, OPEN)
-    there = {task: files.record(task) for task in (*TASKS, "evaluate")}
-    return {
-        "config": record["config"],
-        "data": record["data"],
-        "history": [history.model_dump() for history in folder.history()],
-        **{task: record for task, record in there.items() if record},  # a task without a record runs again
-        **brought_up(folder, OPEN + 1),
-    }
-
-
-def replay(root: str) -> Numbers:
-    """What a replay of the committed iterations reads, and the export after the last one."""
-    folder, record = RunFolder(root, "a"), run_record(root, "a")
-    folder.manifests()
-    exported = Path(root) / f"export-{uuid.uuid4().hex}" if "://" not in root else None
-    read = brought_up(folder, OPEN)
-    if exported:
-        _download_export(folder, OPEN + 1, exported)
-        read["export"] = {path.name: digest(path.read_bytes()) for path in exported.iterdir()}
-        shutil.rmtree(exported)
-    return {"config": record["config"], **read}
-
-
-def brought_up(folder: RunFolder, iterations: int) -> Numbers:
-    """The rows and figures of the steps up to an iteration, and what the checkpoint that is taken holds.
-
-    As bring_up of the trainer takes them; a checkpoint that is not whole gives way, with replay of all steps.
-    """
-    rank, numbers = TrainerRank({}, 0, 1), {}
-    for index in range(iterations):
-        files = IterationFiles(folder, index)
-        if "batch.parquet" not in files.entries and index == OPEN:
-            continue  # the filter runs again
-        entry = files.entry("batch.parquet")
-        rows = rank._read(files.folder.url_of(entry.path), entry.sha256)
-        numbers[f"rows {index}"] = digest(
-            repr([(row.sample_id, row.tokens, row.advantage) for row in rows]).encode()
-        )
-        steps = [recorded_step(files, index * STEPS + step) for step in (1, 2)]
-        if steps[0] is not None:
-            numbers[f"steps {index}"] = steps
-    done = iterations
-    try:
-        entries = marker_files(check_marker(folder, done, done * STEPS))
-        store = folder.store.child(folder.checkpoint_path(done))
-        for file in entries:
-            store.verify(file)
-        numbers["shards"] = [(file.path, digest(store.read(file.path))) for file in entries]
-    except (CorruptFileError, MissingFileError):
-        pass  # replayed
-    return numbers
-
-
-def branch(root: str) -> Numbers:
-    """Every file that a branch of the run begins with."""
-    name = f"branch-{uuid.uuid4().hex}"
-    branch_run(root, "a", name, OPEN)
-    store = Store(root).child(name)
-    made = {path: digest(store.read(path)) for path in store.list() if path != "run.json"}
-    record = store.read_sealed("run.json")
-    store.remove("", recursive=True)
-    return {**made, "parent": record["parent"]["config"], "data": record["data"]}
-
-
-def evaluate(root: str) -> Numbers:
-    """Held-out figures, as records and tables hold them."""
-    connection = connect(root, "a", ["evaluations"])
-    rows = connection.sql("select * from evaluations order by all").fetchall()
-    folder = RunFolder(root, "a")
-    kept = [IterationFiles(folder, index).record("evaluate") for index in range(OPEN)]
-    return {"rows": repr(rows), "records": kept}
-
-
-def sql(root: str) -> Numbers:
-    """Every view but the evaluations'."""
-    connection = connect(root, "a", [*VIEWS, "steps"])
-    return {
-        view: digest(repr(connection.sql(f"select * from {view} order by all").fetchall()).encode())
-        for view in (*VIEWS, "steps")
-    }
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-READERS: dict[str, Callable[[str], Numbers]] = {
-    "resume": resume,
-    "replay": replay,
-    "branch": branch,
-    "evaluate": evaluate,
-    "sql": sql,
-}
+@pytest.fixture(scope="module")
+def readers(
+    stored: Path, workplace: Workplace, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Readers]:
+    """What reads a run, by name; each returns the numbers that it read."""
+    log = tmp_path_factory.mktemp("engine") / "log"
+    with embedded_engine(stored / "exports" / "000003", log=log) as (url, _):
+        evaluate = Evaluation(url, workplace.folder)
+        yield {"resume": resume, "replay": replay, "branch": branch, "evaluate": evaluate, "sql": sql}
 
 
 # what is done to a file
@@ -230,6 +165,23 @@ def doubled(store: Store, path: str, _: bytes) -> None:
     store.write(f"{folder}/{copy}" if folder else copy, store.read(path))
 
 
+def of_another_run(store: Store, path: str, _: bytes) -> None:
+    """As a run of the same name under another root would have it there: whole, sealed, with other numbers."""
+    content = store.read_json(path)
+    if path.endswith("manifest.json"):
+        tasks = {**content["tasks"], "metrics": {}}
+        other = Manifest.model_validate({**content, "run": ANOTHER, "tasks": tasks}).sealed()
+        store.write_json(path, other.model_dump(mode="json"))
+        return
+    opened = check_seal(content, store.url_of(path))
+    if path == "run.json":
+        store.write_sealed(path, {**opened, "id": ANOTHER, "data": []})
+        return
+    if "result" in opened:
+        opened["result"] = json.dumps({**json.loads(opened["result"]), "seconds": 1e9, "metrics": {}})
+    store.write_json(path, sealed(opened, content[PLACE], ANOTHER))
+
+
 WAYS = {way.__name__: way for way in (one_bit, truncated, replaced, removed, doubled)}
 
 
@@ -240,9 +192,10 @@ def linked(run: Path, into: Path) -> None:
 
 def victim(run: Path, kind: str) -> str:
     """The first file of a kind."""
-    if not kind.endswith("/part"):
+    if (run / kind).is_file():
         return kind
-    return sorted(path.relative_to(run).as_posix() for path in run.glob(f"{kind}-*"))[0]
+    pattern = kind.replace("/takeover.json", "/takeover-*") if "takeover" in kind else f"{kind}-*"
+    return sorted(path.relative_to(run).as_posix() for path in run.glob(pattern))[0]
 
 
 def another(run: Path, path: str) -> bytes:
@@ -261,12 +214,15 @@ def another(run: Path, path: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def expected(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Numbers]:
+def expected(stored: Path, readers: Readers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Numbers]:
     """The numbers of the run as it is."""
     root = tmp_path_factory.mktemp("expected")
     linked(stored, root / "a")
     assert verify_run(str(root), "a").problems == verify_run(str(root), "a").strangers == []
-    return {name: reader(str(root)) for name, reader in READERS.items()}
+    numbers = {name: reader(str(root)) for name, reader in readers.items()}
+    again = RunFolder(str(root), "a").iteration(OPEN).read_json("results/evaluate.json")
+    assert numbers["evaluate"]["evaluated again"] == json.loads(again["result"])["sets"]
+    return numbers
 
 
 def outcome(reader: Callable[[str], Numbers], root: str) -> tuple[Numbers, MillraceError | None]:
@@ -277,9 +233,9 @@ def outcome(reader: Callable[[str], Numbers], root: str) -> tuple[Numbers, Millr
         return {}, error
 
 
-def check(root: str, path: str, way: str, expected: dict[str, Numbers]) -> None:
+def check(root: str, path: str, way: str, readers: Readers, expected: dict[str, Numbers]) -> None:
     """Each reader has the expected numbers, or fewer where a task runs again or a step is replayed, or names the file."""
-    for name, reader in READERS.items():
+    for name, reader in readers.items():
         numbers, refused = outcome(reader, root)
         if refused:
             assert path.rsplit("/", 1)[-1] in str(refused), f"{name} of {way} {path}: {refused}"
@@ -291,7 +247,10 @@ def check(root: str, path: str, way: str, expected: dict[str, Numbers]) -> None:
 def runs_again(path: str) -> bool:
     """Whether a file's absence only means that its task runs again, or that another checkpoint is taken."""
     of_open_task = path.startswith(f"{UNDER_WAY}/results/")
-    return of_open_task or path.endswith(("complete.json", "results/publish.json"))
+    note = path.startswith(
+        f"{UNDER_WAY}/takeover"
+    )  # without it all parts count; its iteration's records name them
+    return of_open_task or note or path.endswith(("complete.json", "results/publish.json"))
 
 
 def check_verify(root: str, path: str, way: str) -> None:
@@ -319,14 +278,39 @@ def check_verify(root: str, path: str, way: str) -> None:
     ],
 )
 def test_a_changed_file_gives_the_same_numbers_or_is_named(
-    stored: Path, expected: dict[str, Numbers], tmp_path: Path, kind: str, way: str
+    stored: Path, readers: Readers, expected: dict[str, Numbers], tmp_path: Path, kind: str, way: str
 ) -> None:
     """Each kind in one way, each way on many kinds; with `-m slow` each kind in every way."""
     path = victim(stored, kind)
     linked(stored, tmp_path / "a")
     WAYS[way](Store(str(tmp_path / "a")), path, another(stored, path))
     check_verify(str(tmp_path), path, way)
-    check(str(tmp_path), path, way, expected)
+    check(str(tmp_path), path, way, readers, expected)
+
+
+OF_ONE_RUN = (
+    *("run.json", f"{COMMITTED}/manifest.json", f"{UNDER_WAY}/results/rollout.json"),
+    *(f"{COMMITTED}/results/publish.json", f"{UNDER_WAY}/takeover.json", "checkpoints/000003/complete.json"),
+    *(f"{at}/results/{task}.json" for at in (COMMITTED, UNDER_WAY) for task in (*TASKS, "evaluate")),
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if number < 4 else pytest.param(kind, marks=pytest.mark.slow)
+        for number, kind in enumerate(dict.fromkeys(OF_ONE_RUN))
+    ],
+)
+def test_a_file_of_another_run_of_the_same_name_is_named(
+    stored: Path, readers: Readers, expected: dict[str, Numbers], tmp_path: Path, kind: str
+) -> None:
+    """Whole and sealed, it went unnoticed."""
+    path = victim(stored, kind)
+    linked(stored, tmp_path / "a")
+    of_another_run(Store(str(tmp_path / "a")), path, b"")
+    check_verify(str(tmp_path), path, "of another run")
+    check(str(tmp_path), path, "of another run", readers, expected)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +322,7 @@ def test_a_changed_file_gives_the_same_numbers_or_is_named(
     ],
 )
 def test_a_changed_object_gives_the_same_numbers_or_is_named(
-    stored: Path, expected: dict[str, Numbers], s3_bucket: str, kind: str
+    stored: Path, readers: Readers, expected: dict[str, Numbers], s3_bucket: str, kind: str
 ) -> None:
     root, path = f"{s3_bucket}/{uuid.uuid4().hex}", victim(stored, kind)
     store = Store(root).child("a")
@@ -349,11 +333,32 @@ def test_a_changed_object_gives_the_same_numbers_or_is_named(
         before = set(store.list())
         change(store, path, another(stored, path))
         check_verify(root, path, way)
-        check(root, path, way, expected)
+        check(root, path, way, readers, expected)
         for name in set(store.list()) - before:
             store.remove(name)
         for name, data in whole.items():
             store.write(name, data)
+
+
+@pytest.mark.parametrize("kind", ["rollouts/part", "rewards/part"])
+@pytest.mark.parametrize("way", ["one_bit", "truncated", "replaced", "doubled"])
+def test_a_changed_part_of_a_task_without_a_record_is_named_by_sql(
+    stored: Path, expected: dict[str, Numbers], tmp_path: Path, kind: str, way: str
+) -> None:
+    """Its name has its hash. Without any record the open iteration's rows are those of its files."""
+    linked(stored, tmp_path / "a")
+    for record in (tmp_path / "a" / UNDER_WAY / "results").iterdir():
+        record.unlink()
+    assert outcome(sql, str(tmp_path)) == (expected["sql"], None)
+    path = victim(stored, f"{UNDER_WAY}/{kind}")
+    WAYS[way](Store(str(tmp_path / "a")), path, another(stored, path))
+    numbers, refused = outcome(sql, str(tmp_path))
+    if way == "doubled":
+        assert numbers == expected["sql"]
+    else:
+        assert refused is not None
+        assert path.rsplit("/", 1)[-1] in str(refused)
+        assert refused.remedy
 
 
 def test_a_manifest_that_is_removed_is_made_again_as_it_was(stored: Path, tmp_path: Path) -> None:
@@ -390,4 +395,4 @@ def test_without_the_folder_of_a_broken_checkpoint_the_one_before_counts(
         check_marker(folder, 3, 3 * STEPS)
     shutil.rmtree(tmp_path / "a" / "checkpoints" / "000003")
     assert folder.complete_checkpoints() == [2]
-    assert marker_files(check_marker(folder, 2, 2 * STEPS))
+    assert checkpoint_files(folder, 2, 2 * STEPS)

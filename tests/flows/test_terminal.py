@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 PRINTS = r"""
-import os, sys, threading
-from millrace.flows.cli.terminal import console, errors, libraries_kept_off_terminal
+import logging, os, sys, threading
+from millrace.flows.cli.terminal import console, errors, libraries_kept_off_terminal, lines_before_prefect
 
 def ray():
     print("[state-dump] of a raylet")
@@ -28,9 +28,9 @@ with libraries_kept_off_terminal():
 """
 
 
-def prints(home: Path, code: int) -> subprocess.CompletedProcess[str]:
+def prints(home: Path, code: int, script: str = PRINTS) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PRINTS, str(code)],
+        [sys.executable, "-c", script, str(code)],
         env={**os.environ, "MILLRACE_HOME": str(home)},
         capture_output=True,
         text=True,
@@ -49,3 +49,43 @@ def test_libraries_write_to_a_log_and_python_to_the_terminal(tmp_path: Path) -> 
         f"What libraries wrote meanwhile is in {log}",
     ]
     assert log.read_text().splitlines() == ["*** SIGTERM received", "of a child", "[state-dump] of a raylet"]
+
+
+def test_before_prefect_is_there_lines_are_formatted_alike_and_afterwards_left_to_it(tmp_path: Path) -> None:
+    script = (
+        PRINTS.partition("def ray")[0]
+        + """
+log = logging.getLogger("millrace.connectors.prefect.server")
+with libraries_kept_off_terminal(), lines_before_prefect():
+    logging.getLogger("millrace").setLevel(logging.INFO)
+    log.info("starting")
+    logging.getLogger().addHandler(logging.NullHandler())
+    log.info("there")
+"""
+    )
+    (line,) = prints(tmp_path, 0, script).stderr.splitlines()
+    assert line.endswith(" | INFO    | millrace.connectors.prefect.server - starting")
+
+
+def test_once_it_is_silenced_the_terminal_gets_the_last_words_alone(tmp_path: Path) -> None:
+    script = (
+        PRINTS.partition("def ray")[0]
+        + """
+with libraries_kept_off_terminal() as terminal:
+    terminal.say(f"nothing yet: {terminal.log()}")
+    terminal.silence()
+    terminal.say(f"still nothing: {terminal.log()}")
+    logging.getLogger("asyncio").error("an exception was never retrieved")
+    print("a line of a table")
+    terminal.say(f"what libraries logged is in {terminal.log()}")
+    os._exit(0)
+"""
+    )
+    done, log = prints(tmp_path, 0, script), tmp_path / "stderr.log"
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "nothing yet: None",
+        "still nothing: None",
+        f"what libraries logged is in {log}",
+    ]
+    assert log.read_text().splitlines() == ["an exception was never retrieved", "a line of a table"]

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from millrace.core.contracts.ids import derived_seed
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, basic, final_weights, trained
+from tests.support.metric_names import unexplained
 
 
 def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) -> None:
@@ -69,6 +70,17 @@ def test_a_complete_run_that_is_started_again_does_nothing(workplace: Workplace,
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
 
 
+def test_every_metric_of_a_run_is_explained(whole: Path) -> None:
+    manifests = [json.loads(path.read_text()) for path in (whole / "iterations").glob("*/manifest.json")]
+    names = {name for manifest in manifests for name in manifest["tasks"]["metrics"]}
+    assert "eval/held_out/reward_mean" in names
+    assert unexplained(names) == []
+    assert unexplained(["train/of_yours", "eval/held_out/of_yours"]) == [
+        "eval/held_out/of_yours",
+        "train/of_yours",
+    ]
+
+
 def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whole: Path) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -93,11 +105,11 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
 
 
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:
-    runs = ask(workplace, "/flow_runs/filter", {"flow_runs": {"name": {"like_": "a-0000"}}})
+    runs = ask(workplace, "/flow_runs/filter", {"flow_runs": {"name": {"like_": "a, iteration "}}})
     assert {run["name"] for run in runs if run["state_type"] == "COMPLETED"} >= {
-        "a-000000",
-        "a-000001",
-        "a-000002",
+        "a, iteration 1",
+        "a, iteration 2",
+        "a, iteration 3",
     }
     assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
     kinds = {artifact["type"] for artifact in ask(workplace, "/artifacts/filter", {})}
@@ -126,31 +138,46 @@ def test_malformed_prompts_are_quarantined_with_their_reasons_and_counted(
 
 def test_runs_and_show_list_it_with_iterations_counted_from_one(workplace: Workplace, whole: Path) -> None:
     listed = workplace.call("runs", "--root", str(whole.parent))
-    assert "3 of 3" in listed
-    assert "complete" in listed
+    (row,) = [line for line in listed.splitlines() if line.startswith("│")]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert (cells[:3], cells[-1]) == (["a", "3", "3"], "complete")
     shown = workplace.call("show", "a", "--root", str(whole.parent), COLUMNS="200")
     assert str(whole) in shown
     first_cells = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
-    assert [cell for cell in first_cells if cell.isdigit()] == ["1", "2", "3"]
+    assert [cell for cell in first_cells if cell.isdigit()] == ["0", "1", "2", "3"]  # 0: before training
     assert "no such run" in workplace.call("show", "b", "--root", str(whole.parent), expect=2)
 
 
-def test_another_configuration_under_the_same_name_is_refused(workplace: Workplace, whole: Path) -> None:
-    out = workplace.train(whole.parent, "run.iterations=4", "rollout.sampling.temperature=0.5", expect=2)
-    assert "rollout.sampling.temperature: was 1.0, now 0.5" in out
-    assert "millrace branch a NEW --at ITERATION" in out
+def files(run: Path) -> dict[Path, int]:
+    """When each file of a run was written, but for those of its lease."""
+    found = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "lease"]
+    return {path: path.stat().st_mtime_ns for path in found}
 
 
-def test_data_that_changed_under_the_run_is_refused(workplace: Workplace, whole: Path) -> None:
-    source = workplace.folder / "train.jsonl"
+def test_another_configuration_under_the_same_name_is_refused_and_leaves_nothing(
+    workplace: Workplace, whole: Path
+) -> None:
+    before = files(whole)
+    changed = ["run.iterations=4", "rollout.sampling.temperature=0.5"]
+    out = workplace.train(whole.parent, *changed, expect=2, COLUMNS="400")
+    assert "rollout.sampling.temperature = 0.5: run a has 1.0, and it may not change" in out
+    assert f"`millrace branch a NEW --at 3 --root {whole.parent}`" in out
+    assert files(whole) == before
+
+
+def test_data_that_changed_under_the_run_is_refused_and_leaves_nothing(
+    workplace: Workplace, whole: Path
+) -> None:
+    source, before = workplace.folder / "train.jsonl", files(whole)
     text = source.read_text()
     source.write_text(text.replace("1+1=", "1 + 1 ="))
     try:
         out = workplace.train(whole.parent, "run.iterations=4", expect=2)
     finally:
         source.write_text(text)
-    assert "source sums" in out
-    assert "data.allow_changes" in out
+    assert "data.sources.sums.path" in out
+    assert "data.allow_changes=true" in out
+    assert files(whole) == before
 
 
 def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_when_that_is_allowed(
@@ -178,7 +205,10 @@ def test_a_refused_step_names_its_limit_and_with_another_limit_the_run_resumes_f
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     out = workplace.train(tmp_path, "sync.max_logprob_gap=1e-12", expect=2)
-    assert "raise sync.max_logprob_gap" in out
+    assert out.count("RefusedStepError: step 1: engine and trainer disagree") == 1
+    assert out.count("raise sync.max_logprob_gap") == 1
+    assert "Traceback" not in out
+    assert out.count("discard a --iteration 1") == 1
     parts = tmp_path / "a" / "iterations" / "000000" / "rollouts"
     generated = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
     assert generated

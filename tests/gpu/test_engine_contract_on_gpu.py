@@ -27,8 +27,11 @@ def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
     )
     server = EngineServer(RunConfig.model_validate(values).model_dump(mode="json"), 0, 1)
     try:
-        url = server.start(str(model))["url"]
-        given = {"MILLRACE_ENGINE_URL": url, "MILLRACE_ENGINE_TOLERANCE": str(TOLERANCE)}
+        state = server.start(str(model))
+        assert state["url"]
+        assert state["key"]
+        given = {"MILLRACE_ENGINE_URL": state["url"], "MILLRACE_ENGINE_KEY": state["key"]}
+        given["MILLRACE_ENGINE_TOLERANCE"] = str(TOLERANCE)
         command = [
             sys.executable,
             "-m",

@@ -101,9 +101,11 @@ def _looks(place: Workplace, overrides: list[str], every_s: float, limit_s: floa
 def _figures(place: Workplace, driver: int) -> Figures:
     home = place.folder / "home"
     figures: Figures = {}
+    pids: set[str] = set()
     for part in ("driver", "prefect", "trainer", "engine", "ray", "scorer"):
         try:
             found = [psutil.Process(pid) for pid in processes(part, driver, home)]
+            pids |= {str(process.pid) for process in found}
             figures[f"{part} MiB"] = sum(process.memory_info().rss for process in found) / 2**20
             figures[f"{part} descriptors"] = sum(process.num_fds() for process in found)
             figures[f"{part} threads"] = sum(process.num_threads() for process in found)
@@ -117,6 +119,7 @@ def _figures(place: Workplace, driver: int) -> Figures:
     figures["temporary KiB"] = _kib(entries)
     figures["Ray's folder KiB"] = _kib(place.folder.glob("millrace-ray-*/**/*"))
     mine = [path for path in Path("/dev/shm").glob("millrace-*") if f"-{driver}." in path.name]
+    mine += [path for path in Path("/dev/shm").glob("sem.*") if pids & set(path.name.split("-"))]
     figures["shared memory entries"] = len(mine)
     figures["curves KiB"] = (home / "mlflow.db").stat().st_size / 1024
     return figures

@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.soak import promises, victims
-from tests.soak.points import ENDS_THE_RUN, Point
+from tests.soak import neighbours, promises, victims
+from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, Point
+from tests.soak.starts import Started, Starts, overrides
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
 
 # the victim "scorer" is at work for some time: the same reward, slowly
@@ -30,10 +30,8 @@ def contains_slowly(sample):
     time.sleep(0.02)
     return contains(sample)
 """
-DYNAMIC = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0")
 __all__ = ["Outcome", "Site", "make_workplace"]
 STARTS = 4  # at most, for one kill
-KILLED = "killed"  # the name of killed runs; the uninterrupted one is `a`, as run.yaml calls it
 ENDS_WITHIN_S = 10.0  # after Ctrl-C, on an idle machine
 
 
@@ -50,6 +48,7 @@ class Outcome:
     starts: int = 1
     regenerated: int = 0
     seconds: float = 0.0
+    skipped: str = ""  # why this machine cannot try it
 
 
 class Site:
@@ -69,7 +68,7 @@ class Site:
         """The folder of the uninterrupted run."""
         if dynamic not in self._references:
             root = self.folder / f"whole-{'dynamic' if dynamic else 'sync'}"
-            self.place.train(root, *_overrides(dynamic))
+            self.place.train(root, *overrides(dynamic))
             self._references[dynamic] = root / "a"
         return self._references[dynamic]
 
@@ -82,77 +81,70 @@ class Site:
         reference, started = self.reference(point.dynamic), time.perf_counter()
         root = self.folder / "killed" / str(point)
         shutil.rmtree(root, ignore_errors=True)
-        outcome, seen = Outcome(point), self.finished_log.stat().st_size
-        process, log = self._start(root, point, outcome.starts)
+        outcome = Outcome(point)
         try:
-            state = self._kill_at(point, process, root / KILLED, outcome, seen)
-            self._complete(root, point, process, outcome)
-            state.finished_after = self._finished(seen)[len(state.finished_before) :]
-            outcome.regenerated = state.regenerated
-            outcome.problems += promises.broken(reference, root / KILLED, state, outcome.starts)
-        except (AssertionError, OSError) as error:
-            outcome.problems.append(f"{error or type(error).__name__}; see {log.parent}")
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            if point.victim in NEIGHBOURS:
+                self._play(root, point, outcome, reference)
+            else:
+                with Starts(self.place, root, point) as starts:
+                    self._kill(starts, outcome, reference)
+        except neighbours.ImpossibleError as error:
+            outcome.skipped = str(error)
+        except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+            outcome.problems.append(f"{error or type(error).__name__}; see {root}")
         outcome.seconds = time.perf_counter() - started
         if not outcome.problems:
-            shutil.rmtree(root)
+            shutil.rmtree(root, ignore_errors=True)
         return outcome
 
-    def _start(self, root: Path, point: Point, number: int) -> tuple[subprocess.Popen[str], Path]:
-        root.mkdir(parents=True, exist_ok=True)
-        log, environment = root / f"start-{number}.log", dict(self.place.environment)
-        if number == 1:
-            environment["MILLRACE_KILL_POINT"] = f"{point.iteration}/{point.task}/{_wait_at(point)}"
-            environment["MILLRACE_KILL_POINT_FILE"] = str(root / "held")
-        command = [sys.executable, "-m", "millrace.flows.cli", "train", "run.yaml", f"storage.root={root}"]
-        command += [f"run.name={KILLED}"]
-        if point.victim == "scorer":
-            command += ["reward.function=slow_reward:contains_slowly"]
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                [*command, *_overrides(point.dynamic)],
-                env=environment,
-                cwd=self.folder,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        return process, log
+    def _play(self, root: Path, point: Point, outcome: Outcome, reference: Path) -> None:
+        """Set a scene of several drivers, and check every promise of each run in it."""
+        scene = neighbours.Scene(self.place, root, point, outcome.problems)
+        neighbours.play(scene)
+        outcome.landed = point.when
+        for run, state, starts in scene.ended:
+            outcome.starts = max(outcome.starts, starts)
+            outcome.regenerated += state.regenerated
+            outcome.problems += [f"{run}: {text}" for text in promises.broken(reference, run, state, starts)]
 
-    def _kill_at(
-        self, point: Point, process: subprocess.Popen[str], run: Path, outcome: Outcome, seen: int
-    ) -> promises.Killed:
-        held = run.parent / "held"
-        wait_until(lambda: held.exists() or process.poll() is not None)
-        assert process.poll() is None, "the run ended before it reached the point"
+    def _kill(self, starts: Starts, outcome: Outcome, reference: Path) -> None:
+        """Kill, go on until the run is complete, and check every promise."""
+        seen = self.finished_log.stat().st_size
+        first = starts.begin(_wait_at(outcome.point))
+        state = self._kill_at(first, starts.run, outcome, seen)
+        self._complete(starts, first, outcome)
+        state.finished_after = promises.finished(self.finished_log, seen)[len(state.finished_before) :]
+        outcome.regenerated = state.regenerated
+        outcome.problems += promises.broken(reference, starts.run, state, outcome.starts)
+
+    def _kill_at(self, first: Started, run: Path, outcome: Outcome, seen: int) -> promises.Killed:
+        first.reach()
+        point, process = outcome.point, first.process
         if _wait_at(point) != point.when:  # the victim dies while the task runs
             usual = self._usual_seconds(point)
-            held.unlink()
+            first.go_on()
             time.sleep(point.share * usual)
         if point.victim == "terminal":
-            self._interrupt(process, run.parent / "start-1.log", outcome)
+            self._interrupt(process, first.log, outcome)
         else:
             outcome.killed = len(victims.kill(point.victim, process.pid, self.home))
             assert outcome.killed, f"no {point.victim} to kill"
         outcome.landed = point.when if _wait_at(point) == point.when else _landed(run, point)
         if point.victim == "driver":
             process.wait()
-        state = promises.Killed(parts=promises.parts(run), finished_before=self._finished(seen))
-        held.unlink(missing_ok=True)
+        stored = promises.parts(run)
+        state = promises.Killed(parts=stored, finished_before=promises.finished(self.finished_log, seen))
+        first.go_on()
         return state
 
     def _interrupt(self, process: subprocess.Popen[str], log: Path, outcome: Outcome) -> None:
-        """Ctrl-C, and what it must lead to: an early end, that is told in two lines, of the run's live parts too."""
-        started = time.perf_counter()
+        """Ctrl-C, and what it must lead to: an early end, that is told in a sentence, of the run's live parts too."""
+        before, started = len(log.read_text()), time.perf_counter()
         outcome.killed = victims.interrupt(process.pid)
         code = process.wait(timeout=PATIENCE_S)
         outcome.ended_s = time.perf_counter() - started
         limit = ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        outcome.problems += promises.broken_by_ctrl_c(code, log.read_text(), outcome.ended_s, limit)
+        outcome.problems += promises.broken_by_ctrl_c(code, log.read_text()[before:], outcome.ended_s, limit)
         # Ray has been told to kill the actors; their processes take a moment to go
         wait_until(lambda: not self._live_parts(process.pid), limit)
 
@@ -160,8 +152,8 @@ class Site:
         """Processes of trainer ranks and engines."""
         return [pid for part in ("trainer", "engine") for pid in victims.processes(part, driver, self.home)]
 
-    def _complete(self, root: Path, point: Point, process: subprocess.Popen[str], outcome: Outcome) -> None:
-        code = process.wait(timeout=PATIENCE_S)
+    def _complete(self, starts: Starts, first: Started, outcome: Outcome) -> None:
+        point, code = outcome.point, first.ended()
         outcome.survived = code == 0
         if not outcome.survived and point.victim in ("trainer", "engine", "scorer"):
             outcome.problems.append(f"the run ended with {code} because its {point.victim} died")
@@ -169,23 +161,10 @@ class Site:
             outcome.problems.append(f"the run ended with {code}, which is none of its errors")
         while code != 0:
             assert outcome.starts < STARTS, f"not complete after {STARTS} starts"
+            code = starts.begin().ended()
             outcome.starts += 1
-            again, _ = self._start(root, point, outcome.starts)
-            try:
-                code = again.wait(timeout=PATIENCE_S)
-            finally:
-                if again.poll() is None:
-                    again.kill()
-                    again.wait()
             if code:
                 outcome.problems.append(f"start {outcome.starts} ended with {code}")
-
-    def _finished(self, seen: int) -> list[str]:
-        """Samples that engines finished since the log was `seen` bytes long."""
-        with self.finished_log.open() as file:
-            file.seek(seen)
-            rids = file.read().split()
-        return [rid for rid in rids if not rid.startswith(("eval-", "health-"))]
 
     def _usual_seconds(self, point: Point) -> float:
         """How long the task took in the uninterrupted run."""
@@ -202,7 +181,3 @@ def _wait_at(point: Point) -> str:
 def _landed(run: Path, point: Point) -> str:
     record = run / "iterations" / f"{point.iteration:06d}" / "results" / f"{point.task}.json"
     return "after" if os.path.exists(record) else "in"
-
-
-def _overrides(dynamic: bool) -> tuple[str, ...]:
-    return DYNAMIC if dynamic else ()

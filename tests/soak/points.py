@@ -24,6 +24,27 @@ WHENS = ("before", "in", "after")
 VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
 # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
 ENDS_THE_RUN = ("driver", "terminal")
+# nobody but a driver dies there, and another one lives beside it: neighbours.py. By name, seconds of the clock and whether it is
+# the lease's holder who has it, or who comes after
+CLOCKS = {
+    "clock-holder-ahead": (600, True),
+    "clock-holder-behind": (-600, True),
+    "clock-successor-ahead": (600, False),
+    "clock-successor-behind": (-600, False),
+}
+NEIGHBOURS = ("stopped", "namesake", "namespace", *CLOCKS)
+BESIDE = (  # the neighbours of the matrix, with the task at which the first driver waits
+    ("stopped", "rollout"),
+    ("stopped", "train_step"),
+    ("namesake", "rollout"),
+    ("namesake", "train_step"),
+    ("namespace", "reward"),
+    ("namespace", "publish"),
+    ("clock-holder-ahead", "rollout"),
+    ("clock-holder-behind", "train_step"),
+    ("clock-successor-ahead", "sync_weights"),
+    ("clock-successor-behind", "rollout"),
+)
 CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
 
 
@@ -33,6 +54,7 @@ class Point:
 
     The victim "terminal" is the command and its processes, to which Ctrl-C is sent. The victim "scorer" is every worker
     process of the driver, those that score and the one that computes advantages: at work in their own tasks, idle in others.
+    At a victim of NEIGHBOURS the driver waits at the point while another one comes.
     """
 
     victim: str
@@ -48,18 +70,21 @@ class Point:
 
 
 def matrix(every: bool = False) -> list[Point]:
-    """The driver at all 24 points and every other victim in each task, alternating between the kinds of sampling.
+    """The driver at all 24 points and every other victim in each task, alternating between the kinds of sampling; neighbours.
 
-    With `every`: every victim at every point with either kind of sampling, 336 points.
+    With `every`: every victim at every point, and every neighbour in every task, with either kind of sampling.
     """
     if every:
-        combined = product(VICTIMS, TASKS, WHENS, (False, True))
+        combined = [
+            *product(VICTIMS, TASKS, WHENS, (False, True)),
+            *product(NEIGHBOURS, TASKS, ("in",), (False, True)),
+        ]
         return [Point(victim, task, when, dynamic) for victim, task, when, dynamic in combined]
     points = [Point("driver", task, when, False) for task, when in product(TASKS, WHENS)]
     points += [Point("driver", task, "in", True) for task in TASKS]
     for number, victim in enumerate(VICTIMS[1:]):
         points += [Point(victim, task, "in", bool((at + number) % 2)) for at, task in enumerate(TASKS)]
-    return points
+    return points + [Point(victim, task, "in") for victim, task in BESIDE]
 
 
 REDUCED = (

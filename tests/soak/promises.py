@@ -16,6 +16,7 @@ from tests.support.flow_runs import final_weights
 
 # columns of batch.parquet that tell a sample's name, place and time; all others are numbers of the run
 NAMES = {"sample_id", "group_id", "engine_id", "timings"}
+RED = (" | ERROR ", " | CRITICAL", "Traceback")  # of a logger or of Python
 FIGURES = ("loss", "grad_norm", "lr", "tokens", "samples")
 # what a processor rounds by what else was in the batch; tokens and weights may not follow from that
 ROUNDED = {"rollout_logprobs": 1e-5}
@@ -74,14 +75,16 @@ def numbers(run: Path) -> dict[str, list[Any]]:
     return columns | {f"step {name}": [step[name] for step in steps] for name in FIGURES}
 
 
-def broken_by_ctrl_c(code: int, log: str, seconds: float, limit: float) -> list[str]:
-    """What Ctrl-C promises of a command: an end in time, by its own exit code, with how to go on in the last line."""
+def broken_by_ctrl_c(code: int, said: str, seconds: float, limit: float) -> list[str]:
+    """What Ctrl-C promises of a command: an end in time, by its own exit code, with one sentence that says how to go on.
+
+    said: since Ctrl-C. A command that needs some seconds says before that it ends.
+    """
     problems = [] if code == 130 else [f"Ctrl-C ended the command with {code}, not 130"]
     if seconds > limit:
         problems.append(f"Ctrl-C took {seconds:.1f} s, more than {limit:.1f}")
-    _, found, said = log.partition("Ctrl-C: ")
-    lines = said.strip().splitlines()
-    if not found or len(lines) != 2 or "The same command goes on" not in lines[-1]:
+    lines = [line for line in said.splitlines() if not line.startswith("Ctrl-C: the run ends")]
+    if not lines or not lines[-1].startswith("Ended by Ctrl-C") or any(red in said for red in RED):
         problems.append(f"after Ctrl-C the command said {lines}")
     return problems
 
@@ -89,6 +92,16 @@ def broken_by_ctrl_c(code: int, log: str, seconds: float, limit: float) -> list[
 def parts(run: Path) -> dict[Path, bytes]:
     """The rollout parts in storage, with their bytes."""
     return {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/part-*.parquet")}
+
+
+def finished(log: Path, seen: int = 0) -> list[str]:
+    """Requests for samples that engines finished since their log was `seen` bytes long."""
+    if not log.exists():
+        return []
+    with log.open() as file:
+        file.seek(seen)
+        rids = file.read().split()
+    return [rid for rid in rids if not rid.startswith(("eval-", "health-"))]
 
 
 def _generated_twice(run: Path, killed: Killed) -> list[str]:

@@ -76,8 +76,12 @@ class Deployed:
 
     def start(self, config: dict[str, Any]) -> str:
         """Id of a new flow run of the deployment train/train."""
-        deployment = self.ask("/deployments/name/train/train")["id"]
-        run = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": {"config": config}})
+        return self.start_deployment("train/train", {"config": config})
+
+    def start_deployment(self, name: str, parameters: dict[str, Any]) -> str:
+        """Id of a new flow run of a deployment."""
+        deployment = self.ask(f"/deployments/name/{name}")["id"]
+        run = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})
         return str(run["id"])
 
     def state(self, flow_run: str) -> str:

@@ -68,7 +68,7 @@ class Workplace:
         """Run a millrace command to its end and return what it printed."""
         process = self.start(*arguments, **environment)
         out, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == expect, out
+        assert process.returncode == expect, f"{process.returncode}: {out}"
         return out
 
     def train(self, root: str | Path, *overrides: str, expect: int = 0, **environment: str) -> str:

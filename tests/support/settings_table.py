@@ -46,8 +46,8 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(
         (
             "run.seed",
-            *_under("model", "path tokenizer chat_template dtype"),
-            *_under("data.sources.0", "name weight prompt_key label_key metadata_key chat system"),
+            *_under("model", "path revision tokenizer chat_template dtype"),
+            *_under("data.sources.0", "name weight prompt_key label_key metadata_key extra_keys chat system"),
             *_under("data", "shuffle max_prompt_tokens"),
             *_under("rollout", "prompts samples_per_prompt"),
             *_under("trainer", "global_batch optimizer.distributed megatron_optimizer"),
@@ -57,7 +57,7 @@ ROWS: dict[str, Row] = {
     **_branch("flows/driver/run_record.py", "run.name"),
     **_branch("tasks/runtime/tracking.py", "run.experiment"),
     **_any_start(TRAINED_WITH, "run.iterations"),
-    **_any_start("flows/driver/drive.py", *_under("run.prepare", FUNCTION)),
+    **_any_start("flows/driver/drive.py", "run.import_from", *_under("run.prepare", FUNCTION)),
     **_any_start("tasks/runtime/prompt_dataset.py", "data.sources.0.path", "data.max_quarantined_share"),
     **_any_start("flows/driver/run_record.py", "data.allow_changes"),
     **_any_start("tasks/runtime/runtime.py", "storage.root"),
@@ -113,7 +113,8 @@ ROWS: dict[str, Row] = {
     **_any_start(
         "tasks/evaluate.py",
         *_under(
-            "evaluation.sets.0", "name path prompt_key label_key metadata_key chat system samples_per_prompt"
+            "evaluation.sets.0",
+            "name path prompt_key label_key metadata_key extra_keys chat system samples_per_prompt",
         ),
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,10 @@ from millrace.core.contracts import schema
 
 VOCAB = 97
 PATIENCE_S = 90.0
+FORKS = get_context(
+    "forkserver"
+)  # torch and megatron are imported once, in the process that ranks are forked from
+FORKS.set_forkserver_preload(["tests.support.rank_imports"])
 # gloo's threads of a layout outlive it, for DDP's gradient hooks keep its groups: some twenty, which wake a hundred times a second
 LAYOUTS_A_PROCESS = 4
 
@@ -164,10 +166,8 @@ class Workers:
         """Ranks as the configuration names them, holding version 0."""
         world = config["trainer"]["world_size"]
         self._ensure(world)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            master = ("127.0.0.1", probe.getsockname()[1])
         try:
+            (master,) = self.ask(1, ("address", config, (world,), {}))
             self.ask(world, ("setup", config, (world, master), {}))
             yield Group(self, world)
         except BaseException:
@@ -205,10 +205,9 @@ class Workers:
         return [answers[number][1] for number in range(world)]
 
     def _ensure(self, world: int) -> None:
-        spawn = get_context("spawn")
         for number in range(len(self._processes), world):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(there, number), daemon=True)
+            here, there = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(there, number), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -222,11 +221,7 @@ class Workers:
 
 
 def _serve(pipe: Any, number: int) -> None:
-    import warnings
-
-    warnings.simplefilter("ignore")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ["OMP_NUM_THREADS"] = "1"
+    import tests.support.rank_imports  # noqa: F401 done already, where this process was forked
     from millrace.connectors.megatron.rank import TrainerRank
 
     rank: Any = None
@@ -237,8 +232,11 @@ def _serve(pipe: Any, number: int) -> None:
             return
         try:
             value: Any = None
-            if kind == "setup":
-                rank = TrainerRank(what, number, args[0])
+            if kind == "address":
+                rank = TrainerRank(what, number, *args)
+                value = rank.address()
+            elif kind == "setup":
+                rank = rank or TrainerRank(what, number, args[0])
                 value = rank.setup(args[1])
             elif kind == "call":
                 value = getattr(rank, what)(*args, **kwargs)

@@ -22,7 +22,7 @@ GOOD: dict[str, Any] = {
 WRONG: list[tuple[str, list[str], str]] = [
     ("unknown key", ["run.iteratoins=3"], "run.iteratoins"),
     ("unknown section", ["reword.timeout_s=3"], "reword"),
-    ("unknown key in a list's item", ["data.sources.sums.weigth=2"], "data.sources.0.weigth"),
+    ("unknown key in a list's item", ["data.sources.sums.weigth=2"], "data.sources.sums.weigth"),
     ("wrong type", ["rollout.prompts=many"], "rollout.prompts"),
     ("text for a section", ["trainer.optimizer=fast"], "trainer.optimizer"),
     ("negative number", ["trainer.optimizer.lr=-1e-5"], "trainer.optimizer.lr"),
@@ -69,6 +69,8 @@ WRONG: list[tuple[str, list[str], str]] = [
     ),
     ("a torn Parquet file", ["data.sources.sums.path=torn.parquet"], "data.sources.sums.path"),
     ("missing label key", ["data.sources.sums.label_key=solution"], "data.sources.sums.label_key"),
+    ("missing metadata key", ["data.sources.sums.metadata_key=more"], "data.sources.sums.metadata_key"),
+    ("missing extra key", ["data.sources.sums.extra_keys=[extra_info.index]"], "data.sources.sums.extra_keys"),
     ("no label for the reward", ["data.sources.sums.path=unlabelled.jsonl"], "data.sources.sums.label_key"),
     ("prompts too long", ["data.max_prompt_tokens=2"], "data.max_prompt_tokens"),
     (

@@ -119,10 +119,16 @@ async def test_a_sample_that_fails_within_the_budget_is_counted_and_is_no_zero(
     assert (failed["response"], failed["response_length"]) == ("", 0)
 
 
-async def test_an_answer_that_could_not_be_scored_is_wrong_and_counted(make_config: MakeConfig) -> None:
+async def test_an_answer_that_could_not_be_scored_is_wrong_and_counted(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     engines = ScriptedEngines(lambda rid: rid.endswith("p1-1"))
     figures = (await evaluate.fn(context(make_config, engines, list(UNREADABLE))))["sets"]["sums"]
     assert (figures["unscored"], figures["failed"], figures["not_scored"]) == (6, 1, 7)
+    assert (
+        "evaluation of sums: 6 of 10 answers could not be scored and count as wrong; most often: "
+        in caplog.text
+    )
     assert figures["reward_mean"] == pytest.approx(2 / 9)  # p4's two are right; p1's lost sample is none
 
 

@@ -9,10 +9,16 @@ import pytest
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import BudgetError
-from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
+from millrace.tasks.samples.failures import FailureBudget
+from millrace.tasks.samples.generation import SampleGenerator
 from tests.support.scripted_engines import FEW, ScriptedEngines
 
 MakeConfig = Callable[..., RunConfig]
+
+
+def failure_budget(share: float, samples: int) -> FailureBudget:
+    field, what = "rollout.max_failed_share", "failed to generate"
+    return FailureBudget(field, share, samples, what=what, where="iteration 4", remedy="fix the cause")
 
 
 def generator(
@@ -21,7 +27,9 @@ def generator(
     async def ready() -> ScriptedEngines:
         return engines
 
-    budget = FailureBudget(0.1, 10 * allowed, where="iteration 4", remedy="fix the cause", failed=failed)
+    budget = failure_budget(0.1, 10 * allowed)
+    for number in range(failed):
+        budget.add("engine-1: died", f"stored-{number}")
     return SampleGenerator(config, config.rollout.sampling, ready, budget)
 
 
@@ -77,8 +85,8 @@ async def test_one_failure_above_the_budget_stops_also_after_a_restart(
     with pytest.raises(BudgetError) as caught:
         await made.generate([1], seed=0, rid="a", session=None)
     assert str(caught.value) == (
-        "iteration 4: 3 samples failed to generate, more than rollout.max_failed_share = 0.1 allows (2); "
-        "the last reason: engine-0: died; fix the cause"
+        "iteration 4: 3 samples failed to generate, more than rollout.max_failed_share = 0.1 allows (2 of 20); most often: "
+        f"engine-{stored}: died (3 of 3, such as sample {'stored-0' if stored else 'a'}); fix the cause"
     )
 
 
@@ -103,7 +111,6 @@ async def test_engines_are_made_ready_once_and_no_more_samples_are_in_flight_tha
         return Slow()
 
     config = make_config(rollout={"max_concurrency": 2}, engines={"count": 2})
-    budget = FailureBudget(0.0, 1, where="", remedy="")
-    made = SampleGenerator(config, config.rollout.sampling, ready, budget)
+    made = SampleGenerator(config, config.rollout.sampling, ready, failure_budget(0.0, 1))
     await asyncio.gather(*(made.generate([1], seed=0, rid=str(i), session=None) for i in range(20)))
     assert (most, readied) == (4, 1)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.tasks import report
 from millrace.tasks.context import IterationContext
-from millrace.tasks.report import _headline, _name, _summary
+from millrace.tasks.report import _headline, _key, _name, _summary
 
 
 def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> None:
@@ -30,3 +35,38 @@ def test_the_log_line_has_the_figures_that_there_are() -> None:
     assert _headline(metrics) == "reward 0.25, sums 0.500"
     unscored = _headline(metrics | {"eval/sums/unscored": 2.0})
     assert unscored == "reward 0.25, sums 0.500 (2 unscored, counted as wrong)"
+
+
+def test_a_supervised_iterations_line_has_loss_and_tokens() -> None:
+    metrics = {"train/loss": 0.523, "train/grad_norm": 1.5, "train/tokens": 12345.0, "time/train_step_s": 2.0}
+    assert _headline(metrics, supervised=True) == (
+        "loss 0.523, grad norm 1.5, tokens a step 12,345, train s 2"
+    )
+
+
+def test_two_runs_of_one_name_share_no_artifact(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Under two storage roots on one Prefect server, of whatever ids: a copied run has its original's."""
+
+    def key(root: str, run_id: str) -> str:
+        folder = RunFolder(str(tmp_path / root), "of.one_name")
+        runtime: Any = SimpleNamespace(run_folder=folder, run_id=run_id, config=make_config())
+        return _key(runtime, "progress")
+
+    keys = [key("one", "1" * 32), key("two", "2" * 32), key("copy", "1" * 32)]
+    assert len(set(keys)) == 3
+    assert all(re.fullmatch("of-one-name-[0-9a-f]{12}-progress", name) for name in keys)
+    assert key("one", "1" * 32) == keys[0]
+
+
+def test_every_artifact_has_such_a_key() -> None:
+    made = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(report)))
+        if isinstance(node, ast.Call) and re.match(r"acreate_\w+_artifact", ast.unparse(node.func))
+    ]
+    assert len(made) == 5
+    for call in made:
+        (key,) = [ast.unparse(item.value) for item in call.keywords if item.arg == "key"]
+        assert key.startswith("_key(runtime, ")

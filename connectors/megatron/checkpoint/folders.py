@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import Store
 
@@ -33,10 +33,7 @@ def write_folder(store: Store) -> Iterator[Path]:
 def store_files(store: Store, folder: Path) -> list[FileEntry]:
     """Bring the files that this rank wrote to the store; returns their entries."""
     if not store.local:
-        return [
-            entry.model_copy(update={"path": entry.path.lstrip("/")})
-            for entry in store.upload_dir(str(folder), "")
-        ]
+        return store.upload_dir(str(folder), "")
     rank = dist.get_rank()
     names = [path.name for path in folder.iterdir()]
     written = [name for name in names if name.startswith(f"__{rank}_")]
@@ -71,5 +68,4 @@ def _download(store: Store, files: list[FileEntry], folder: str) -> None:
 
 
 def _verify(store: Store, files: list[FileEntry]) -> None:
-    for file in files:
-        store.verify(file)
+    in_threads(store.verify, files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import socket
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -20,11 +21,17 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
 
 VERSIONED = ("torch", "megatron-core", "millrace")
+JOIN_TIMEOUT = timedelta(minutes=30)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int]) -> torch.device:
-    """Start this rank's process group and parallel state; returns its device. Called once a process."""
+def join(
+    config: RunConfig, rank: int, world_size: int, master: tuple[str, int], meeting: socket.socket | None
+) -> torch.device:
+    """Start this rank's process group and parallel state; returns its device. Called once a process.
+
+    master: address and port where the ranks meet. meeting: rank 0's socket, which listens there.
+    """
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ConfigError(
@@ -39,12 +46,16 @@ def join(config: RunConfig, rank: int, world_size: int, master: tuple[str, int])
         device = torch.device("cpu")
         cpu_shim.install()
     torch.set_num_threads(cpu_threads(config.trainer.threads, world_size, gpu=cuda))
+    assert (meeting is not None) == (rank == 0), "rank 0 listens, and no other"
+    store = dist.TCPStore(
+        *master,
+        world_size,
+        is_master=meeting is not None,
+        timeout=JOIN_TIMEOUT,
+        master_listen_fd=meeting.detach() if meeting else None,
+    )
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"tcp://{master[0]}:{master[1]}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=30),
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_TIMEOUT
     )
     p = config.trainer.parallel
     mpu.initialize_model_parallel(

@@ -6,9 +6,12 @@ by containers; a start by the wall clock moves with the clock. Knows nothing of 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -53,8 +56,35 @@ class ProcessIdentity(BaseModel):
             return started == self.started
         return None if _pid_exists(self.pid) and not _is_gone(str(self.pid)) else False
 
+    def send_signal(self, number: int) -> bool:
+        """Send a signal to this very process; False if it has ended, or this process cannot know whether it lives.
+
+        Raises PermissionError for another user's process.
+        """
+        try:
+            with _held(self.pid) as send:  # from here on the pid is no other process's
+                if not self.lives():
+                    return False
+                send(number)
+        except ProcessLookupError:
+            return False
+        return True
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+@contextlib.contextmanager
+def _held(pid: int) -> Iterator[Callable[[int], None]]:
+    """How to signal the process that has this pid now, whichever has it later. Elsewhere than on Linux nothing holds a pid."""
+    if sys.platform != "linux":
+        yield lambda number: os.kill(pid, number)
+        return
+    handle = os.pidfd_open(pid)
+    try:
+        yield lambda number: signal.pidfd_send_signal(handle, number)
+    finally:
+        os.close(handle)
 
 
 def _boot() -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.menu import Menu
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
@@ -14,8 +15,12 @@ from millrace.core.config.parts.user_function import UserFunction
 class GroupRelative(Section):
     """Rewards minus the mean of their group. GRPO, arXiv:2402.03300."""
 
+    model_config = EMPTY_IN_FORMS
+
     kind: Literal["group_relative"] = "group_relative"
-    divide_by_std: bool = Field(True, description="Divide by the group's standard deviation.")
+    divide_by_std: Annotated[bool, FROM_PRESET] = Field(
+        True, description="Divide by the group's standard deviation."
+    )
     epsilon: float = Field(1e-6, gt=0, description="Added to the standard deviation that divides.")
 
 

@@ -6,16 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.menu import Menu
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
 
 
 class _ClipRange(Section):
-    clip_low: float = Field(
+    model_config = EMPTY_IN_FORMS
+
+    clip_low: Annotated[float, FROM_PRESET] = Field(
         0.2, gt=0, le=1, description="Lower clip range: the ratio is bounded at 1 - clip_low."
     )
-    clip_high: float = Field(
+    clip_high: Annotated[float, FROM_PRESET] = Field(
         0.2, gt=0, description="Upper clip range: the ratio is bounded at 1 + clip_high."
     )
 

@@ -11,9 +11,11 @@ from millrace.core.config.algorithm.advantage import Advantage, Critic, GroupRel
 from millrace.core.config.algorithm.correction import Correction
 from millrace.core.config.algorithm.loss import Clipped, Loss
 from millrace.core.config.algorithm.presets import PRESETS, Preset
+from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET, given_values
 from millrace.core.config.parts.menu import menu_of, spelled_out
 from millrace.core.config.parts.merge import merged
-from millrace.core.config.parts.restart import ANY_START
+from millrace.core.config.parts.paths import READS
+from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
 
@@ -40,18 +42,22 @@ class Overlong(Section):
 class Algorithm(Section):
     """What is learned from rewards. A preset fills the fields that are not given; without one they are GRPO's."""
 
+    model_config = EMPTY_IN_FORMS
+
     preset: Preset = Field("grpo", description="Published algorithm whose fields are the defaults.")
-    advantage: Advantage = GroupRelative()
-    whiten: bool = Field(
+    advantage: Annotated[Advantage, FROM_PRESET] = GroupRelative()
+    whiten: Annotated[bool, FROM_PRESET] = Field(
         False,
         description="Shift and scale advantages to mean 0, variance 1 over the iteration's batch, whatever its steps.",
     )
-    overlong: Overlong | None = Field(None, description="Overlong penalty; none when not given.")
+    overlong: Annotated[Overlong | None, FROM_PRESET] = Field(
+        None, description="Overlong penalty; null, or the word none, is without one."
+    )
     shaping: UserFunction | None = Field(
         None, description="Function (millrace.RewardShaping) that changes rewards before advantages."
     )
 
-    loss: Loss = Clipped()
+    loss: Annotated[Loss, FROM_PRESET] = Clipped()
     old_logprobs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
         description="Denominator of the ratio: the trainer's own log-probabilities before the iteration's first step "
@@ -60,18 +66,22 @@ class Algorithm(Section):
     )
     correction: Correction = Correction()
 
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+    aggregation: Annotated[Literal["token_mean", "sequence_mean", "constant"], FROM_PRESET] = Field(
         "sequence_mean", description="How token losses become one number."
     )
-    constant_length: int | None = Field(
+    constant_length: Annotated[int | None, FROM_PRESET] = Field(
         None,
         ge=1,
-        description="Divisor of aggregation=constant; rollout.sampling.max_new_tokens when not given. Tokens.",
+        description="Divisor of aggregation=constant; null is rollout.sampling.max_new_tokens. Tokens.",
     )
 
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL term against the reference model.")
-    kl_kind: Literal["k1", "k2", "k3", "low_var", "abs"] = Field("k3", description="KL estimator.")
-    kl_placement: Literal["loss", "reward"] = Field(
+    kl_coef: Annotated[float, FROM_PRESET] = Field(
+        0.0, ge=0, description="Weight of the KL term against the reference model."
+    )
+    kl_kind: Annotated[Literal["k1", "k2", "k3", "low_var", "abs"], FROM_PRESET] = Field(
+        "k3", description="KL estimator."
+    )
+    kl_placement: Annotated[Literal["loss", "reward"], FROM_PRESET] = Field(
         "loss", description="Where the KL goes: added to the token loss, or subtracted from the token reward."
     )
     kl_unbiased: bool = Field(
@@ -93,12 +103,12 @@ class Algorithm(Section):
         description="Refuse an iteration's first step unless its ratio is exactly 1 and its KL from equal weights below 1e-9.",
     )
 
-    distillation_coef: float = Field(
+    distillation_coef: Annotated[float, FROM_PRESET] = Field(
         0.0,
         ge=0,
         description="Weight of the teacher's log-probabilities in the advantage (on-policy distillation).",
     )
-    teacher: str | None = Field(
+    teacher: Annotated[str | None, in_a_branch("one run has one algorithm", moves=True), READS] = Field(
         None, description="Hugging Face checkpoint folder of the teacher; same tokenizer as the model."
     )
 
@@ -107,10 +117,11 @@ class Algorithm(Section):
     def _fill_from_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        preset = values.get("preset", "grpo")
+        given = given_values(values, cls)
+        preset = given.get("preset", "grpo")
         if not isinstance(preset, str) or preset not in PRESETS:
-            return values
-        defaults, given = dict(PRESETS[preset]), dict(values)
+            return given
+        defaults = dict(PRESETS[preset])
         for name, field in cls.model_fields.items():
             menu = menu_of(field)
             if menu and name in defaults and name in given:

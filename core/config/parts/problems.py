@@ -36,7 +36,13 @@ def render_problems(problems: Sequence[Problem], rows: int = ROWS, columns: int 
     width = columns or max(60, shutil.get_terminal_size((80, 24)).columns)
     lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the configuration:"]
     for number, problem in enumerate(problems):
-        block = textwrap.wrap(str(problem), width, initial_indent="  ", subsequent_indent="    ")
+        block = textwrap.wrap(
+            str(problem),
+            width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
         rest = problems[number:]
         room = rows - len(lines) - (0 if len(rest) == 1 else 2)
         if len(block) > room:

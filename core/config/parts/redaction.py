@@ -16,7 +16,7 @@ WORDS = (
     r"(?:(?:api|access|secret|private|auth|admin|account|encryption)[_-]?keys?|(?:api|access|auth)?token|secrets?"
     r"|passwords?|passwd|passphrase|credentials?|authorization|signature|sig)"
 )
-VALUE = r"(?:\$\{env:\w+\}|[^&\s#,}'\"])+"
+VALUE = r"(?:\$\{(?:env|prefect):[\w-]+\}|[^&\s#,}'\"])+"
 SECRET_NAME = re.compile(rf"^(?:.{{0,60}}[_.-])?{WORDS}$", re.IGNORECASE)
 OF_A_TOKENIZER = re.compile(
     r"(?:^|[_.-])(?:stop|eos|bos|pad|unk|sep|cls|mask|end|start|begin|first|last|next|special|image)[_-]token$",

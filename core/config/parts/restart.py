@@ -18,24 +18,28 @@ from millrace.core.config.parts.redaction import shown, without_secrets
 
 @dataclass(frozen=True)
 class Restart:
-    """Annotation of a field: whether a resume and a branch may change it, and if not, why."""
+    """Annotation of a field: whether a resume and a branch may change it, and if not, why.
+
+    moves: it is the path of something that is known by its content: what it names may lie elsewhere, and be no other.
+    """
 
     resume: bool
     branch: bool
     because: str = ""
+    moves: bool = False
 
 
 ANY_START = Restart(resume=True, branch=True)
 
 
-def in_a_branch(because: str) -> Restart:
+def in_a_branch(because: str, moves: bool = False) -> Restart:
     """Fixed in a run; a branch may change it."""
-    return Restart(resume=False, branch=True, because=because)
+    return Restart(resume=False, branch=True, because=because, moves=moves)
 
 
-def fixed(because: str) -> Restart:
+def fixed(because: str, moves: bool = False) -> Restart:
     """Fixed in a run and in its branches."""
-    return Restart(resume=False, branch=False, because=because)
+    return Restart(resume=False, branch=False, because=because, moves=moves)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Change:
     before: Any
     now: Any
     restart: Restart
+
+    @property
+    def moved(self) -> bool:
+        """Whether only the place of something changed whose content decides."""
+        return self.restart.moves and self.before is not None and self.now is not None
 
 
 def restart_of(field: FieldInfo, above: Restart | None = None) -> Restart | None:

@@ -1,10 +1,12 @@
-"""The base of every configuration section: pydantic settings, and which sections a field has."""
+"""The base of every configuration section: pydantic settings, titles for forms, and which sections a field has."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 
 class Section(BaseModel):
@@ -13,6 +15,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """With every field's name as its title: forms then have the labels that files, messages and pages use."""
+        made = handler(schema)
+        for name, prop in handler.resolve_ref_schema(made).get("properties", {}).items():
+            prop["title"] = name
+        return made
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:

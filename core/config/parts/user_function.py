@@ -28,6 +28,8 @@ class UserFunction(Section):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
+        made = super().__get_pydantic_json_schema__(schema, handler)
         if "kind" in cls.model_fields:  # a variant of a choice, where a bare string is a kind
-            return handler(schema)
-        return {"anyOf": [handler(schema), {"type": "string", "pattern": IMPORT_PATH}]}
+            return made
+        bare = {"type": "string", "pattern": IMPORT_PATH, "title": "import path"}
+        return {"title": cls.__name__, "anyOf": [made, bare]}

@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from millrace.core.config.megatron_options.ddp import DDP
 from millrace.core.config.megatron_options.optimizer import OPTIMIZER
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
+from millrace.core.config.parts.from_preset import THE_PRESETS, is_from_preset
 from millrace.core.config.parts.menu import Menu, menu_of, variants
 from millrace.core.config.parts.restart import Restart, restart_of
 from millrace.core.config.parts.section import models
@@ -44,14 +45,28 @@ millrace train run.yaml evaluation.sets.held_out.samples_per_prompt=4   # or by 
 ```
 
 Unknown keys are errors, and so are fields that contradict each other; all problems are shown at once, each with field,
-value and remedy. Secrets stand in the environment, never here. Fields that a preset of `algorithm` changes are in
-[algorithms.md](algorithms.md).
+value and remedy. Secrets stand in the environment, never here.
+
+**Presets.** Where the default is *the preset's*, `algorithm.preset` may set the field, and else the default beside it holds:
+[algorithms.md](algorithms.md) has each preset's fields. There `null` is the preset's too, as in an empty field of a form.
+In `overlong` and `constant_length` null is a value: leave them out for the preset's.
 
 **A file can build on another.** `base: grpo.yaml` takes all values of that file, whose path is relative to the file that
 names it; what stands beside `base` changes them. Lists are replaced whole.
 
+**Relative paths.** The same under `millrace train`, `check` and a Prefect worker:
+
+| a relative path | means |
+|---|---|
+| in a YAML file, of what a run reads: `model.path`, `model.tokenizer`, `model.chat_template`, `algorithm.teacher`, `data.sources[].path`, `evaluation.sets[].path`, `run.import_from` | the folder of that file, of a base the base's |
+| the same, in a recipe that ships with millrace | the working directory |
+| of what a run writes: `storage.root`, `sync.directory`, `tracking.uri` | the working directory, as `--root` of the other commands |
+| behind the file on the command line, in a form, and in a deployment's parameters | the working directory; of a worker that is the folder in which `millrace deploy` was called |
+| `package.module:function` | modules are found beside the YAML file and its bases, then in the working directory; an installed package of the same name comes first, which `check` says |
+
 **Changes.** Started again, a run goes on with what the file says now. *may change in* names where a field may then have
-another value than before: in the *run* itself, in a *branch* of it (`millrace branch`), or in *neither*. A changed field
+another value than before: in the *run* itself, in a *branch* of it (`millrace branch`), or in *neither*. Where it is *its
+place*, what the path names may lie elsewhere: hashes in `run.json` say whether it is the same. A changed field
 acts from the first step, or the first task of its kind, after the start: moments and step counts of the optimizer stay,
 its numbers and the schedule are the file's. It is recorded under `changes` in `run.json`, with the iteration from which it
 holds. A change that is not allowed is refused, with the reason. Steps that are made again after a crash use
@@ -89,7 +104,7 @@ BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_lengt
 PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "lower-case name, 63 characters at most",
     r"^[A-Za-z0-9._-]+$": "name",
-    WHOLE: "`${env:NAME}`",
+    WHOLE: "`${env:NAME}` or `${prefect:BLOCK}`",
 }
 
 
@@ -110,7 +125,7 @@ def _section(path: str, field: FieldInfo, above: Restart | None = None) -> Itera
     yield f"## {path}\n"
     menu, restart = menu_of(field), restart_of(field, above)
     if menu:
-        yield from _choice(path, menu, variants(field), restart)
+        yield from _choice(path, menu, variants(field), restart, is_from_preset(field))
         below = {
             name: item for model in variants(field).values() for name, item in model.model_fields.items()
         }
@@ -146,10 +161,10 @@ def options_tables() -> str:
 
 
 def _choice(
-    path: str, menu: Menu, kinds: Mapping[str, type[BaseModel]], restart: Restart | None
+    path: str, menu: Menu, kinds: Mapping[str, type[BaseModel]], restart: Restart | None, from_preset: bool
 ) -> Iterator[str]:
     yield f"{inspect.cleandoc(menu.text)}\n"
-    yield f"The default is `{menu.default}`.\n"
+    yield f"The default is {f'{THE_PRESETS}, else ' if from_preset else ''}`{menu.default}`.\n"
     names = dict.fromkeys(name for model in kinds.values() for name in model.model_fields if name != "kind")
     if names:
         yield "| field | of kind | type | default | may change in | meaning |\n|---|---|---|---|---|---|"
@@ -178,6 +193,8 @@ def _may_change(field: FieldInfo, above: Restart | None) -> str:
     restart = restart_of(field, above)
     if restart is None:
         return ""
+    if restart.moves:
+        return "its place" if not restart.branch else "branch; its place"
     return "run, branch" if restart.resume else "branch" if restart.branch else "neither"
 
 
@@ -224,6 +241,11 @@ def _bounds(field: FieldInfo) -> Iterator[str]:
 
 
 def _default(field: FieldInfo, menu: Menu | None) -> str:
+    own = _own_default(field, menu)
+    return f"{THE_PRESETS}, else {own}" if is_from_preset(field) else own
+
+
+def _own_default(field: FieldInfo, menu: Menu | None) -> str:
     if menu:
         return f"`{menu.default}`"
     if field.default is PydanticUndefined:

@@ -1,6 +1,7 @@
 """YAML files of a configuration: one, and those that it names as its `base`.
 
-A file with `base: other.yaml` holds what differs from that file, whose path is relative to its own folder.
+A file with `base: other.yaml` holds what differs from that file, whose path is relative to its own folder. So are the other
+paths in a file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import yaml
 
 from millrace.core.config.parts.merge import merged
 from millrace.core.config.parts.redaction import shown_text
+from millrace.core.config.reading.own_paths import folder_of, from_folder, with_modules_of
 from millrace.core.config.reading.short_forms import without_short_forms
 from millrace.core.config.reading.yaml_text import parse
 from millrace.core.config.run_config import RunConfig
@@ -67,13 +69,14 @@ def parse_values(text: str, name: str = "the configuration", chain: Sequence[Pat
         )
     named = {str(key): value for key, value in values.items()}
     base = named.pop("base", None)
-    complete: Values = without_short_forms(named)
+    folder = folder_of(chain[-1]) if chain else ""
+    complete: Values = from_folder(without_short_forms(named), folder)
     if base is None:
-        return complete
+        return with_modules_of(complete, folder, {})
     if not isinstance(base, str) or "\0" in base:
         raise ConfigError(f"base is {base!r}", where=name, remedy="give the path of one YAML file")
-    folder = chain[-1].parent if chain else Path()
-    return merged(read_files(str(folder / base), chain), complete, RunConfig)
+    below = read_files(str((chain[-1].parent if chain else Path()) / base), chain)
+    return merged(below, with_modules_of(complete, folder, below), RunConfig)
 
 
 def _shown(chain: Sequence[Path]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,26 @@ from millrace.core.config.reading.stored import NEW_FIELDS
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.references import WHOLE
 
+ITEM_NAME = re.compile(r"[A-Za-z0-9._-]+\Z")  # another text may hold a secret
 IMPORT_PATH = "write it as package.module:function"
-REASONS = {"literal_error": "not a choice", "string_pattern_mismatch": "does not have the form that it needs"}
+REASONS = {
+    "literal_error": "not a choice",
+    "string_pattern_mismatch": "does not have the form that it needs",
+    "int_type": "not a whole number",
+    "int_parsing": "not a whole number",
+    "int_from_float": "not a whole number",
+    "float_type": "not a number",
+    "float_parsing": "not a number",
+    "bool_type": "neither true nor false",
+    "bool_parsing": "neither true nor false",
+    "string_type": "not text",
+    "list_type": "not a list",
+    "too_short": "holds no item",
+}
 NAMES = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "use lower-case letters, digits, dots, hyphens and underscores, 63 at most",
     r"^[A-Za-z0-9._-]+$": "use letters, digits, dots, hyphens and underscores",
-    WHOLE: "export the secret under a name of yours and write ${env:NAME}",
+    WHOLE: "export the secret under a name of yours and write ${env:NAME}, or ${prefect:BLOCK} for a Secret block of Prefect",
 }
 
 
@@ -95,6 +110,30 @@ def as_problem(item: Mapping[str, Any]) -> Problem:
         return Problem(field, value, REASONS[kind], _choose(str(value), choices))
     reason = REASONS.get(kind, _lower(item["msg"]))
     return Problem(field, value, reason, _remedy(kind, context, place))
+
+
+def by_name(field: str, values: Any) -> str:
+    """A field's path with the names of list items for their numbers: `data.sources.sums.path` for `data.sources.0.path`.
+
+    values: the configuration's mapping, or a section of it. A number stays where the item has no name of its own.
+    """
+    shown: list[str] = []
+    for part in field.split("."):
+        items, values = values, _below(values, part)
+        name = values.get("name") if isinstance(items, list) and isinstance(values, Mapping) else None
+        own = isinstance(name, str) and ITEM_NAME.match(name) and _names(items).count(name) == 1
+        shown.append(str(name) if own else part)
+    return ".".join(shown)
+
+
+def _names(items: Sequence[Any]) -> list[Any]:
+    return [_below(item, "name") for item in items]
+
+
+def _below(values: Any, part: str) -> Any:
+    if isinstance(values, list):
+        return values[int(part)] if part.isdigit() and int(part) < len(values) else None
+    return values.get(part) if isinstance(values, Mapping) else None
 
 
 def all_fields(model: type[BaseModel] = RunConfig, above: str = "") -> dict[str, FieldInfo]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 from millrace.core.config import rules
 from millrace.core.config.parts.problems import Problem, render_problems
 from millrace.core.config.reading.files import Values, parse_values, read_files
-from millrace.core.config.reading.findings import as_problem, place_of
+from millrace.core.config.reading.findings import as_problem, by_name, place_of
 from millrace.core.config.reading.odd_values import odd_values
 from millrace.core.config.reading.overrides import apply
+from millrace.core.config.reading.own_paths import from_folder
 from millrace.core.config.reading.short_forms import without_short_forms
 from millrace.core.config.rules import secrets
 from millrace.core.config.run_config import RunConfig
@@ -31,8 +33,30 @@ STAND_INS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What was read: a configuration, and what is wrong with it.
+
+    `config`: with problems it is what remains where wrong values are left out; None if that makes no configuration.
+    """
+
+    config: RunConfig | None
+    problems: list[Problem]
+
+
 def load_config(path: str | None, overrides: Sequence[str] = (), text: str | None = None) -> RunConfig:
-    """The configuration of a YAML file (or text) with overrides on top. Raises ConfigError naming every problem."""
+    """The configuration of a YAML file (or text) with overrides on top. Raises ConfigError naming every problem.
+
+    Relative paths in a file mean its folder, those in overrides and in a text the working directory.
+    """
+    reading = read_config(path, overrides, text)
+    if reading.problems or reading.config is None:
+        raise ConfigError(render_problems(reading.problems))
+    return reading.config
+
+
+def read_config(path: str | None, overrides: Sequence[str] = (), text: str | None = None) -> Reading:
+    """The same, with the problems as a list. Raises ConfigError for a file that cannot be read or is not YAML."""
     if text is not None:
         values = parse_values(text, path or "the configuration")
     else:
@@ -44,15 +68,18 @@ def load_config(path: str | None, overrides: Sequence[str] = (), text: str | Non
         except ConfigError as error:
             problems.append(Problem("override", override, error.reason, error.remedy))
         values = without_short_forms(values)
-    config, wrong = validate(values)
-    problems += wrong
-    if problems or config is None:
-        raise ConfigError(render_problems(problems))
-    return config
+    config, wrong = _validated(from_folder(values, ""))
+    problems += [problem._replace(field=by_name(problem.field, values)) for problem in wrong]
+    return Reading(config, problems)
 
 
 def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
     """The configuration if the values make one; else what is wrong with them, rules between fields included."""
+    config, problems = _validated(values)
+    return (None if problems else config), problems
+
+
+def _validated(values: Values) -> tuple[RunConfig | None, list[Problem]]:
     values = without_short_forms(values)
     rest = copy.deepcopy(values)
     problems = []
@@ -61,8 +88,7 @@ def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
         _leave_out(rest, place, stand_in=True)
     try:
         config = RunConfig.model_validate(rest)
-        problems += secrets.problems(config)  # before anything stores or prints it
-        return (None, problems) if problems else (config, [])
+        return config, problems + list(secrets.problems(config))  # before anything stores or prints it
     except ValidationError as error:
         items = error.errors()
     problems += [as_problem(item) for item in items]
@@ -73,9 +99,7 @@ def validate(values: Values) -> tuple[RunConfig | None, list[Problem]]:
     except ValidationError:
         return None, problems
     wrong = [problem.field for problem in problems]
-    return None, problems + [
-        p for p in rules.problems(sound) if not any(p.field.startswith(w) for w in wrong)
-    ]
+    return sound, problems + [p for p in rules.problems(sound) if not any(name in str(p) for name in wrong)]
 
 
 def _leave_out(values: Any, place: Sequence[int | str], stand_in: bool) -> None:

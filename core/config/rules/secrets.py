@@ -17,7 +17,7 @@ from millrace.core.config.parts.restart import decided
 from millrace.core.config.run_config import RunConfig
 
 STORED = "a configuration is stored with the run, in Prefect and in MLflow, and a secret must not be"
-EXPORT = "export it under a name of yours and write ${env:NAME}"
+EXPORT = "export it under a name of yours and write ${env:NAME}, or save it as a Secret block of Prefect and write ${prefect:BLOCK}"
 TAKEN = "options of your functions and engines.key"
 URL_REMEDY = {
     "tracking.uri": "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
@@ -36,7 +36,7 @@ def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
         for name, item in value.items():
             place = f"{path}.{name}"
             if is_secret_name(str(name)) and isinstance(item, str) and item and not is_reference(item):
-                yield Problem(place, HIDDEN, STORED, EXPORT if _replaced(field) else "remove it")
+                yield Problem(place, HIDDEN, STORED, EXPORT if is_replaced(field) else "remove it")
             else:
                 yield from _problems(place, item, field)
     elif isinstance(value, list | tuple):
@@ -44,11 +44,12 @@ def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
             yield from _problems(f"{path}.{number}", item, field)
     elif isinstance(value, str):
         if secret_in_url(value):
-            remedy = EXPORT if _replaced(field) else URL_REMEDY.get(field, STORE)
+            remedy = EXPORT if is_replaced(field) else URL_REMEDY.get(field, STORE)
             yield Problem(path, shown_text(value), STORED, remedy)
-        elif is_reference(value) and not _replaced(field):
+        elif is_reference(value) and not is_replaced(field):
             yield Problem(path, value, f"references are replaced in {TAKEN} alone", "write the value itself")
 
 
-def _replaced(field: str) -> bool:
+def is_replaced(field: str) -> bool:
+    """Whether references are replaced in a field's value."""
     return field == "engines.key" or field.endswith(".options") and not field.startswith("engines.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -10,9 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from millrace.connectors.embedded.sampling import SamplingParams
 from millrace.connectors.embedded.text import Text
+from millrace.connectors.sglang.client import EngineClient
+from millrace.core.errors import EngineError
 from tests.support.engine_process import embedded_engine
 
 
@@ -24,6 +29,29 @@ def test_it_listens_on_loopback_only_and_ends_when_told(tiny_model: Path, tmp_pa
             assert json.load(answer)["pid"] == process.pid
         process.terminate()
         assert process.wait(timeout=30) == 0
+
+
+async def test_a_prompt_that_gives_no_finite_logits_is_refused_where_its_answer_enters_and_no_other(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][50] = math.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    params = {"max_new_tokens": 4, "sampling_seed": 1}
+    with embedded_engine(tmp_path / "model", log=tmp_path / "log") as (url, _):
+        client = EngineClient(url, "engine-0")
+        try:
+            for number in range(2):
+                with pytest.raises(
+                    EngineError, match=r"request bad.*output token 0 is None.*no finite logits"
+                ):
+                    await client.generate([10, 50], params, rid=f"bad{number}", progress_timeout_s=60)
+                good = await client.generate([10, 20], params, rid=f"good{number}", progress_timeout_s=60)
+                assert len(good.logprobs) == 4
+        finally:
+            await client.close()
 
 
 def test_a_wrong_model_path_ends_it_with_the_path_and_no_traceback(tmp_path: Path) -> None:

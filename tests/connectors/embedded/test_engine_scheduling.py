@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,3 +206,19 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, config: str | None) 
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=str(tmp_path)):
         Engine(str(tmp_path), max_running=8, max_total_tokens=64, weight_version="0", seed=0)
+
+
+def test_what_gives_no_finite_logits_harms_no_other_request_beside_it_or_after_it_in_its_slot(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """The next prompt in such a slot had no finite log-probabilities either, from its second token on."""
+    whole, broken = make_engine(), make_engine()
+    wanted = Job(whole, PROMPT, "r", max_new_tokens=12).result()
+    broken.decoder.weights.tensors["model.embed_tokens.weight"][50] = math.inf
+    for number in range(2):
+        bad = Job(broken, [50, 20, 30, 40 + number], f"bad{number}", max_new_tokens=40)
+        beside = Job(broken, PROMPT, f"beside{number}", max_new_tokens=12)
+        assert not any(map(math.isfinite, bad.result().logprobs))
+        after = Job(broken, PROMPT, f"after{number}", max_new_tokens=12)
+        for good in (beside.result(), after.result()):
+            assert (good.output, good.logprobs) == (wanted.output, wanted.logprobs)

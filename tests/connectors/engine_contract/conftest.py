@@ -1,5 +1,7 @@
 """The engine under contract: the embedded one, or any server that speaks SGLang's protocol at MILLRACE_ENGINE_URL.
 
+MILLRACE_ENGINE_KEY is the key that the server asks for, if it asks for one.
+
 A server given by URL must serve a model folder that this machine can read (its /model_info names it), whose weights are one
 model.safetensors. What only the embedded engine promises is marked `embedded_only`, with how SGLang differs. What SGLang
 answers with is held to two versions: 0.5.17, which millrace runs, and 0.5.23.
@@ -68,11 +70,18 @@ class Http:
         return await self.post("/generate", body, status)
 
 
+def authorization() -> dict[str, str]:
+    """The header by which a server at MILLRACE_ENGINE_URL knows its user."""
+    key = os.environ.get("MILLRACE_ENGINE_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 @pytest.fixture(scope="session")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     given = os.environ.get("MILLRACE_ENGINE_URL")
     if given:
-        with urllib.request.urlopen(given.rstrip("/") + "/model_info", timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(given.rstrip("/") + "/model_info", headers=authorization())
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             info = json.load(answer)
         yield Served(given.rstrip("/"), False, Path(info["model_path"]), info["weight_version"])
         return
@@ -85,7 +94,8 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 async def http(served: Served) -> AsyncIterator[Http]:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server that answered 500 hangs up
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    headers = authorization()
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         client = Http(session, served)
         yield client
         await client.post("/continue_generation")

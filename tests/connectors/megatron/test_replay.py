@@ -119,6 +119,42 @@ def test_steps_without_settings_are_made_again_at_the_recorded_rates(
     assert [step["lr"] for step in again[:4]] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0.0])
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["as earlier releases whitened", "as it never was"])
+def test_a_whole_run_of_an_earlier_release_is_made_again_whitened_step_by_step(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, apart: bool
+) -> None:
+    """Those releases whitened each step's advantages by themselves, and kept no settings with their steps.
+
+    A step with settings is whitened over its iteration: such figures in it are refused, not made to fit.
+    """
+    algorithm = {
+        "whiten": True,
+        "old_logprobs": "rollout",
+    }  # with which steps follow from weights and batch alone
+    config = iterations(configuration(model(), algorithm=algorithm, global_batch=4), 2)
+    folder = RunFolder(str(tmp_path), "a")
+    with workers.group(config) as group:
+        for index in (0, 1):
+            rows = {step: samples(step, count=4) for step in (2 * index + 1, 2 * index + 2)}
+            alone = {step: write_batch(tmp_path / f"step-{step}", rows[step]) for step in rows}
+            steps = [group.train([step], url)[0] for step, url in alone.items()]
+            if apart:
+                for step in steps:
+                    del step["settings"]
+            write_batch(tmp_path / "a" / folder.iteration_path(index), sum(rows.values(), []))
+            commit(folder, index, steps)
+        (trained,) = group.run(weights)
+    if not apart:
+        with pytest.raises(ReplayedStepError, match=r"iteration 1, step 1: made again, (loss|grad_norm) is"):
+            brought_up(workers, config, folder, 4)
+        return
+    *again, last = brought_up(workers, config, folder, 4)
+    recorded = steps_of(folder, 0) + steps_of(folder, 1)
+    for name in ("lr", "loss", "grad_norm"):
+        assert [step[name] for step in again] == [step[name] for step in recorded]
+    assert last["weights"] == [trained]
+
+
 def older(folder: RunFolder, root: Path) -> RunFolder:
     copy = RunFolder(str(root), "a")
     for index, rates in ((0, (7.5e-4, 5e-4)), (1, (2.5e-4, 0.0))):

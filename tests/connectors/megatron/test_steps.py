@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
@@ -165,6 +166,42 @@ def test_a_replay_from_within_an_iteration_is_refused(
         group.call("train", 1, batch.format(1))
         with pytest.raises(RankFailedError, match="before the iteration, which began at step 1"):
             group.call("train", 2, url)
+
+
+def test_steps_of_another_batch_are_not_taken_as_done(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Ranks outlive their driver: the batch of its iteration may be made again, and with other rows, at the same place."""
+    rows = samples(1) + samples(2)
+    other = [{**row, "advantage": -row["advantage"]} for row in rows]
+    with workers.group(configuration(model())) as group:
+        url, first = written(tmp_path, rows)
+        with pytest.raises(RankFailedError, match="engine and trainer disagree"):
+            group.call("train", 1, url, 1e-9, None, first)
+        url, second = written(tmp_path, other)
+        made = group.call("train", 1, url, None, None, second)[0]
+        held = group.run(fingerprint)
+        url, first = written(tmp_path, rows)
+        for version in (1, 2):
+            with pytest.raises(
+                RankFailedError, match=r"made weight version 1 of another batch.*millrace stop"
+            ):
+                group.call("train", version, url, None, None, first)
+        with pytest.raises(RankFailedError, match=r"batch\.parquet: its sha256 is"):
+            group.call("train", 2, url, None, None, second)
+        assert group.run(fingerprint) == held
+        url, second = written(tmp_path, other)
+        made_2 = group.call("train", 2, url, None, None, second)[0]
+    with workers.group(configuration(model())) as fresh:
+        url, second = written(tmp_path, other)
+        again = [fresh.call("train", version, url, None, None, second)[0] for version in (1, 2)]
+        assert list(map(without_times, again)) == list(map(without_times, [made, made_2]))
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """URL and hash of a batch with these rows, which takes the place of the one before."""
+    url = write_batch(folder, rows)
+    return url, hashlib.sha256(Path(url).read_bytes()).hexdigest()
 
 
 def test_ranks_without_samples_take_part_in_the_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import psutil
 import pytest
 
 from millrace.connectors.prefect import server
-from millrace.connectors.prefect.server import listening
-from millrace.core.errors import MillraceError
+from millrace.connectors.storage.exclusive.local_server import listening
+from millrace.core.errors import ConfigError, MillraceError
 from tests.support.flow_runs import Workplace, basic
 
 ODD_RECORDS = [
@@ -132,12 +133,41 @@ def made_by(records: list[dict[str, Any]]) -> list[psutil.Process]:
     return [*servers, *(child for server in servers for child in server.children(recursive=True))]
 
 
+@pytest.mark.parametrize("page", ["http://127.0.0.1:4200", "http://127.0.0.1:4200/"])
+def test_the_address_of_the_page_is_refused_with_that_of_its_api(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", page)
+    with pytest.raises(ConfigError, match="export PREFECT_API_URL=http://127.0.0.1:4200/api$"):
+        server.ensure_server()
+
+
+def test_an_address_of_a_server_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    gone = listening(0)
+    assert gone is not None
+    url = f"http://127.0.0.1:{gone.getsockname()[1]}/api"
+    gone.close()
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with pytest.raises(ConfigError, match="no server is there .*unset PREFECT_API_URL"):
+        server.ensure_server()
+
+
 def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
-    with listening(0) as chosen:
-        port = chosen.getsockname()[1]
-        with pytest.raises(MillraceError, match=str(port)):
-            listening(port)
-        with listening(port, 0) as another:
-            assert another.getsockname()[1] != port
-    with listening(port) as again:
-        assert again.getsockname() == ("127.0.0.1", port)
+    def port_of(*ports: int) -> tuple[socket.socket, int]:
+        chosen = listening(*ports)
+        assert chosen is not None
+        return chosen, chosen.getsockname()[1]
+
+    chosen, port = port_of(0)
+    assert listening(port) is None
+    another, other = port_of(port, 0)
+    assert other != port
+    chosen.close()
+    again, same = port_of(port)
+    assert again.getsockname() == ("127.0.0.1", port)
+    assert same == port
+    another.close()
+    again.close()

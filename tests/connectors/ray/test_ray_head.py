@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.connectors.ray import cluster
-from millrace.core.errors import MillraceError
+from millrace.connectors.ray import cluster, head_folder
+from millrace.core.config import RunConfig
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.flows.preflight.check_machine import check_machine
 
 ODD_RECORDS = [
     b"",
@@ -60,7 +62,7 @@ def test_a_record_that_cannot_be_read_is_named_and_its_remedy_works(home: Path) 
 
 def test_a_pager_of_a_heads_log_and_anothers_folder_stay(home: Path) -> None:
     folder = Path(os.environ["RAY_TMPDIR"])
-    log, other = folder / f"{cluster._prefix()}abc" / "raylet.out", folder / "millrace-ray-0-other"
+    log, other = folder / f"{head_folder.prefix()}abc" / "raylet.out", folder / "millrace-ray-0-other"
     log.parent.mkdir()
     other.mkdir()
     log.touch()
@@ -102,3 +104,30 @@ def _pids(home: Path) -> list[int]:
 
 def _lives(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_ray_folder_too_long_for_its_sockets_is_named_before_anything_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own refusal came after half a start, and named a file that nobody knows."""
+    values = {
+        "run": {"name": "a", "iterations": 1},
+        "model": {"path": "m"},
+        "data": {"sources": [{"path": "t"}]},
+    }
+    config = RunConfig.model_validate(values)
+    most = head_folder.SOCKET_BYTES - len(f"/{head_folder.prefix()}0000{head_folder.SOCKET}")
+    with tempfile.TemporaryDirectory(prefix="r") as short:
+        monkeypatch.setenv("RAY_TMPDIR", short + "/" + "x" * (most - len(short) - 1))
+        head_folder.check_length()
+        assert not [problem for problem in check_machine(config) if problem.field == "RAY_TMPDIR"]
+        long = os.environ["RAY_TMPDIR"] + "x"
+        monkeypatch.setenv("RAY_TMPDIR", long)
+        with pytest.raises(
+            ConfigError, match=f"RAY_TMPDIR = {long}: has {most + 1} bytes.*at most {most} bytes"
+        ):
+            cluster.local_head()
+        assert not Path(long).exists()
+        assert not (home / "ray.json").exists()
+        (problem,) = [problem for problem in check_machine(config) if problem.field == "RAY_TMPDIR"]
+        assert "or unset it" in problem.remedy

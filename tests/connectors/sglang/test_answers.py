@@ -13,7 +13,8 @@ from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
-from millrace.tasks.samples.generation import FailureBudget, SampleGenerator
+from millrace.tasks.samples.failures import FailureBudget
+from millrace.tasks.samples.generation import SampleGenerator
 
 
 class Answering(EngineClient):
@@ -56,7 +57,7 @@ async def test_a_log_probability_that_is_not_finite_fails_its_sample_naming_engi
     with pytest.raises(EngineError, match=r"request s-0001~00: engine-3: .*output token 1 is") as caught:
         await engine.generate([1], {}, rid=request_id("s-0001", 0), progress_timeout_s=9.0)
     assert not isinstance(caught.value, EngineLostError)
-    budget = FailureBudget(1.0, 1, where="iteration 1", remedy="")
+    budget = FailureBudget("", 1.0, 1, what="failed", where="iteration 1", remedy="")
     samples = SampleGenerator(config(), config().rollout.sampling, ready, budget)
     answer = await samples.generate([1], seed=0, rid="s-0001", session=None)
     assert answer.status == "failed"

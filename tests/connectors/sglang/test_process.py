@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.sglang.process import EngineServer
+from millrace.connectors.sglang.process import PORT_TRIES, EngineServer
 from millrace.core.errors import EngineError
 from tests.support.local_handle import COUNT, fleet_config
 
@@ -45,3 +45,49 @@ def test_the_log_of_a_run_whose_folder_this_host_does_not_have_lies_in_the_home(
     assert log.name == "engine-0.log"
     assert log.parent.parent == tmp_path / "logs"
     assert log.parent.name.startswith(config["run"]["name"])
+
+
+RACE = """
+import os, socket, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+starts = Path(os.environ["STARTS"])
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if len(starts.read_text()) <= int(os.environ["LOST"]):
+    with socket.socket() as mine, socket.socket() as other:
+        mine.bind(("127.0.0.1", 0))
+        other.bind(mine.getsockname())
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 2, 3])
+def test_a_start_that_lost_a_port_to_another_process_is_made_again(
+    lost: int, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(RACE)
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    monkeypatch.setenv("LOST", str(lost))
+    config = fleet_config(tiny_model, engines={"kind": "sglang"}).model_dump(mode="json")
+    config["storage"]["root"] = str(tmp_path)
+    server = EngineServer(config, 0, COUNT)
+    try:
+        if lost < PORT_TRIES:
+            assert server.start(str(tiny_model))["alive"]
+        else:
+            with pytest.raises(EngineError, match=r"(?s)engine 0 \(sglang\) ended.*Address already in use"):
+                server.start(str(tiny_model))
+        assert len((tmp_path / "starts").read_text()) == min(lost + 1, PORT_TRIES)
+    finally:
+        server.stop()

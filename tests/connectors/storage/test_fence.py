@@ -103,7 +103,7 @@ def test_nothing_changes_by_a_driver_that_lost_its_lease(
 async def test_a_record_of_a_driver_that_lost_its_lease_is_refused(tmp_path: Path) -> None:
     stale = driven(str(tmp_path / "a"))
     storage = RecordStorage(root=str(tmp_path))
-    storage.use_fence(stale.fence)
+    storage.drive_under(stale.fence, None)
     assert (
         ResultStore(result_storage=storage).result_storage is storage
     )  # Prefect makes no copy without the fence

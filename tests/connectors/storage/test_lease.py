@@ -17,7 +17,7 @@ import pytest
 
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.files import Files
-from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.lease import Lease, find_driver
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, LeaseHeldError
 
@@ -211,6 +211,8 @@ def test_a_lease_of_an_earlier_release_is_respected(root: str, caplog: pytest.Lo
     store.write_json("lease.json", former())
     with pytest.raises(LeaseHeldError, match="driven by"):
         Lease.take(store)
+    with pytest.raises(LeaseHeldError, match=r"by an earlier release; end it there: kill \d+"):
+        find_driver(store)
     store.write_json("lease.json", former(host="another"))
     threading.Timer(0.2, store.write_json, ["lease.json", former(host="another", renewed=1.0)]).start()
     with pytest.raises(LeaseHeldError, match="on another"):
@@ -236,3 +238,34 @@ def test_a_store_without_conditional_writes_is_found_out_and_said(
     monkeypatch.setattr(Files, "creates_once", False)
     assert Lease.take(Store(str(tmp_path))).token == 1
     assert "this store cannot create a file only once" in caplog.text
+
+
+def test_who_drives_a_run_is_found_while_it_lives(root: str) -> None:
+    store = Store(root)
+    assert find_driver(store) is None
+    lease = Lease.take(store)
+    assert find_driver(store) == ProcessIdentity.own()
+    elsewhere(store)
+    assert find_driver(store) is None  # no renewal while this process watched
+    lease.release()
+    assert find_driver(store) is None
+
+
+def test_a_driver_elsewhere_that_renews_is_found_too(tmp_path: Path) -> None:
+    store, ended = Store(str(tmp_path)), threading.Event()
+    Lease.take(store)
+    elsewhere(store)
+
+    def renew() -> None:
+        while not ended.wait(0.05):
+            change(store, renewals=store.read_json(FIRST)["renewals"] + 1)
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        found = find_driver(store)
+    finally:
+        ended.set()
+        renewing.join()
+    assert found is not None
+    assert (found.boot, found.lives()) == ("another", None)

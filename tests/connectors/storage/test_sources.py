@@ -17,6 +17,8 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config.data import Source
 from millrace.core.contracts.prompts import PromptRow, source_changes
 from millrace.core.errors import DataError
+from millrace.core.hooks import RewardInput
+from millrace.core.rewards.scoring import score_sample
 
 BAD = {
     "not JSON": b'{"prompt": "1 + 1 =", "label"',
@@ -151,3 +153,60 @@ def test_a_source_that_changed_is_noticed_and_what_changed_is_named(root: str) -
 
 def _length(row: PromptRow) -> int:
     return len(str(row.prompt))
+
+
+VERL = {  # a row as verl's preprocessing writes it
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "48/2+48="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0, "answer": "48/2=24, 24+48=72"},
+}
+
+
+def graded(sample: RewardInput) -> float:
+    """A reward that reads all that the row brings."""
+    assert sample.metadata == {
+        "style": "rule",
+        "ground_truth": "72",
+        "data_source": "openai/gsm8k",
+        "extra_info.index": 0,
+    }
+    return float(sample.response == sample.label)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_rows_as_verl_writes_them_bring_label_and_further_columns_to_the_reward(
+    tmp_path: Path, ending: str
+) -> None:
+    path = tmp_path / f"train.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([VERL]), path)
+    else:
+        path.write_text(json.dumps(VERL) + "\n")
+    source = Source(
+        path=str(path),
+        label_key="reward_model.ground_truth",
+        metadata_key="reward_model",
+        extra_keys=["data_source", "extra_info.index"],
+    )
+    (row,), quarantined = read_source(source)
+    assert (row.prompt, row.label, quarantined) == (VERL["prompt"], "72", [])
+    stored = {
+        "prompt": json.dumps(row.prompt),
+        "label": json.dumps(row.label),
+        "metadata": json.dumps(row.metadata),
+        "response": "72",
+        "response_length": 2,
+        "status": "completed",
+    }
+    assert score_sample(f"{__name__}:graded", {}, stored)["reward"] == 1.0
+
+
+def test_a_dotted_prompt_key_is_found_in_a_column(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"task": {"prompt": "1+1="}}]), tmp_path / "set.parquet")
+    path = str(tmp_path / "set.parquet")
+    (row,), _ = read_source(Source(path=path, prompt_key="task.prompt", label_key=None))
+    assert row.prompt == "1+1="
+    with pytest.raises(DataError, match="has no column question"):
+        read_source(Source(path=path, prompt_key="question.text"))

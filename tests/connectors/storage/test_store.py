@@ -114,6 +114,8 @@ def test_folders_are_copied_there_and_back(root: str, tmp_path: Path) -> None:
     entries = store.upload_dir(str(here), "checkpoints/1")
     assert [entry.path for entry in entries] == ["checkpoints/1/deep/big", "checkpoints/1/small"]
     assert store.entries(store.list()) == entries
+    assert [entry.path for entry in store.child("all").upload_dir(str(here), "")] == ["deep/big", "small"]
+    assert store.list("all") == ["all/deep/big", "all/small"]
     store.download_dir("checkpoints/1", str(there))
     assert (there / "deep" / "big").read_bytes() == (here / "deep" / "big").read_bytes()
     assert (there / "small").read_bytes() == b"small"

@@ -38,7 +38,7 @@ def test_a_file_changes_fields_of_its_base_and_overrides_change_both(folder: Pat
     config = load_config(write(folder, "run.yaml", text), ["trainer.optimizer.lr=2e-4"])
     assert (config.run.name, config.run.iterations, config.trainer.optimizer.lr) == ("b", 50, 2e-4)
     assert (config.trainer.schedule.kind, config.trainer.schedule.warmup_steps) == ("cosine", 10)
-    assert [source.path for source in config.data.sources] == ["x.jsonl"]
+    assert [source.path for source in config.data.sources] == [str(folder / "x.jsonl")]
     assert config.algorithm.loss == Clipped(clip_high=0.28)
 
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
-from pydantic import BaseModel
 
 from millrace.core import hooks
 from millrace.core.config import RunConfig
-from millrace.core.config.parts.menu import menu_of, variants
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.redaction import is_secret_name, shown, shown_text
 from millrace.core.config.parts.restart import changes
-from millrace.core.config.parts.section import models
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reading.load import load_config, validate
 from millrace.core.config.reading.stored import lifted
-from millrace.core.contracts.references import resolved, scrubbed
+from millrace.core.contracts.references import blocks, pass_on, references, resolved, scrubbed, variables
 from millrace.core.errors import ConfigError
 from millrace.core.rewards.scoring import score_sample
+from tests.support.secret_places import PLACES, Place
 
 SECRET = "s3cr3t-Planted-0123456789"
 LEAST: dict[str, Any] = {
@@ -38,28 +37,6 @@ NEEDED = {
     "path": "held_out.jsonl",
     "addresses": ["http://a:1"],
 }
-KINDS = {"dict": "mapping", "list": "list"}
-Place = tuple[str | int, ...]
-
-
-def places(model: type[BaseModel] = RunConfig, above: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Every field that takes text or a mapping, those of all variants and list items too; and what it takes."""
-    for name, field in model.model_fields.items():
-        here = (*above, name)
-        menu = menu_of(field)
-        below = variants(field).values() if menu else models(field.annotation)
-        annotation = str(field.annotation)
-        if "str" in annotation and not below and "Literal" not in annotation:
-            yield here, next((what for word, what in KINDS.items() if word in annotation), "text")
-        for section in below:
-            item = (*here, 0) if getattr(field.annotation, "__origin__", None) is list else here
-            kind = section.model_fields["kind"].default if menu else None
-            yield from (
-                (place, what) for place, what in places(section, (*item, f"kind={kind}") if menu else item)
-            )
-
-
-PLACES = sorted(set(places()), key=str)
 
 
 def planted(place: Place, value: Any) -> dict[str, Any]:
@@ -111,18 +88,19 @@ def test_a_secret_planted_there_is_nowhere_in_what_is_said_or_kept(
     place: Place, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLANTED", SECRET)
+    monkeypatch.setenv("MILLRACE_BLOCK_PLANTED_1", SECRET)
     urls = [
         f"s3://K:{SECRET}@bucket/x.jsonl",
         f"https://{SECRET}@host/x.jsonl",
         f"https://h/x.jsonl?api_key={SECRET}",
     ]
-    given: list[Any] = [*urls, "${env:PLANTED}"]
+    given: list[Any] = [*urls, "${env:PLANTED}", "${prefect:planted-1}"]
     if kind == "mapping":
         given = [
             {"api_key": SECRET},
             {"deep": [{"hf_token": SECRET}]},
             *({"url": url} for url in urls),
-            {"b": "${env:PLANTED}"},
+            {"b": "${env:PLANTED}", "c": ["${prefect:planted-1}"]},
         ]
     elif kind == "list":
         given = [[item] for item in given]
@@ -207,7 +185,7 @@ def test_two_secrets_are_no_change_of_the_configuration() -> None:
     def config(value: Any, **more: Any) -> RunConfig:
         return RunConfig.model_validate({**LEAST, "reward": {"options": {"api_key": value, **more}}})
 
-    same = ("one", "two", "${env:A}", "${env:B}")
+    same = ("one", "two", "${env:A}", "${env:B}", "${prefect:a}")
     for before in same:
         for now in same:
             assert not list(changes(config(before), config(now)))
@@ -240,7 +218,7 @@ def test_references_are_replaced_where_they_are_used(monkeypatch: pytest.MonkeyP
         "status": "completed",
     }
     monkeypatch.delenv("JUDGE", raising=False)
-    with pytest.raises(ConfigError, match="refers to JUDGE, which is not set"):
+    with pytest.raises(ConfigError, match="refers to JUDGE, which is not set; export JUDGE"):
         score_sample("my_judge:judged", options, row)
     monkeypatch.setenv("JUDGE", SECRET)
     assert score_sample("my_judge:judged", options, row)["reward"] == 1.0
@@ -255,3 +233,53 @@ def test_references_are_replaced_where_they_are_used(monkeypatch: pytest.MonkeyP
     assert "refuses ${env:JUDGE}" in str(caught.value)
     assert caught.value.__cause__ is None
     assert scrubbed(f"{os.environ['JUDGE']}!", options) == "${env:JUDGE}!"
+
+
+def test_a_block_of_prefect_is_a_reference_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"key": "Bearer ${prefect:judge-2}", "other": ["${env:JUDGE}"]}
+    assert list(references(options)) == ["prefect:judge-2", "env:JUDGE"]
+    assert blocks(options) == {"judge-2"}
+    for no_reference in (
+        "${prefect:}",
+        "${prefect:A}",
+        "${prefect:a_b}",
+        "$prefect:a",
+        "${env:a-b}",
+        "${other:a}",
+    ):
+        assert not list(references(no_reference)), no_reference
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setenv("JUDGE", "other")
+    with pytest.raises(
+        ConfigError, match="refers to judge-2, which is not set; save a Secret block with the name judge-2"
+    ):
+        resolved(options, "reward.options")
+    pass_on("judge-2", SECRET)
+    assert resolved(options, "reward.options") == {"key": f"Bearer {SECRET}", "other": ["other"]}
+    assert SECRET in {os.environ[name] for name in variables(options)}  # which go to actors
+    assert scrubbed(f"{SECRET} other", options) == "${prefect:judge-2} ${env:JUDGE}"
+
+
+@pytest.mark.parametrize(
+    "secret", ["S3cr3t/Planted+0123=&'\u00e4\n", "abcdefgh", "pass word-longer-than-that"]
+)
+def test_a_secret_is_taken_out_of_a_text_in_every_form(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE", secret)
+    for before in ("", "u", "us", "user:", "\u00fc:"):
+        for after in ("", "x", "xy"):
+            whole = (before + secret + after).encode()
+            shown = [
+                (before + secret + after),
+                quote(whole),
+                quote_plus(whole),
+                json.dumps(before + secret + after),
+                repr(before + secret + after),
+                base64.b64encode(whole).decode(),
+                base64.urlsafe_b64encode(whole).decode(),
+            ]
+            for text in shown:
+                clean = scrubbed(f"it said {text}.", ["${env:JUDGE}"])
+                assert "${env:JUDGE}" in clean, text
+                assert secret[3:] not in clean
+                assert len(clean) < len("it said ${env:JUDGE}.") + 24, clean
+    assert scrubbed("nothing of it", ["${env:JUDGE}"]) == "nothing of it"

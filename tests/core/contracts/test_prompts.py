@@ -20,6 +20,7 @@ from millrace.core.contracts.prompts import (
     parse_row,
     require_labels,
     source_changes,
+    value_at,
 )
 
 
@@ -29,6 +30,7 @@ class Columns:
     prompt_key: str = "prompt"
     label_key: str | None = "label"
     metadata_key: str | None = "metadata"
+    extra_keys: tuple[str, ...] = ()
 
 
 KEYS = Columns()
@@ -38,6 +40,24 @@ def usable(line: bytes, row: int = 0, keys: Columns = KEYS) -> PromptRow:
     parsed = parse_line(line, row, keys)
     assert isinstance(parsed, PromptRow), parsed
     return parsed
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "found"),
+    [
+        ({"a": 1}, "a", 1),
+        ({"a": {"b": {"c": 1}}}, "a.b.c", 1),
+        ({"a.b": 1, "a": {"b": 2}}, "a.b", 1),  # a column's own name comes first
+        ({"a": [("b", 1)]}, "a.b", 1),  # a map of Arrow
+        ({"a": {"b": None}}, "a.b", None),
+        ({"a": {"b": 1}}, "a.c", "absent"),
+        ({"a": "text"}, "a.b", "absent"),
+        ({"a": [1]}, "a.b", "absent"),
+        ({}, "a.b", "absent"),
+    ],
+)
+def test_a_key_is_a_column_or_a_dotted_path_into_one(values: dict[str, Any], key: str, found: Any) -> None:
+    assert value_at(values, key, "absent") == found
 
 
 def test_text_and_messages_are_prompts_with_label_and_metadata() -> None:

@@ -1,0 +1,51 @@
+"""Where the local head's folder lies, and what it is called. Knows nothing of the head's processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from millrace.connectors.storage.local import PRIVATE_FOLDER, home
+from millrace.core.errors import ConfigError
+
+SOCKET_BYTES = 107  # Linux's bound on a socket's path
+SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest that Ray makes in its folder
+
+
+def parent() -> Path:
+    """Where folders of heads lie."""
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp")).absolute()
+
+
+def prefix() -> str:
+    """With what folders of this home's heads begin: whose record is lost, or was never written whole, is found by it."""
+    whose = f"{os.getuid()}:{home().absolute()}"
+    return f"millrace-ray-{hashlib.sha256(whose.encode()).hexdigest()[:6]}-"
+
+
+def is_heads(folder: str) -> bool:
+    """Whether it has the name of a head's folder: what a record names is removed."""
+    return Path(folder).is_absolute() and Path(folder).name.startswith("millrace-ray-")
+
+
+def check_length() -> None:
+    """Raise ConfigError if RAY_TMPDIR is too long for the paths of Ray's sockets."""
+    most = SOCKET_BYTES - len(f"/{prefix()}0000{SOCKET}")
+    length = len(os.fsencode(parent()))
+    if length > most:
+        raise ConfigError(
+            f"has {length} bytes: a socket's path in Ray's folder there would have more than {SOCKET_BYTES}",
+            where=f"RAY_TMPDIR = {parent()}",
+            remedy=f"name a folder of at most {most} bytes, or unset it: Ray's folder is in /tmp then",
+        )
+
+
+def make() -> Path:
+    """A new folder for a head. Errors as of `check_length`."""
+    check_length()
+    parent().mkdir(parents=True, exist_ok=True)
+    folder = parent() / f"{prefix()}{secrets.token_hex(2)}"
+    folder.mkdir(mode=PRIVATE_FOLDER)
+    return folder

@@ -1,0 +1,76 @@
+"""How the commands that show runs print their rows: as a table, as JSON or as CSV.
+
+A table on a terminal has the terminal's width, and becomes a list where its columns do not fit. In a pipe nothing is cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from millrace.flows.cli.terminal import console
+from millrace.flows.tools.listing import Listing
+
+UNLIMITED = 1_000_000  # columns
+LONGEST = 200  # characters of a cell on a terminal
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with every value whole.")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV, with every value whole.")]
+
+
+def print_listing(listing: Listing, as_json: bool, as_csv: bool) -> None:
+    """Print a listing in the form that was asked for."""
+    if as_json and as_csv:
+        raise typer.BadParameter("give --json or --csv")
+    if as_json or as_csv:
+        sys.stdout.write(f"{listing.as_json()}\n" if as_json else listing.as_csv())
+    elif console.is_terminal:
+        _print_table(listing, console, LONGEST)
+    else:
+        _print_table(listing, Console(file=console.file, width=UNLIMITED), None)
+
+
+def _print_table(listing: Listing, out: Console, longest: int | None) -> None:
+    """longest: characters of a cell; None for all."""
+    if listing.facts:
+        facts = Table(show_header=False, box=None, pad_edge=False)
+        facts.add_column(no_wrap=True)
+        facts.add_column(overflow="fold")
+        for name, value in listing.facts.items():
+            facts.add_row(name, Text(value))
+        out.print(facts)
+    cells = [[_cell(value, longest) for value in row] for row in listing.rows]
+    table = Table()
+    for column in listing.columns:
+        table.add_column(Text(column), overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    needed = Measurement.get(out, out.options.update(max_width=UNLIMITED), table).minimum
+    if cells and needed > out.width:
+        _print_records(listing, cells, out)
+    else:
+        out.print(table)
+
+
+def _print_records(listing: Listing, cells: list[list[str]], out: Console) -> None:
+    """A line a value, for rows that are wider than the terminal."""
+    for number, row in enumerate(cells, 1):
+        record = Table(
+            title=f"row {number}", title_justify="left", show_header=False, box=None, pad_edge=False
+        )
+        record.add_column(no_wrap=True, style="dim")
+        record.add_column(overflow="fold")
+        for column, value in zip(listing.columns, row, strict=True):
+            record.add_row(Text(column), Text(value))
+        out.print(record)
+
+
+def _cell(value: Any, longest: int | None) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"

@@ -1,0 +1,114 @@
+"""Check that the chat template makes of each prompt a text that holds it and is ready for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from millrace.connectors.huggingface.template import ChatTemplate, last_text
+from millrace.core.config.parts.problems import Problem
+from millrace.core.contracts.prompts import Prompt, PromptRow
+from millrace.flows.preflight.check_model import Checkpoint
+
+if TYPE_CHECKING:
+    from millrace.flows.preflight.check_data import Rows
+
+ROWS, TEXT = 2_000, 1 << 19  # rows that are rendered, and about how many characters of theirs
+COMPARED = 8  # rows whose text must hold their prompt
+ANSWER = "An answer."
+SHOWN = 40
+
+
+def rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str]]:
+    """Yields problems of the template; returns the texts that are sent for the first rows."""
+    source, field = rows.source, rows.field
+    chosen = _first(rows.usable)
+    plain = [isinstance(row.prompt, str) and not source.chat for row in chosen]
+    if not all(plain) and not model.has_template and model.shape:
+        yield Problem(
+            "model.chat_template",
+            None,
+            f"the tokenizer has no chat template, which the prompts of {field} need",
+            f"name a file with one, or set {field}.chat=false if they are plain text",
+        )
+    if not all(plain) and model.template is None:
+        return []
+    texts: list[str] = []
+    for row, is_plain in zip(chosen, plain, strict=True):
+        if is_plain or model.template is None:
+            texts.append((source.system or "") + str(row.prompt))
+            continue
+        try:
+            text = model.template.render(row.prompt, source.system)
+        except ValueError as error:
+            yield _refused(rows, model.template, row, error)
+            return []
+        if len(texts) < COMPARED and last_text(row.prompt) not in text:
+            yield Problem(
+                "model.chat_template",
+                None,
+                f"it leaves out the prompt: {last_text(row.prompt)[:SHOWN]!r} of {field} is not in the text it makes",
+                "have it write message['content'] of every message",
+            )
+            return []
+        texts.append(text)
+    if model.template is not None and not plain[0]:
+        yield from _ready(model.template, chosen[0].prompt)
+    return texts
+
+
+def _first(usable: Sequence[PromptRow]) -> list[PromptRow]:
+    """The first rows, until there is text enough."""
+    chosen: list[PromptRow] = []
+    length = 0
+    for row in usable[:ROWS]:
+        chosen.append(row)
+        length += len(str(row.prompt))
+        if length > TEXT:
+            break
+    return chosen
+
+
+def _ready(template: ChatTemplate, prompt: Prompt) -> Iterator[Problem]:
+    """A problem if the template writes something before an answer that it does not write after a prompt."""
+    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    if messages[-1].get("role") == "assistant":
+        return
+    try:
+        sent, without = (template.render(messages, None, for_answer=ready) for ready in (True, False))
+        answered = template.render(
+            [*messages, {"role": "assistant", "content": ANSWER}], None, for_answer=False
+        )
+    except ValueError:
+        return  # it takes no answers, or has refused the prompt already
+    before, found, _ = answered.removeprefix(sent).partition(ANSWER)
+    if sent == without and answered.startswith(sent) and found and before.strip():
+        yield Problem(
+            "model.chat_template",
+            None,
+            f"it has no generation prompt: the text that is sent ends in {sent[-SHOWN:]!r}, and an answer begins after "
+            f"{before!r}",
+            "end it with {% if add_generation_prompt %}" + before + "{% endif %}",
+        )
+
+
+def _refused(rows: Rows, template: ChatTemplate, row: PromptRow, error: ValueError) -> Problem:
+    system = rows.source.system
+    if system:
+        try:
+            template.render(row.prompt, None)
+        except ValueError:
+            pass
+        else:
+            return Problem(
+                f"{rows.field}.system",
+                system,
+                f"the chat template takes no system message: {error}",
+                "remove it, or put it into the prompts",
+            )
+    return Problem(
+        "model.chat_template",
+        None,
+        f"it fails on the prompts of {rows.field}, first on row {row.row}: {error}",
+        "correct the template, or name another file",
+    )

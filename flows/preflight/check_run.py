@@ -1,0 +1,144 @@
+"""Look whether the run exists: how far it is, where a start goes on, and which changed fields, files and data it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.connectors.huggingface.hub import is_named
+from millrace.connectors.storage.run_folder import MANIFEST, RunFolder, numbers_of
+from millrace.connectors.storage.store import split_url
+from millrace.core.config import RunConfig
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.parts.restart import Change
+from millrace.core.config.reading.findings import by_name
+from millrace.core.config.reading.stored import lifted
+from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
+from millrace.flows.driver.fingerprints import of_model
+from millrace.flows.driver.same_run import (
+    check_branch,
+    hashed_in,
+    refused_in_branch,
+    refused_in_run,
+    stored_config,
+)
+from millrace.flows.driver.taken_up import check_same_model
+from millrace.flows.tools.browse import check_no_run
+
+HASHED = 16 << 20  # bytes of a data file that is compared by its hash; a larger one by its size
+ANOTHER = "give the new run another run.name"
+
+
+@dataclass
+class StoredRun:
+    """What storage holds under the run's name."""
+
+    exists: bool = False
+    branch_of: str = ""  # the run that it began as a branch of, where it was not started yet
+    committed: int = 0  # iterations
+    checkpoint: int = 0  # iterations that the newest complete checkpoint has; 0 for the initial weights
+
+
+def check_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
+    """Problems of going on with the run that has this name, if there is one; fills `stored`."""
+    name = config.run.name
+    folder = RunFolder(config.storage.root, name)
+    try:
+        try:
+            record = lifted(folder.store.read_sealed("run.json"))
+        except MissingFileError:
+            check_no_run(folder.store)
+            return []
+        stored.exists = True
+        stored.committed = _committed(folder)
+        complete = folder.complete_checkpoints()
+        stored.checkpoint = max((done for done in complete if done <= stored.committed), default=0)
+        return list(_refused(config, record, stored))
+    except (StorageError, ConfigError) as error:
+        return [
+            Problem("run.name", name, str(error).removesuffix(f"; {error.remedy}"), error.remedy or ANOTHER)
+        ]
+
+
+def _committed(folder: RunFolder) -> int:
+    """Iterations up to the last that has a manifest."""
+    for index in reversed(numbers_of(folder.store, "iterations")):
+        if folder.iteration(index).exists(MANIFEST):
+            return index + 1
+    return 0
+
+
+def _refused(config: RunConfig, record: dict[str, Any], stored: StoredRun) -> Iterator[Problem]:
+    parent, name = record.get("parent") or {}, config.run.name
+    before = stored_config(record["config"] or parent["config"], name)
+    if record["config"] is None:
+        stored.branch_of = parent["run"]
+        yield from _of_branch(config, before, parent, hashed_in(record))
+    else:
+        way = (
+            f"`millrace branch {before.run.name} NEW --at {stored.checkpoint} --root {shlex.quote(config.storage.root)}`, "
+            "then train run.name=NEW"
+        )
+        for change in refused_in_run(before, config, hashed_in(record)):
+            remedy = f"change it in a branch: {way}" if change.restart.branch else ANOTHER
+            yield _changed(config, change, f"run {name} has", remedy)
+    try:
+        if not is_named(config.model):  # else it is the run's own commit
+            check_same_model(name, record.get("fingerprints"), {"model": of_model(config)})
+    except ConfigError as error:
+        reason = error.reason.replace("\n  ", " ").replace("model.path: ", "")
+        yield Problem("model.path", config.model.path, reason, error.remedy)
+    if not config.data.allow_changes:
+        yield from _data(config, record)
+
+
+def _of_branch(
+    config: RunConfig, before: RunConfig, parent: dict[str, Any], hashed: set[str]
+) -> Iterator[Problem]:
+    refused = refused_in_branch(before, config, hashed)
+    for change in refused:
+        yield _changed(config, change, f"its parent {parent['run']} has", "start a new run")
+    if not refused:
+        try:
+            check_branch(before, config, parent, hashed)
+        except ConfigError as error:
+            yield Problem(error.where, None, error.reason, error.remedy)
+
+
+def _changed(config: RunConfig, change: Change, whose: str, otherwise: str) -> Problem:
+    """A field that differs from the stored one."""
+    return Problem(
+        by_name(change.path, config.model_dump(mode="json")),
+        change.now,
+        f"{whose} {change.before!r:.200}, and it may not change: {change.restart.because}",
+        f"put it back, or {otherwise}",
+    )
+
+
+def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
+    """Sources whose file is another than the run drew from last."""
+    spans = record.get("data") or []
+    recorded = spans[-1]["sources"] if spans else {}
+    for source in config.data.sources:
+        before = recorded.get(source.name)
+        now = _size_and_hash(source.path) if before else None
+        if before and now and now != (before["size"], now[1] and before["sha256"]):
+            yield Problem(
+                f"data.sources.{source.name}.path",
+                source.path,
+                f"the file changed under run {config.run.name}: it had {before['size']} bytes, and has {now[0]}",
+                f"put it back, {ANOTHER}, or set data.allow_changes=true to go on with it",
+            )
+
+
+def _size_and_hash(path: str) -> tuple[int, str] | None:
+    """Size of a file, and its SHA-256 unless it is large; None if it cannot be read, which other checks say."""
+    store, name = split_url(path)
+    try:
+        size = int(store.fs.size(f"{store.root}/{name}"))
+        return size, hashlib.sha256(store.read(name)).hexdigest() if size <= HASHED else ""
+    except (OSError, MillraceError):
+        return None

@@ -1,0 +1,132 @@
+"""What a run learns by, as lines of the plan: the algorithm as it is after its preset, the filter, the learning rate.
+
+Every field of `algorithm` that is not at its default is named; a test holds that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from millrace.core.config import RunConfig
+from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.parts.restart import ANY_START, changes
+
+Line = tuple[str, str]
+
+
+def learning(config: RunConfig) -> Iterator[Line]:
+    """Name and text of each line."""
+    a = config.algorithm
+    if a.supervised:
+        yield "algorithm", "supervised: the likelihood of reference answers (labels)"
+    else:
+        yield "algorithm", _preset(a)
+        yield (
+            "advantage",
+            f"{_choice(a.advantage)}; {'whitened' if a.whiten else 'not whitened'} over the batch",
+        )
+        yield "loss", _choice(a.loss)
+    yield "aggregation", _aggregation(config)
+    if not a.supervised:
+        yield "KL", _kl(a)
+        yield "old log-probs", a.old_logprobs
+        yield from _more(a)
+        yield "dynamic sampling", _dynamic_sampling(config)
+        if config.filter.group_filter:
+            yield "filter", _choice(config.filter.group_filter)
+    yield "learning rate", _learning_rate(config)
+
+
+def _preset(a: Algorithm) -> str:
+    of_preset = Algorithm.model_validate({"preset": a.preset})
+    differs = [change.path for change in changes(of_preset, a, above=ANY_START)]
+    return f"preset {a.preset}" + (f", but for its {', '.join(differs)}" if differs else "")
+
+
+def _choice(section: BaseModel) -> str:
+    """A section by its kind, what it does, and its fields."""
+    values = section.model_dump(mode="json")
+    kind = values.pop("kind", None)
+    what = (type(section).__doc__ or "").partition(". ")[0].rstrip(".")
+    fields = _fields(values)
+    return (f"{kind}: {what}" if kind else "") + (f" ({fields})" if kind and fields else fields)
+
+
+def _fields(values: dict[str, object]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in values.items())
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{_fields(value)}}}"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _aggregation(config: RunConfig) -> str:
+    a = config.algorithm
+    if a.aggregation != "constant":
+        return a.aggregation
+    return (
+        f"constant: divided by {a.constant_length or config.rollout.sampling.max_new_tokens} tokens a sample"
+    )
+
+
+def _kl(a: Algorithm) -> str:
+    if a.kl_coef == 0:
+        return "none, and no reference model"
+    steered = f", steered to {a.kl_target:g} nats a token over {a.kl_horizon} samples" if a.kl_target else ""
+    unbiased = ", weighted by pi / pi_old" if a.kl_unbiased else ""
+    every = a.reference_update_steps
+    reference = f"the policy of every {every} steps" if every else "the initial weights"
+    return f"{a.kl_kind} in the {a.kl_placement}, coefficient {a.kl_coef:g}{steered}{unbiased}; the reference is {reference}"
+
+
+def _more(a: Algorithm) -> Iterator[Line]:
+    """What is off by default, where it is on."""
+    c = a.correction
+    if c.kind != "none" or c.veto is not None or c.opsm_delta is not None:
+        yield "correction", _fields(c.model_dump())
+    if a.overlong:
+        buffer = a.overlong.buffer_tokens
+        tokens = f"the last {buffer} tokens" if buffer else "the last fifth of the tokens"
+        yield "overlong penalty", f"up to {a.overlong.factor:g} over {tokens} of the budget"
+    if a.shaping:
+        yield "shaping", _choice(a.shaping)
+    if a.entropy_coef:
+        yield "entropy bonus", f"coefficient {a.entropy_coef:g}"
+    if a.teacher or a.distillation_coef:
+        yield "teacher", f"{a.teacher}, coefficient {a.distillation_coef:g}"
+    if not a.on_policy_guard:
+        yield "on-policy guard", "off"
+
+
+def _dynamic_sampling(config: RunConfig) -> str:
+    f = config.filter
+    if not f.drop_zero_variance:
+        return "off: groups whose rewards are all equal are trained on, without a gradient"
+    spare = round(f.refill_factor * config.rollout.prompts)
+    then = "the earliest of them are kept" if f.when_insufficient == "keep" else "the run stops"
+    return (
+        f"on: groups whose rewards are all equal are dropped, and up to {spare} prompts an iteration drawn in their place; "
+        f"when these are used up {then}"
+    )
+
+
+def _learning_rate(config: RunConfig) -> str:
+    o, s, critic = config.trainer.optimizer, config.trainer.schedule, config.algorithm.critic
+    steps = config.run.iterations * config.steps_per_iteration
+    text = f"{s.warmup_steps} steps of warm-up to " if s.warmup_steps else ""
+    text += f"{o.lr:g}"
+    if s.kind == "constant":
+        text += f", then constant to the end (step {steps})"
+    else:
+        text += f", then {s.kind} to {s.min_lr:g} at step {s.decay_steps or steps}"
+        text += f" of {steps}" if s.decay_steps else ""
+    if critic:
+        text += f"; of the critic {critic.lr:g}"
+        text += f", which trains alone for {critic.only_steps} steps" if critic.only_steps else ""
+    return text

@@ -1,0 +1,111 @@
+"""What the checks saw, as lines of the plan: the run in storage, the data, a prompt as it is sent, the reward's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.config import RunConfig
+from millrace.core.config.data import Source
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.rewards.trial import Trial
+from millrace.flows.preflight.check import Checked
+from millrace.flows.preflight.check_data import Rows
+from millrace.flows.preflight.check_run import StoredRun
+
+Line = tuple[str, str]
+LONGEST_TEXT = 2_000  # characters of a prompt that are shown
+
+
+def run_in_storage(config: RunConfig, run: StoredRun) -> Line:
+    """Whether the run exists, and where a start goes on."""
+    wanted = config.run.iterations
+    if not run.exists:
+        return "run", f"new; {wanted} iterations"
+    if run.committed >= wanted:
+        return "run", f"exists, complete: {run.committed} iterations; raise run.iterations to train more"
+    if run.branch_of:
+        text = f"a branch of {run.branch_of}, not started yet"
+    else:
+        text = f"exists, {run.committed} of {wanted} iterations complete"
+    text += f"; goes on with iteration {iteration_number(run.committed)} of {wanted}"
+    text += f" from checkpoint {run.checkpoint}" if run.checkpoint else " from the initial weights"
+    again = range(run.checkpoint, run.committed)
+    if again:
+        first, last = again[0], again[-1]
+        which = (
+            f"iteration {iteration_number(first)} is"
+            if first == last
+            else f"iterations {iteration_number(first)} to {iteration_number(last)} are"
+        )
+        text += f"; {which} trained again from the stored batches"
+    return "run", text
+
+
+def data(found: Checked) -> Iterator[Line]:
+    """A line for each source and each held-out set."""
+    weights = sum(rows.source.weight for rows in found.training if isinstance(rows.source, Source))
+    for rows in found.data:
+        source = rows.source
+        if isinstance(source, Source):
+            share = f", {source.weight / weights:.3g} of the prompts" if len(found.training) > 1 else ""
+            yield (
+                f"data {source.name}",
+                f"{source.path}: {_rows(rows)}{share}{_epoch(found, rows, weights)}{_unusable(rows)}",
+            )
+        else:
+            yield f"evaluation {source.name}", f"{source.path}: {_rows(rows)}{_unusable(rows)}"
+
+
+def _rows(rows: Rows) -> str:
+    if rows.whole:
+        return f"{rows.total:,} rows"
+    return f"about {rows.total:,} rows, of which the first {rows.seen:,} were read"
+
+
+def _epoch(found: Checked, rows: Rows, weights: float) -> str:
+    assert isinstance(rows.source, Source)
+    usable = rows.total - len(rows.unusable) if rows.complete else rows.total
+    drawn = found.config.rollout.prompts * rows.source.weight / weights
+    return f", an epoch of them is {usable / drawn:.3g} iterations"
+
+
+def _unusable(rows: Rows) -> str:
+    bad = rows.unusable
+    if not bad:
+        return "; all usable" if rows.complete else "; none of them unusable"
+    first = bad[0]
+    return f"; {len(bad):,} unusable, the first is row {first.row} (from 0): {first.reason}"
+
+
+def prompt(found: Checked) -> Iterator[Line]:
+    """The first prompt as it is sent, its tokens and its label."""
+    rows = next((rows for rows in found.training if rows.texts), None)
+    if rows is None:
+        return
+    row, text = rows.usable[0], rows.texts[0]
+    tokens = f", {rows.lengths[0]} tokens" if rows.lengths else ""
+    more = len(text) - LONGEST_TEXT
+    cut = f"{text[:LONGEST_TEXT]} ... and {more} more characters" if more > 0 else text
+    yield (
+        "a prompt",
+        f"row {row.row} of {row.source}{tokens}, label {row.label!r}. The text that is sent:\n{cut}",
+    )
+
+
+def reward(found: Checked) -> Iterator[Line]:
+    """What the reward gave on that row."""
+    config, answers = found.config, found.reward
+    if config.algorithm.supervised or answers.row is None:
+        return
+    given = [f"{_number(answer)} for {name} as response" for name, answer in answers.given.items()]
+    yield (
+        "reward",
+        f"{config.reward.function} gives on row {answers.row.row} of {answers.row.source}: {'; '.join(given)}",
+    )
+
+
+def _number(answer: Trial | str) -> str:
+    if isinstance(answer, str):
+        return answer
+    parts = ", ".join(f"{name} {value:g}" for name, value in answer["parts"].items())
+    return f"{answer['reward']:g}" + (f" ({parts})" if parts else "")

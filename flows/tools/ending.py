@@ -1,0 +1,50 @@
+"""What a command says when a run has ended well: where its results are, and how to look at them.
+
+Reads the run folder alone.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import PurePosixPath
+
+from millrace.connectors.mlflow.tracker import is_server
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.flows.tools.browse import evaluations
+
+MOST_SETS = 3
+
+
+def ending(config: RunConfig) -> list[str]:
+    """A line each: the export, the best evaluation of each set, and the commands that show more."""
+    root, name = config.storage.root, config.run.name
+    folder = RunFolder(root, name)
+    of_run = f"{name}{'' if root == 'runs' else f' --root {shlex.quote(root)}'}"
+    uri = config.tracking.uri
+    curves = uri if uri and is_server(uri) else f"millrace ui {of_run}"
+    exports = folder.store.folders("exports")
+    return [
+        *(f"export   {folder.store.url_of(f'exports/{newest}')}" for newest in exports[-1:]),
+        *_best(config, folder),
+        f"look     millrace show {of_run}",
+        f"curves   {curves}",
+    ]
+
+
+def _best(config: RunConfig, folder: RunFolder) -> list[str]:
+    names = [held_out.name for held_out in config.evaluation.sets]
+    files = [PurePosixPath(path).stem for name in names for path in folder.store.list(f"eval/{name}")]
+    manifests = {int(done) - 1: folder.manifest(int(done) - 1) for done in set(files) if int(done)}
+    found = evaluations(folder, {index: manifest for index, manifest in manifests.items() if manifest})
+    lines = []
+    for name in names:
+        values = {done: of_sets[name] for done, of_sets in found.items() if name in of_sets}
+        if not values:
+            continue
+        best = max(values, key=lambda done: values[done])
+        before = f"; {values[0]:.3f} before training" if best and 0 in values else ""
+        after = f"after iteration {best}" if best else "before training"
+        lines.append(f"best     {name} {values[best]:.3f} {after}{before}")
+    left = len(lines) - MOST_SETS
+    return [*lines[:MOST_SETS], *([f"         and {left} more evaluation sets"] if left > 0 else [])]

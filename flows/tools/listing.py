@@ -1,0 +1,43 @@
+"""Rows under column names: what the commands that show runs have to say. As JSON or CSV here, as a table in flows/cli."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Values by column. `facts`: what is said once, ahead of the rows."""
+
+    columns: Sequence[str]
+    rows: list[Sequence[Any]]
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> str:
+        """A list with an object a row; with facts, an object that holds them and, as `rows`, that list."""
+        rows = [dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows]
+        content: Any = {**self.facts, "rows": rows} if self.facts else rows
+        return json.dumps(content, indent=1, ensure_ascii=False, default=str)
+
+    def as_csv(self) -> str:
+        """A header, then a line a row; null is empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(self.rows)
+        return text.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: no number is infinite there, and keys are text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

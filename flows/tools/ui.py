@@ -1,0 +1,50 @@
+"""`millrace ui`: the pages that show runs, Prefect's and MLflow's, and the shell line for Prefect's own commands.
+
+Owns which page of MLflow's is the one to open. Servers that the user configured are shown, and none is started for them.
+"""
+
+from __future__ import annotations
+
+from millrace.connectors.mlflow.server import ensure_mlflow
+from millrace.connectors.mlflow.tracker import default_uri, find_page, is_server
+from millrace.connectors.prefect.server import (
+    ensure_server,
+    export_line,
+    login_file,
+    login_hint,
+    ui_url,
+)
+from millrace.core.errors import ConfigError
+from millrace.flows.tools.browse import run_record, settings_of
+
+
+def open_pages(root: str, run: str | None, uri: str | None, port: int | None) -> list[str]:
+    """Start or find the servers; returns the lines that say where the pages are.
+
+    run: whose curves MLflow's page shows; without one, the list of the runs that the newest is among. uri: the tracking store,
+    where the run's configuration names none.
+    """
+    record = run_record(root, run) if run else None
+    store = (settings_of(record)["tracking"]["uri"] if record else None) or uri or default_uri()
+    if record and record["mlflow_run_id"] is None:
+        raise ConfigError(
+            "has no curves yet",
+            where=f"run {run}",
+            remedy="start it, or leave its name out to see the others",
+        )
+    if port and is_server(store):
+        raise ConfigError(
+            "the runs are on a tracking server of yours",
+            where=f"--port {port}",
+            remedy=f"leave it out, and open {store}",
+        )
+    api = ensure_server()
+    if not is_server(store):
+        ensure_mlflow(store, login_file().read_text(), port)
+    login = (
+        ""
+        if is_server(store)
+        else f" (user millrace; its password is what follows the colon in {login_file()})"
+    )
+    page = find_page(store, record["mlflow_run_id"] if record else None)
+    return [f"Prefect  {ui_url(api)}{login_hint()}", f"MLflow   {page}{login}", export_line(api)]

@@ -1,0 +1,136 @@
+"""What runs, show and sql print: on a terminal of any width, in a pipe, as JSON and as CSV; and every recipe of docs/sql.md."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from millrace.flows.cli import app, tables
+from millrace.flows.tools.listing import Listing
+from millrace.flows.tools.sql import ALL, QueryError, answer, connect
+from tests.support.stored_run import MESSAGES, SYSTEM, write_run
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sql.md").read_text(encoding="utf-8")
+RECIPES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
+LONG = "an answer of many words, " * 20
+COMMANDS = {"runs": [], "show": ["a"], "sql": ["a", "select * from evaluations"]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("runs"))
+    write_run(folder)
+    return folder
+
+
+def call(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "40"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows(root: str, query: str) -> list[Any]:
+    return list(answer(root, "a", query).rows)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_csv_and_a_pipe_hold_the_same_whole_values(root: str, command: str) -> None:
+    asked = [command, *COMMANDS[command], "--root", root]
+    whole = json.loads(call(*asked, "--json"))
+    objects = whole["rows"] if command == "show" else whole
+    lines = list(csv.DictReader(io.StringIO(call(*asked, "--csv"))))
+    assert [list(line) for line in lines] == [list(item) for item in objects]
+    for line, item in zip(lines, objects, strict=True):
+        assert line == {name: "" if value is None else str(value) for name, value in item.items()}
+    piped = call(*asked)
+    for name in objects[0]:
+        assert name in piped
+    assert "…" not in piped
+
+
+def test_show_has_a_column_per_set_and_a_row_before_training(root: str) -> None:
+    shown = json.loads(call("show", "a", "--root", root, "--json"))
+    held_out = [(row["iteration"], row["eval/easy"], row["eval/hard"]) for row in shown["rows"]]
+    assert held_out == [(0, 0.5, 0.5), (1, None, None), (2, 1.0, 0.5)]
+    assert shown["folder"].endswith("/a")
+    assert json.loads(call("runs", "--root", root, "--json"))[0]["iterations"] == 2
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_a_table_on_a_terminal_has_its_width_and_loses_no_row_or_column(width: int) -> None:
+    listing = Listing(
+        ["name", "[b]answer[/b]", "number"], [("x" * 64, f"[/]{LONG}", 0.123456), ("y", None, 3)]
+    )
+    out = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    tables._print_table(listing, out, tables.LONGEST)
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    joined = re.sub(r"[\s│┃]", "", text)
+    for part in ("name", "[b]answer[/b]", "number", "0.1235", "y", "3"):
+        assert part in joined
+    assert joined.count("x") >= 64
+    whole = Console(file=io.StringIO(), width=tables.UNLIMITED, color_system=None)
+    tables._print_table(listing, whole, None)
+    assert f"[/]{LONG}" in whole.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_json_has_no_number_that_json_lacks() -> None:
+    text = Listing(["a"], [(float("nan"),), ({1: float("inf")},)]).as_json()
+    assert json.loads(text) == [{"a": None}, {"a": {"1": None}}]
+
+
+def test_prompts_and_labels_are_text_with_the_system_message_that_was_sent(root: str) -> None:
+    chat = "user: 1+1=\nassistant: 2\nuser: 2+3="
+    for view in ("prompts", "samples"):
+        found = rows(root, f"select distinct source, prompt, label, system from {view} order by source")
+        assert found == [("chats", chat, '{"value":5}', "Think."), ("sums", "1+2=", "3", SYSTEM)]
+    assert rows(root, "select distinct prompt, label, system from batches") == [("1+2=", "3", SYSTEM)]
+    sent = rows(root, "select distinct set, system from evaluations order by set")
+    assert sent == [("easy", SYSTEM), ("hard", None)]
+    (stored,) = rows(root, "select distinct messages from prompts where source = 'chats'")[0]
+    assert json.loads(stored) == MESSAGES
+
+
+def test_the_open_iteration_is_there_and_is_no_committed_one(root: str) -> None:
+    found = rows(root, "select iteration, committed, count(*) from samples group by all order by all")
+    assert found == [(1, True, 4), (2, True, 4), (3, False, 4)]
+    assert rows(root, "select iteration, committed from prompts order by all desc limit 1") == [(3, False)]
+    assert rows(root, "select distinct iteration from evaluations order by 1") == [(0,), (2,)]
+    assert rows(root, "select iteration, version from steps") == [(1, 1), (2, 2)]
+
+
+def test_the_page_has_ten_recipes_and_each_finds_something(root: str) -> None:
+    assert len(RECIPES) >= 10
+    for recipe in RECIPES:
+        assert rows(root, recipe), recipe
+    with pytest.raises(QueryError, match="Views: prompts"):
+        answer(root, "a", "select * from nothing")
+
+
+def columns_in(section: str) -> set[str]:
+    """The columns that the table of a section of the page lists."""
+    lines = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0].splitlines()
+    return {
+        name
+        for line in lines
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+
+
+@pytest.mark.parametrize("view", ALL)
+def test_the_page_has_every_view_with_its_columns(root: str, view: str) -> None:
+    own, common = columns_in(view), columns_in("Every view")
+    there = set(connect(root, "a").sql(f"select * from {view}").columns)
+    if view == "steps":  # which has the algorithm's numbers too
+        assert own <= there
+    else:
+        assert own | (common & there) == there

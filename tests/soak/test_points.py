@@ -1,0 +1,59 @@
+"""The soak tries what it says: every victim is in its matrix, a clock is off, and what a machine cannot try does not count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.soak.__main__ import judge
+from tests.soak.harness import Outcome, Site
+from tests.soak.neighbours import CLOCK
+from tests.soak.points import CLOCKS, NEIGHBOURS, TASKS, VICTIMS, Point, at_random, matrix
+from tests.support.flow_runs import Workplace
+
+
+def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None:
+    for every in (False, True):
+        points = matrix(every)
+        assert {point.victim for point in points} == {*VICTIMS, *NEIGHBOURS}
+        assert max(Counter(map(str, points)).values()) == 1
+    assert set(map(str, matrix())) <= set(map(str, matrix(every=True)))
+    by_task = Counter((point.victim, point.task) for point in matrix(every=True))
+    assert len(by_task) == (len(VICTIMS) + len(NEIGHBOURS)) * len(TASKS)
+    assert {point.victim for point in islice(at_random(0, 3), 500)} == set(VICTIMS)
+
+
+@pytest.mark.parametrize("off_s", sorted({off_s for off_s, _ in CLOCKS.values()}))
+def test_a_clock_that_is_off_moves_what_python_reads(off_s: int) -> None:
+    code = (
+        "import time, datetime, pickle; from datetime import UTC\n"
+        "now = datetime.datetime.now(UTC)\n"
+        "assert type(now) is datetime.datetime and pickle.loads(pickle.dumps(now)) == now\n"
+        "print(time.time(), time.time_ns() / 1e9, now.timestamp(), datetime.datetime.now().timestamp())"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(CLOCK), "MILLRACE_SOAK_CLOCK_S": str(off_s)}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
+    assert [float(text) - time.time() for text in out.stdout.split()] == pytest.approx([off_s] * 4, abs=60)
+
+
+def test_a_point_that_a_machine_cannot_try_is_named_and_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no unshare
+    site = Site(Workplace(tmp_path), whole=tmp_path)
+    outcome = site.kill(Point("namespace", "reward", "in"))
+    assert "no PID namespaces here" in outcome.skipped
+    assert judge([Outcome(Point("driver", "reward", "in")), outcome]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 points held" in said
+    assert "skipped: namespace-in-reward-1-sync: no PID namespaces here" in said
+    assert judge([Outcome(Point("driver", "reward", "in"))]) == 0

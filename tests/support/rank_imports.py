@@ -1,0 +1,13 @@
+"""Imported before trainer ranks of the tests are forked: loads what a rank needs, under the environment that it needs then."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from millrace.connectors.megatron.rank import TrainerRank
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+warnings.simplefilter("ignore")
+TrainerRank({}, 0, 1).prepare()

@@ -1,0 +1,208 @@
+"""What reads a run's folder, as functions of its root that return the numbers they read. The run is `a`, with an open iteration.
+
+What needs a trainer is tried where its files are read: records, the batch in a rank, the choice of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.storage.checkpoint_files import checkpoint_files
+from millrace.connectors.storage.iteration_files import IterationFiles, commit_again
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.config import RunConfig
+from millrace.core.errors import CorruptFileError, MissingFileError
+from millrace.flows.tools.branch import branch_run
+from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.replay import _download_export
+from millrace.flows.tools.sql import connect
+from millrace.tasks.context import IterationContext
+from millrace.tasks.evaluate import evaluate_version
+from millrace.tasks.run_recorded import _check_found
+from millrace.tasks.runtime.prompts import Prompts
+from millrace.tasks.runtime.scoring import Scoring
+from millrace.tasks.runtime.trainer import recorded_step
+
+OPEN, STEPS = 2, 2  # the run's open iteration, and its steps an iteration
+COMMITTED, UNDER_WAY = f"iterations/{OPEN - 1:06d}", f"iterations/{OPEN:06d}"
+TASKS = ("sample_prompts", "rollout", "reward", "filter", "train_step", "sync_weights", "checkpoint")
+Numbers = dict[str, Any]
+
+
+def resume(root: str) -> Numbers:
+    """What a driver reads before it goes on with the open iteration, and its trainer to hold the newest version."""
+    folder, record = RunFolder(root, "a"), run_record(root, "a")
+    commit_again(folder)
+    ctx = IterationContext(
+        cast(Any, SimpleNamespace(run=SimpleNamespace(name="a"))),
+        OPEN,
+        cast(Any, SimpleNamespace(run_folder=folder)),
+    )
+    for task in (*TASKS, "evaluate"):
+        _check_found(ctx, task)
+    files = IterationFiles(folder, OPEN)
+    there = {task: files.record(task) for task in (*TASKS, "evaluate")}
+    return {
+        "config": record["config"],
+        "data": record["data"],
+        "history": [history.model_dump() for history in folder.history()],
+        **{task: record for task, record in there.items() if record},  # a task without a record runs again
+        **brought_up(folder, OPEN + 1),
+    }
+
+
+def replay(root: str) -> Numbers:
+    """What a replay of the committed iterations reads, and the export after the last one."""
+    folder, record = RunFolder(root, "a"), run_record(root, "a")
+    folder.manifests()
+    exported = Path(root) / f"export-{uuid.uuid4().hex}" if "://" not in root else None
+    read = brought_up(folder, OPEN)
+    if exported:
+        _download_export(folder, OPEN + 1, exported)
+        read["export"] = {path.name: digest(path.read_bytes()) for path in exported.iterdir()}
+        shutil.rmtree(exported)
+    return {"config": record["config"], **read}
+
+
+def brought_up(folder: RunFolder, iterations: int) -> Numbers:
+    """The rows and figures of the steps up to an iteration, and what the checkpoint that is taken holds.
+
+    As bring_up of the trainer takes them; a checkpoint that is not whole gives way, with replay of all steps.
+    """
+    rank, numbers = TrainerRank({}, 0, 1), {}
+    for index in range(iterations):
+        files = IterationFiles(folder, index)
+        if "batch.parquet" not in files.entries and index == OPEN:
+            continue  # the filter runs again
+        entry = files.entry("batch.parquet")
+        rows = rank._read(files.folder.url_of(entry.path), entry.sha256)
+        numbers[f"rows {index}"] = digest(
+            repr([(row.sample_id, row.tokens, row.advantage) for row in rows]).encode()
+        )
+        steps = [recorded_step(files, index * STEPS + step) for step in (1, 2)]
+        if steps[0] is not None:
+            numbers[f"steps {index}"] = steps
+    done = iterations
+    try:
+        entries = checkpoint_files(folder, done, done * STEPS)
+        store = folder.store.child(folder.checkpoint_path(done))
+        for file in entries:
+            store.verify(file)
+        numbers["shards"] = [(file.path, digest(store.read(file.path))) for file in entries]
+    except (CorruptFileError, MissingFileError):
+        pass  # replayed
+    return numbers
+
+
+def branch(root: str) -> Numbers:
+    """Every file that a branch of the run begins with."""
+    name = f"branch-{uuid.uuid4().hex}"
+    branch_run(root, "a", name, OPEN)
+    store = Store(root).child(name)
+    made = {path: digest(store.read(path)) for path in store.list() if path != "run.json"}
+    record = store.read_sealed("run.json")
+    store.remove("", recursive=True)
+    return {**made, "parent": record["parent"]["config"], "data": record["data"]}
+
+
+def stored_evaluations(root: str) -> Numbers:
+    """Held-out figures, as records and tables hold them."""
+    connection = connect(root, "a", ["evaluations"])
+    rows = connection.sql(f"select * from evaluations where iteration <= {OPEN} order by all").fetchall()
+    folder = RunFolder(root, "a")
+    kept = [IterationFiles(folder, index).record("evaluate") for index in range(OPEN)]
+    return {"rows": repr(rows), "records": kept}
+
+
+class Evaluation:
+    """Evaluates a run's last weights again: held-out prompts, a real engine with the export, the reward's processes.
+
+    Weights that were evaluated before are not evaluated again.
+    """
+
+    def __init__(self, engine_url: str, workplace: Path) -> None:
+        """workplace: the folder in which the run's configuration names files."""
+        self._url = engine_url
+        self._workplace = workplace
+        self._by_export: dict[str, Numbers] = {}
+
+    def __call__(self, root: str) -> Numbers:
+        """The stored evaluations, and the rows of the one that is made again."""
+        stored, folder = stored_evaluations(root), RunFolder(root, "a")
+        config = RunConfig.model_validate(run_record(root, "a")["config"])
+        if IterationFiles(folder, OPEN).record("checkpoint") is None:
+            return stored  # its task runs again before anything is evaluated
+        with tempfile.TemporaryDirectory() as name:
+            export = Path(name) / "export"
+            _download_export(folder, OPEN + 1, export)
+            content = digest(
+                repr(sorted((p.name, digest(p.read_bytes())) for p in export.iterdir())).encode()
+            )
+            if content not in self._by_export:
+                with contextlib.chdir(self._workplace):
+                    made = asyncio.run(self._evaluated(config, export, RunFolder(name, "again")))
+                self._by_export[content] = made
+        return {**stored, **self._by_export[content]}
+
+    async def _evaluated(self, config: RunConfig, export: Path, folder: RunFolder) -> Numbers:
+        version = (OPEN + 1) * STEPS
+        engine, scoring = EngineClient(self._url, "engine-0"), Scoring(config)
+
+        async def ready(_: int) -> Dispatcher:
+            return Dispatcher(
+                lambda: [engine],
+                cast(Any, None),
+                cast(Any, None),
+                version=version,
+                attempts=1,
+                progress_timeout_s=60,
+            )
+
+        try:
+            await engine.weights.update_from_disk(str(export), version)
+            live = {"memory": SimpleNamespace(for_engines=ready), "prompts": Prompts(config, folder)}
+            runtime = cast(Any, SimpleNamespace(run_folder=folder, scoring=scoring, **live))
+            record = await evaluate_version(IterationContext(config, OPEN, runtime), OPEN + 1, version)
+        finally:
+            scoring.close()
+            await engine.close()
+        return {"evaluated again": record["sets"]}
+
+
+COMMITTED_ROWS = {  # of each view; all other rows are the open iteration's
+    "prompts": "committed",
+    "samples": "committed",
+    "batches": "committed",
+    "rewards": "sample_id in (select sample_id from samples where committed)",
+    "verdicts": "group_id in (select group_id from prompts where committed)",
+    "steps": f"iteration <= {OPEN}",
+    "evaluations": f"iteration <= {OPEN}",
+}
+
+
+def sql(root: str) -> Numbers:
+    """The rows of every view, those of committed iterations and those of the open one."""
+    connection = connect(root, "a")
+    return {
+        f"{view}, {name}": digest(
+            repr(connection.sql(f"select * from {view} where {rows} order by all").fetchall()).encode()
+        )
+        for view, committed in COMMITTED_ROWS.items()
+        for name, rows in (("committed", committed), ("open", f"not ({committed})"))
+    }
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
