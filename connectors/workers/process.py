@@ -101,8 +101,7 @@ class WorkerProcess:
                 raise EOFError
 
     def _death(self) -> WorkerDiedError:
-        self._process.join(EXIT_S)
-        code = self._process.exitcode
+        code = self._exit_code()
         if code is None:
             return WorkerDiedError("the worker process closed its connection", signalled=False)
         if code < 0:
@@ -110,6 +109,18 @@ class WorkerProcess:
                 f"the worker process died of signal {-code} ({signal.strsignal(-code)})", signalled=True
             )
         return WorkerDiedError(f"the worker process ended itself with exit code {code}", signalled=False)
+
+    def _exit_code(self) -> int | None:
+        """Wait for its end. None if it still runs.
+
+        Another thread that starts a process may collect this one's end; until it has noted the code, `join` returns
+        without one.
+        """
+        deadline = time.monotonic() + EXIT_S
+        while (code := self._process.exitcode) is None and (left := deadline - time.monotonic()) > 0:
+            self._process.join(left)
+            time.sleep(0.005)
+        return code
 
 
 def _serve(pipe: Connection) -> None:

@@ -148,6 +148,23 @@ async def test_workers_killed_at_work_cost_their_own_calls_and_no_waiting_one(
         pool.close()
 
 
+async def test_the_signal_is_named_where_another_thread_collects_the_process(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    waitpid = os.waitpid
+
+    def collected_a_little_later(pid: int, options: int) -> tuple[int, int]:
+        looked.append(pid)
+        if looked.count(pid) < 5:
+            raise ChildProcessError  # what multiprocessing sees between another thread's call and its note of it
+        return waitpid(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", collected_a_little_later)
+    outcome = await pool.call(work.die, signal.SIGKILL, timeout_s=TIMEOUT_S)
+    assert (outcome.kind, outcome.reason) == ("died", "the worker process died of signal 9 (Killed)")
+
+
 async def test_a_call_whose_process_a_signal_killed_is_made_again_as_often_as_asked(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -48,7 +48,8 @@ def test_the_same_command_goes_on_after_a_reward_that_raised_was_corrected(
     )
     assert told, out
     assert told[1] == told[2] == "4"  # the first that is one too many ends it
-    tasks = ask(workplace, "/task_runs/filter", {"flow_runs": {"name": {"any_": ["raises-000000"]}}})
+    of_iteration = {"flow_runs": {"name": {"any_": ["raises, iteration 1"]}}}
+    tasks = ask(workplace, "/task_runs/filter", of_iteration)
     assert {task["name"].partition("-")[0]: task["run_count"] for task in tasks}["reward"] == 1
     before = rewards(root / "raises")
     assert before[told[3]]["scoring"] == "failed"
