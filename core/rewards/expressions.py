@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
+from sympy.logic.boolalg import Boolean
 
 from millrace.core.rewards.answer_text import number
 
@@ -101,7 +102,8 @@ def _is_list(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    return isinstance(x, sympy.Tuple) or (
+    """A pair, an open interval, or the inequalities of one."""
+    return isinstance(x, sympy.Tuple | Boolean) or (
         isinstance(x, sympy.Interval) and bool(x.left_open and x.right_open)
     )
 
@@ -133,6 +135,7 @@ def _fill_tables() -> None:
     """The parser's tables fill on first use: not within the time of an answer."""
     same("\\frac{1}{2}x^2+\\sqrt{3}-\\log_2 8", "x^2/2+3!")
     same("x\\le 2", "(-\\infty,2]")
+    same("1<x<2", "(1,2)")
     same("\\{1,\\pi\\}\\cup\\{2\\}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}")
 
 
