@@ -41,7 +41,7 @@ class Tracker:
         self.uri = uri
         self.experiment_id = experiment_id
         self.run_id = run_id
-        self._logged: dict[str, set[int]] = {}  # steps by metric, of those that tell what was logged before
+        self._curves: dict[str, dict[int, float]] = {}  # by metric and step, of those that were read
 
     @classmethod
     def start(cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None) -> Tracker:
@@ -87,14 +87,13 @@ class Tracker:
         ]
         if not points:
             return
-        name = points[-1].key
-        if name not in self._logged:  # read once: a long run's curve is thousands of rows
-            self._logged[name] = {logged for logged, _ in self.history(name)}
-        if step in self._logged[name]:
+        if step in self._curve(points[-1].key):
             return  # a driver died after this call, before it recorded that it made it
         for at in range(0, len(points), METRIC_BATCH):
             self._client.log_batch(self.run_id, metrics=points[at : at + METRIC_BATCH])
-        self._logged[name].add(step)
+        for point in points:
+            if point.key in self._curves:
+                self._curves[point.key][step] = point.value
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log nested values as flat parameters. Parameters that exist already keep their values."""
@@ -125,9 +124,15 @@ class Tracker:
             self._client.log_artifact(self.run_id, str(path), artifact_path=subfolder)
 
     def history(self, name: str) -> list[tuple[int, float]]:
-        """Points of a metric, as (step, value) by step."""
-        points = self._client.get_metric_history(self.run_id, _name(name))
-        return sorted({point.step: point.value for point in points}.items())
+        """Points of a metric, as (step, value) by step: those in the store when it was first read, and those logged here since."""
+        return sorted(self._curve(_name(name)).items())
+
+    def _curve(self, key: str) -> dict[int, float]:
+        """Read once: to read the rows of a long run's curve takes 3 MiB of memory a thousand."""
+        if key not in self._curves:
+            points = self._client.get_metric_history(self.run_id, key)
+            self._curves[key] = {point.step: point.value for point in points}
+        return self._curves[key]
 
     def finish(self) -> None:
         """Mark the run finished."""

@@ -79,9 +79,13 @@ class KeptAt(CachePolicy):
 
 
 def kept_at(path: str, task: Task[P, R], storage: RecordStorage) -> Task[P, R]:
-    """The task with its result kept as JSON at a path under the storage root. It does not run if the file is there."""
+    """The task with its result kept as JSON at a path under the storage root. It does not run if the file is there.
+
+    Kept there alone: Prefect would also hold the newest thousand results in memory, which nothing reads.
+    """
     return task.with_options(
         persist_result=True,
+        cache_result_in_memory=False,
         cache_policy=KeptAt(path=path),
         result_serializer=JSONSerializer(),
         result_storage=storage,

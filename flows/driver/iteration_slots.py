@@ -15,7 +15,9 @@ from prefect import Flow
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
-from millrace.core.garbage import collect_garbage
+from millrace.core.garbage import collect_garbage, give_back_memory
+
+GIVE_BACK_EVERY = 20  # iterations
 
 
 class IterationSlot:
@@ -77,6 +79,9 @@ async def run_iterations(work: Work, flow_name: str, config: RunConfig, first: i
                 if index == first + 1:
                     await slot.may_work()
                     collect_garbage()  # every module is imported by now, and no weights are being sent
+                elif index > first and (index - first) % GIVE_BACK_EVERY == 0:
+                    await slot.may_work()
+                    give_back_memory()
                 slot = await slot.next()
 
 

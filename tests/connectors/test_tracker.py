@@ -161,3 +161,25 @@ def test_a_store_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     (tmp_path / "missing").write_text("a file where a folder should be")
     with pytest.raises(MillraceError, match=r"tracking\.uri"):
         Tracker.start(where, "e", "n", "/runs/n", None)
+
+
+def test_a_curve_is_read_once_and_holds_what_was_logged_since(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read for each picture of the reward, however long the run."""
+    Tracker.start(uri, "e", "once", "/runs/once", None).log_metrics({"reward": 0.0, "length": 1.0}, 0)
+    tracker = Tracker.start(uri, "e", "once", "/runs/once", None)
+    read: list[str] = []
+    in_store = tracker._client.get_metric_history
+
+    def reading(run_id: str, key: str) -> Any:
+        read.append(key)
+        return in_store(run_id, key)
+
+    monkeypatch.setattr(tracker._client, "get_metric_history", reading)
+    for step in (1, 2, 2, 3):
+        tracker.log_metrics({"reward": step / 2, "length": 1.0}, step)
+        assert len(tracker.history("reward")) == step + 1
+    assert sorted(read) == ["length", "reward"]
+    again = Tracker.start(uri, "e", "once", "/runs/once", None)
+    assert again.history("reward") == tracker.history("reward") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from prefect import task
+from prefect._internal.result_records import ResultRecord
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import (
@@ -16,11 +20,14 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from millrace.connectors.prefect.record_storage import kept_at, save_record_storage
 from millrace.core.config import RunConfig
+from millrace.flows.driver import iteration_slots
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from tests.support.flow_runs import Workplace
 
 PATIENCE_S = 60
+AT_MOST = 3  # iterations whose objects live: what Prefect starts in the first one keeps that one's
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +35,13 @@ def server(workplace: Workplace) -> Iterator[None]:
     ours = {PREFECT_API_URL: workplace.api, PREFECT_API_AUTH_STRING: workplace.login}
     with temporary_settings({**ours, PREFECT_LOGGING_TO_API_ENABLED: False}):
         yield
+
+
+class Held:
+    """What an iteration's task is given."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 def run_named(name: str, iterations: int = 3) -> RunConfig:
@@ -105,3 +119,50 @@ async def test_a_run_that_is_cancelled_ends_the_iteration_that_works() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert ended.is_set()
+
+
+async def test_what_lives_of_iterations_that_are_done_does_not_grow_with_them(tmp_path: Path) -> None:
+    """Prefect held the results of the newest thousand tasks."""
+    storage = await save_record_storage(str(tmp_path))
+    contexts: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    @task
+    async def work(context: Held) -> dict[str, int]:
+        return {"number": context.number}
+
+    async def iteration(index: int, slot: IterationSlot) -> None:
+        await slot.may_work()
+        context = Held(index)
+        contexts.add(context)
+        record = await kept_at(f"a/iterations/{index:06d}/results/work.json", work, storage)(context)
+        assert record == {"number": index}
+        slot.hand_over()
+        slot.done()
+
+    await run_iterations(iteration, "iteration", run_named("light", 3 * AT_MOST), 0)
+    gc.unfreeze()  # what was frozen is not among the objects that follow
+    gc.collect()
+    assert len(list(tmp_path.glob("a/iterations/*/results/work.json"))) == 3 * AT_MOST
+    results = [held.result for held in gc.get_objects() if type(held) is ResultRecord]
+    assert len([result for result in results if isinstance(result, dict)]) <= AT_MOST
+    assert len(contexts) <= AT_MOST
+
+
+async def test_free_memory_is_given_back_now_and_then_while_no_iteration_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(iteration_slots, "GIVE_BACK_EVERY", 2)
+    monkeypatch.setattr(iteration_slots, "give_back_memory", lambda: seen.append("given back"))
+
+    async def iteration(index: int, slot: IterationSlot) -> None:
+        await slot.may_work()
+        await asyncio.sleep(0)
+        seen.append(f"{index} works")
+        slot.hand_over()
+        slot.done()
+
+    await run_iterations(iteration, "iteration", run_named("gives-back", 5), 0)
+    worked = [index for index, what in enumerate(seen) if what.endswith("works")]
+    assert len(worked) == 5
+    assert seen.count("given back") == 2

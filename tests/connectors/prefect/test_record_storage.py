@@ -61,3 +61,4 @@ def test_a_task_is_kept_at_its_path_and_keeps_its_own_options(tmp_path: Path) ->
     kept = kept_at("a/results/rollout.json", rollout, storage)
     assert kept.cache_policy == KeptAt(path="a/results/rollout.json")
     assert (kept.name, kept.retries, kept.persist_result) == ("rollout", 2, True)
+    assert not kept.cache_result_in_memory
