@@ -7,6 +7,7 @@ from math import comb
 import numpy as np
 import pyarrow as pa
 
+from millrace.core.contracts.ids import rollout_of
 from millrace.core.group_filters import zero_variance
 from millrace.core.staleness import staleness
 
@@ -45,15 +46,18 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
 def group_metrics(rewards: pa.Table) -> dict[str, float]:
     """pass@k over groups, for k = 1, 2, 4, ... (a sample passes at a reward of at least 1), and the spread within groups.
 
-    Only scored samples count. reward/zero_variance_share: groups whose rewards are all equal; reward/group_std_mean:
+    Only scored samples count; those of one rollout by their mean. reward/zero_variance_share: groups whose rewards are all equal; reward/group_std_mean:
     mean over groups of their Bessel-corrected standard deviation, over groups with two scored samples or more.
     """
-    groups: dict[str, list[float]] = {}
-    for group, value in zip(
-        rewards.column("group_id").to_pylist(), rewards.column("reward").to_pylist(), strict=True
+    rollouts: dict[tuple[str, str], list[float]] = {}
+    for group, sample, value in zip(
+        *(rewards.column(name).to_pylist() for name in ("group_id", "sample_id", "reward")), strict=True
     ):
         if value is not None:
-            groups.setdefault(group, []).append(value)
+            rollouts.setdefault((group, rollout_of(sample)), []).append(value)
+    groups: dict[str, list[float]] = {}
+    for (group, _), values in rollouts.items():
+        groups.setdefault(group, []).append(sum(values) / len(values))
     if not groups:
         return {}
     smallest = min(len(values) for values in groups.values())
@@ -68,6 +72,21 @@ def group_metrics(rewards: pa.Table) -> dict[str, float]:
         metrics[f"reward/pass@{k}"] = sum(each) / len(each)
         k *= 2
     return metrics
+
+
+def session_metrics(rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
+    """Turns, branches and calls of rollouts of several turns; nothing where there are none."""
+    samples = [row for row in rollouts.select(["samples", "turns"]).to_pylist() if row["samples"]]
+    if not samples:
+        return {}
+    made = sum(1 / row["samples"] for row in samples)
+    calls = [row["failed"] for row in turns.select(["kind", "failed"]).to_pylist() if row["kind"] == "call"]
+    return {
+        "session/turns_mean": sum(row["turns"] for row in samples) / made,
+        "session/branches_mean": len(samples) / made,
+        "session/calls_mean": len(calls) / made,
+        "session/failed_calls_share": sum(calls) / len(calls) if calls else 0.0,
+    }
 
 
 def staleness_metrics(rollouts: pa.Table, version: int) -> dict[str, float]:

@@ -29,8 +29,9 @@ class IterationContext:
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
         self.parts: dict[str, list[FileRecord]] = {
             "rollouts": [],
+            "turns": [],
             "rewards": [],
-        }  # of rollouts and rewards, while their task runs
+        }  # while their task runs
 
     def start_parts(self, folder: str) -> None:
         """Begin the list of a folder's parts with those that an earlier attempt stored."""

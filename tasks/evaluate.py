@@ -11,6 +11,8 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from prefect import task
 
@@ -19,14 +21,16 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.prompts import PromptRow
-from millrace.core.contracts.sample import EvaluatedSample
+from millrace.core.contracts.sample import EvaluatedSample, Scorable
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
+from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import only_first_error
 from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.samples.scoring import score
+from millrace.tasks.sessions.runner import session_task
 
 log = logging.getLogger(__name__)
 
@@ -92,15 +96,19 @@ async def _evaluate_set(
     generator = SampleGenerator(
         ctx.config, held_out.sampling, lambda: ctx.runtime.memory.for_engines(version), budget
     )
+    respond = _in_sessions if ctx.config.rollout.session else _at_once
+    answers = respond(ctx, held_out, generator, version)
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             running = [
-                group.create_task(
-                    _evaluate_one(ctx, held_out, generator, version, row, tokens, index, unscored)
-                )
+                group.create_task(_evaluate_one(ctx, answers, _Place(held_out, row, tokens, index), version))
                 for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
                 for index in range(held_out.samples_per_prompt)
             ]
+    results = [each.result() for each in running]
+    for sample, reason in results:
+        if sample.scoring in ("failed", "timed_out"):
+            unscored.add(reason or sample.scoring, f"sample {sample.index} of prompt {sample.prompt_id}")
     if unscored.total:
         log.warning(
             "evaluation of %s: %d of %d answers could not be scored and count as wrong; most often: %s",
@@ -109,48 +117,102 @@ async def _evaluate_set(
             len(running),
             unscored.most_frequent(),
         )
-    return [each.result() for each in running]
+    return [sample for sample, _ in results]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One sample of a held-out set that is due."""
+
+    held_out: EvalSet
+    row: PromptRow
+    tokens: list[int]
+    index: int
+
+    def seed(self, run_seed: int) -> int:
+        """Its sampling seed."""
+        return derived_seed(run_seed, "evaluate", self.held_out.name, self.row.prompt_id, self.index)
+
+    def request(self, version: int) -> str:
+        """Id of its request."""
+        return f"eval-{version}-{self.row.prompt_id}-{self.index}"
+
+    def scorable(self) -> Scorable:
+        """What a reward may read of it before there is an answer."""
+        row = self.row
+        return {
+            "prompt": json.dumps(row.prompt, ensure_ascii=False),
+            "label": None if row.label is None else json.dumps(row.label, ensure_ascii=False),
+            "metadata": json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
+            "response": "",
+            "response_length": 0,
+            "status": "failed",
+            "messages": None,
+            "session_reward": None,
+            "session_parts": None,
+        }
+
+
+Respond = Callable[[_Place], Awaitable[Scorable]]
+
+
+def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerator, version: int) -> Respond:
+    """Responses of one answer each."""
+
+    async def respond(place: _Place) -> Scorable:
+        seed = place.seed(ctx.config.run.seed)
+        answer = await generator.generate(place.tokens, seed=seed, rid=place.request(version), session=None)
+        found = place.scorable()
+        found["response"], found["status"] = answer.text, answer.status
+        found["response_length"] = len(answer.output_ids)
+        return found
+
+    return respond
+
+
+def _in_sessions(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerator, version: int) -> Respond:
+    """Rollouts of several turns; of one that branches, what its first branch said. None of their turns are stored."""
+    sessions = ctx.runtime.sessions
+    runner = sessions.runner(held_out.sampling, generator)
+
+    async def respond(place: _Place) -> Scorable:
+        found, request = place.scorable(), place.request(version)
+        seed = place.seed(ctx.config.run.seed) & 0x7FFFFFFF
+        opening = sessions.opening(held_out, request, request, found["prompt"], place.tokens, seed)
+        task = session_task(
+            found["prompt"], found["label"], found["metadata"], held_out.name, place.index, evaluation=True
+        )
+        samples, _, _ = await runner.run(opening, task, [], _not_stored)
+        first = samples[0]
+        found["response"], found["status"] = first.response, first.status
+        found["response_length"] = len(first.response_ids)
+        found["messages"], found["session_reward"] = first.messages, first.reward
+        found["session_parts"] = first.parts
+        return found
+
+    return respond
+
+
+async def _not_stored(row: TurnRow) -> None:
+    """An evaluation is repeated whole."""
 
 
 async def _evaluate_one(
-    ctx: IterationContext,
-    held_out: EvalSet,
-    generator: SampleGenerator,
-    version: int,
-    row: PromptRow,
-    tokens: list[int],
-    index: int,
-    unscored: Failures,
-) -> EvaluatedSample:
-    seed = derived_seed(ctx.config.run.seed, "evaluate", held_out.name, row.prompt_id, index)
-    request = f"eval-{version}-{row.prompt_id}-{index}"
-    answer = await generator.generate(tokens, seed=seed, rid=request, session=None)
-    prompt = json.dumps(row.prompt, ensure_ascii=False)
-    label = None if row.label is None else json.dumps(row.label, ensure_ascii=False)
-    length = len(answer.output_ids)
-    result = await score(
-        ctx.runtime,
-        {
-            "prompt": prompt,
-            "label": label,
-            "metadata": json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
-            "response": answer.text,
-            "response_length": length,
-            "status": answer.status,
-        },
-    )
-    if result.scoring in ("failed", "timed_out"):
-        unscored.add(result.reason or result.scoring, f"sample {index} of prompt {row.prompt_id}")
+    ctx: IterationContext, respond: Respond, place: _Place, version: int
+) -> tuple[EvaluatedSample, str | None]:
+    """The row of a sample, and why it could not be scored."""
+    answer = await respond(place)
+    result = await score(ctx.runtime, answer)
     return EvaluatedSample(
-        set=held_out.name,
-        prompt_id=row.prompt_id,
-        index=index,
-        prompt=prompt,
-        label=label,
-        response=answer.text,
-        response_length=length,
-        status=answer.status,
+        set=place.held_out.name,
+        prompt_id=place.row.prompt_id,
+        index=place.index,
+        prompt=answer["prompt"],
+        label=answer["label"],
+        response=answer["response"],
+        response_length=answer["response_length"],
+        status=answer["status"],
         reward=result.reward,
         scoring=result.scoring,
         version=version,
-    )
+    ), result.reason

@@ -9,7 +9,7 @@ Shaping and advantages run in a worker process: neither torch nor the user's fun
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
-from millrace.core.contracts.ids import iteration_number, sample_id
+from millrace.core.contracts.ids import iteration_number, rollout_of, sample_id
 from millrace.core.contracts.sample import JudgedSample, ScoredSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError, ConfigError
@@ -41,6 +41,20 @@ class _Group:
     ordinal: int
     scores: dict[str, ScoredSample] = field(default_factory=dict)  # by sample id
     judgement: Judgement | None = None
+
+    def rollout(self, index: int) -> list[ScoredSample]:
+        """The scores of a rollout's samples, if all are there."""
+        rollout = sample_id(self.group_id, index)
+        first = self.scores.get(rollout)
+        if first is None:
+            return []
+        found = [first]
+        if (first.samples or 1) > 1:
+            found += sorted(
+                (score for sid, score in self.scores.items() if sid != rollout and rollout_of(sid) == rollout),
+                key=lambda score: score.sample_id,
+            )
+        return found if len(found) == (first.samples or 1) else []
 
 
 @dataclass
@@ -99,10 +113,19 @@ def _add_scores(by_id: dict[str, _Group], scores: Iterable[ScoredSample]) -> Non
 
 def _judge(ctx: IterationContext, groups: list[_Group]) -> None:
     for group in groups:
-        if group.judgement is None and len(group.scores) == ctx.config.rollout.samples_per_prompt:
-            scores = [group.scores[sid] for sid in _sample_ids(ctx, group)]
-            samples = [GroupSample(score.sample_id, score.reward, score.scoring) for score in scores]
-            group.judgement = judge_group(samples, ctx.config.filter, ctx.config.algorithm)
+        if group.judgement is None:
+            rollouts = [group.rollout(index) for index in range(ctx.config.rollout.samples_per_prompt)]
+            if all(rollouts):
+                samples = [_group_sample(scores) for scores in rollouts]
+                group.judgement = judge_group(samples, ctx.config.filter, ctx.config.algorithm)
+
+
+def _group_sample(scores: Sequence[ScoredSample]) -> GroupSample:
+    """A rollout as filters see it: its reward is the mean of its samples'. One that lacks a score has none."""
+    lacking = next((score for score in scores if score.reward is None), None)
+    if lacking:
+        return GroupSample(scores[0].sample_id, None, lacking.scoring)
+    return GroupSample(scores[0].sample_id, sum(map(_reward, scores)) / len(scores), "scored")
 
 
 def _dropped(group: _Group) -> bool:
@@ -141,30 +164,36 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
 def _read_kept(ctx: IterationContext, kept: list[_Group]) -> _Kept:
     """The kept groups with the rollouts and scores of their scored samples."""
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
-    order = {sid: at for at, sid in enumerate(rollouts.column("sample_id").to_pylist())}
+    named = zip(rollouts.column("sample_id").to_pylist(), rollouts.column("turns").to_pylist(), strict=True)
+    order = {sid: at for at, (sid, turns) in enumerate(named) if turns}  # what generated nothing is not trained
     scores = [
         group.scores[sid]
         for group in kept
         for sid in _sample_ids(ctx, group)
-        if group.scores[sid].scoring == "scored"
+        if group.scores[sid].scoring == "scored" and sid in order
     ]
     return _Kept(kept, rollouts.take([order[score.sample_id] for score in scores]), scores)
 
 
 def _sample_ids(ctx: IterationContext, group: _Group) -> list[str]:
-    return [sample_id(group.group_id, index) for index in range(ctx.config.rollout.samples_per_prompt)]
+    """The group's samples, rollout by rollout; of one that was not made, the one that it would have been."""
+    return [
+        sid
+        for index in range(ctx.config.rollout.samples_per_prompt)
+        for sid in [score.sample_id for score in group.rollout(index)] or [sample_id(group.group_id, index)]
+    ]
 
 
 async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
     """Shaped rewards and advantages of the scored samples, from the worker process."""
-    numbers = {group.group_id: at for at, group in enumerate(kept.groups)}
     samples = ScoredSamples(
         rewards=[_reward(score) for score in kept.scores],
-        group_ids=[numbers[score.group_id] for score in kept.scores],
+        group_ids=_numbered([(score.group_id, score.role) for score in kept.scores]),
+        units=_numbered([(rollout_of(score.sample_id), score.role) for score in kept.scores]),
         lengths=kept.rollouts.column("response_length").to_pylist(),
         truncated=[status == "truncated" for status in kept.rollouts.column("status").to_pylist()],
     )
-    algorithm, budget = ctx.config.algorithm, ctx.config.rollout.sampling.max_new_tokens
+    algorithm, budget = ctx.config.algorithm, ctx.config.rollout.longest_response
     outcome = await ctx.runtime.scoring.credit_worker.call(
         sample_credit, samples, algorithm, budget, timeout_s=CREDIT_TIMEOUT_S, again=1
     )
@@ -176,6 +205,12 @@ async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
         )
     credit: SampleCredit = outcome.value
     return credit
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    """The keys as numbers from 0, in the order they first come."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _reward(score: ScoredSample) -> float:
@@ -191,7 +226,7 @@ def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: Sam
     chosen = {group.group_id for group in kept.groups}
     for group in groups:
         for sid in _sample_ids(ctx, group):
-            verdict, reason = _verdict(group, group.group_id in chosen, sid)
+            verdict, reason = _verdict(group, group.group_id in chosen, sid, sid in steps)
             label = verdict if reason is None else f"{verdict}: {reason}"
             counts[label] = counts.get(label, 0) + 1
             judged.append(
@@ -217,24 +252,26 @@ def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: Sam
     }
 
 
-def _verdict(group: _Group, chosen: bool, sid: str) -> tuple[Verdict, str | None]:
+def _verdict(group: _Group, chosen: bool, sid: str, trained: bool) -> tuple[Verdict, str | None]:
     if group.judgement is None:
         return "returned", None
     if not chosen:
         return "dropped", group.judgement.reason
     if group.scores[sid].scoring != "scored":
         return "dropped", f"not scored: {group.scores[sid].scoring}"
+    if not trained:
+        return "dropped", "it generated nothing"
     return "kept", group.judgement.reason or None
 
 
 def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
-    """Weight version that each scored sample's step makes: samples in drawing order, cut into global batches.
+    """Weight version that each scored sample's step makes: rollouts in drawing order, cut into global batches.
 
-    The places of samples that were not scored stay empty. Where that would leave a step without samples, the scored ones
+    The places of rollouts that were not scored stay empty. Where that would leave a step without samples, the scored ones
     are cut into equal parts instead. Raises BudgetError if there are fewer of them than steps.
     """
     first, steps = ctx.version_before + 1, ctx.config.steps_per_iteration
-    scored = [score.sample_id for score in kept.scores]
+    scored = list(dict.fromkeys(rollout_of(score.sample_id) for score in kept.scores))
     if len(scored) < steps:
         raise BudgetError(
             f"only {len(scored)} samples were scored, for {steps} train steps{_failures(kept.groups)}",
@@ -242,13 +279,13 @@ def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
             remedy="correct what fails, and start the same command again: failed samples are scored again. Or "
             + way_out(ctx.config.run.name, ctx.index),
         )
-    places = {
-        sid: at for at, sid in enumerate(sid for group in kept.groups for sid in _sample_ids(ctx, group))
-    }
-    cut = {sid: places[sid] // ctx.config.global_batch for sid in scored}
+    n = ctx.config.rollout.samples_per_prompt
+    rollouts = (sample_id(group.group_id, index) for group in kept.groups for index in range(n))
+    places = {rollout: at for at, rollout in enumerate(rollouts)}
+    cut = {rollout: places[rollout] // ctx.config.global_batch for rollout in scored}
     if len(set(cut.values())) < steps:
-        cut = {sid: at * steps // len(scored) for at, sid in enumerate(scored)}
-    return {sid: first + step for sid, step in cut.items()}
+        cut = {rollout: at * steps // len(scored) for at, rollout in enumerate(scored)}
+    return {score.sample_id: first + cut[rollout_of(score.sample_id)] for score in kept.scores}
 
 
 def _failures(groups: list[_Group]) -> str:

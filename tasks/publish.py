@@ -23,7 +23,7 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
     StepMetrics,
 )
-from millrace.core.metrics import group_metrics, sample_metrics, staleness_metrics
+from millrace.core.metrics import group_metrics, sample_metrics, session_metrics, staleness_metrics
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
@@ -81,6 +81,7 @@ def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
     metrics = {
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
+        **session_metrics(rollouts, _parts(ctx, "turns", records["rollout"])),
         **_train_metrics(records["train_step"]["steps"]),
         **_time_metrics(ctx),
         **_filter_metrics(ctx.config, records["filter"]),

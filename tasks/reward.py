@@ -130,6 +130,8 @@ async def _score(ctx: IterationContext, row: Unscored) -> ScoredSample:
         # one that was scored, or skipped because its generation failed, has the reason of its generation, if any
         reason=row["reason"] if result.reason is None else result.reason,
         scoring_s=result.seconds,
+        samples=row["samples"],
+        role=row["role"],
     )
 
 

@@ -2,37 +2,42 @@
 
 Reads prompts.parquet and the parts already there; writes rollouts/part-*.parquet as samples finish. Generates only samples
 that no part holds. A sample's seed follows from its place in the run, so a sample generated again is the same sample.
+Rollouts of several turns also append turns/part-*.parquet as they go on, and are taken up where those end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from prefect import task
 
+from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import way_out
-from millrace.connectors.storage.parts import read_parts, write_part
-from millrace.core.contracts import schema
+from millrace.connectors.storage.parts import read_parts
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import RolloutRecord
+from millrace.core.contracts.turns import TurnRow
 from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import Answer, SampleGenerator
+from millrace.tasks.samples.part_writer import PartWriter
+from millrace.tasks.sessions.record import stored_events
+from millrace.tasks.sessions.runner import MadeSample, session_task
 
-PART_WAIT_S = 0.1  # finished samples wait this long for company before they are written
 TIDY_AFTER_S = (
     2.0  # all requests are out by then and the loop is idle; later, answers would trigger collections
 )
 
 FAILURE = ["sample_id", "status", "reason"]  # columns
-Queue = asyncio.Queue[GeneratedSample | None]  # None: no more
+POINTS = {"rollouts": "rollout", "turns": "turns"}  # kill points
 
 
 @task(name="rollout", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -42,20 +47,22 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     started = time.perf_counter()
     groups = await asyncio.to_thread(_read_groups, ctx)
     parts = await asyncio.to_thread(read_parts, ctx.folder, "rollouts", "rollouts", ignore_incomplete=True)
-    await asyncio.to_thread(ctx.start_parts, "rollouts")
+    for folder in ("rollouts", "turns"):
+        await asyncio.to_thread(ctx.start_parts, folder)
     finished = set(parts.column("sample_id").to_pylist())
     generator = sample_generator(
         ctx, [row for row in parts.select(FAILURE).to_pylist() if row["status"] == "failed"]
     )
+    make = await _maker(ctx, generator)
     released = 0
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
-    async with part_writer(ctx, generator) as queue, asyncio.TaskGroup() as generating:
+    async with make.open(), asyncio.TaskGroup() as generating:
         while True:
             revision = ctx.stream.revision
             for group in groups[released : ctx.stream.released]:
                 for index in range(ctx.config.rollout.samples_per_prompt):
                     if sample_id(group.group_id, index) not in finished:
-                        generating.create_task(_generate(ctx, generator, group, index, queue))
+                        generating.create_task(make(group, index))
             released = ctx.stream.released
             if ctx.stream.settled:
                 break
@@ -67,7 +74,7 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
         "samples_generated": generator.samples,
         "tokens_generated": generator.tokens,
         "engines_s": generator.engines_s,
-        "files": ctx.parts["rollouts"],
+        "files": [*ctx.parts["rollouts"], *ctx.parts["turns"]],
     }
 
 
@@ -95,13 +102,118 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
     )
 
 
-async def _generate(
-    ctx: IterationContext, generator: SampleGenerator, group: DrawnGroup, index: int, queue: Queue
-) -> None:
-    sample = sample_id(group.group_id, index)
-    seed = ctx.runtime.prompts.sample_seed(group, index)
-    answer = await generator.generate(group.prompt_tokens, seed=seed, rid=sample, session=group.group_id)
-    await queue.put(generated_sample(group, index, seed, answer))
+async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers | Rollouts:
+    """What makes a sample: one answer of an engine, or a rollout of several turns."""
+    if ctx.config.rollout.session is None:
+        return Answers(ctx, generator)
+    turns = await asyncio.to_thread(read_parts, ctx.folder, "turns", "turns", ignore_incomplete=True)
+    return Rollouts(ctx, generator, [TurnRow(**row) for row in turns.to_pylist()])
+
+
+class Answers:
+    """Makes samples of one answer each."""
+
+    def __init__(self, ctx: IterationContext, generator: SampleGenerator) -> None:
+        self._ctx, self._generator = ctx, generator
+        self._writer = _writer(ctx, "rollouts", generator)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Samples are written meanwhile, and all of them at the end."""
+        async with self._writer.open():
+            yield
+
+    async def __call__(self, group: DrawnGroup, index: int) -> None:
+        """Make a sample of a group."""
+        sample = sample_id(group.group_id, index)
+        seed = self._ctx.runtime.prompts.sample_seed(group, index)
+        answer = await self._generator.generate(
+            group.prompt_tokens, seed=seed, rid=sample, session=group.group_id
+        )
+        self._writer.put([generated_sample(group, index, seed, answer)])
+
+
+class Rollouts:
+    """Makes rollouts of several turns, each of one sample or of as many as it has branches."""
+
+    def __init__(self, ctx: IterationContext, generator: SampleGenerator, stored: Sequence[TurnRow]) -> None:
+        """stored: turns of an earlier attempt."""
+        self._ctx = ctx
+        self._runner = ctx.runtime.sessions.runner(ctx.config.rollout.sampling, generator)
+        self._samples, self._turns = (_writer(ctx, kind, generator) for kind in ("rollouts", "turns"))
+        self._stored = stored_events(stored)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Turns and samples are written meanwhile, and all of them at the end."""
+        async with self._samples.open(), self._turns.open():
+            yield
+
+    async def __call__(self, group: DrawnGroup, index: int) -> None:
+        """Make a rollout of a group. Its samples are stored after its turns."""
+        ctx, rollout_id = self._ctx, sample_id(group.group_id, index)
+        seed = ctx.runtime.prompts.sample_seed(group, index)
+        source = next(source for source in ctx.config.data.sources if source.name == group.source)
+        opening = ctx.runtime.sessions.opening(
+            source, rollout_id, group.group_id, group.prompt, group.prompt_tokens, seed
+        )
+        task = session_task(group.prompt, group.label, group.metadata, group.source, index)
+
+        async def write(row: TurnRow) -> None:
+            self._turns.put([row])
+
+        stored = self._stored.get(rollout_id, [])
+        samples, started, seconds = await self._runner.run(opening, task, stored, write)
+        await self._turns.settled()
+        timings = [("started", started), ("generate_s", seconds)]
+        self._samples.put([session_sample(group, index, seed, sample, timings) for sample in samples])
+
+
+def _writer(ctx: IterationContext, kind: Literal["rollouts", "turns"], generator: SampleGenerator) -> PartWriter:
+    """Writes at once when no answer is outstanding."""
+
+    async def landed(entry: FileEntry) -> None:
+        await kill_point(ctx.index, POINTS[kind], "in")
+        if kind == "rollouts":
+            assert ctx.stream is not None
+            await ctx.stream.land(kind, entry.path)
+
+    limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
+    return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed)
+
+
+def session_sample(
+    group: DrawnGroup, index: int, seed: int, made: MadeSample, timings: list[tuple[str, float]]
+) -> GeneratedSample:
+    """The row of a sample of a rollout of several turns."""
+    return GeneratedSample(
+        sample_id=made.sample_id,
+        group_id=group.group_id,
+        prompt_id=group.prompt_id,
+        iteration=group.iteration,
+        source=group.source,
+        index=index,
+        prompt=group.prompt,
+        label=group.label,
+        metadata=group.metadata,
+        tokens=[*made.prompt_ids, *made.response_ids],
+        response_length=len(made.response_ids),
+        response=made.response,
+        loss_mask=made.loss_mask,
+        rollout_logprobs=made.logprobs,
+        policy_versions=made.policy_versions,
+        engine_id=made.engine_id,
+        seed=seed,
+        turns=made.turns,
+        status=made.status,
+        reason=made.reason,
+        timings=timings,
+        samples=made.samples,
+        role=made.role,
+        messages=made.messages,
+        session_reward=made.reward,
+        session_parts=made.parts,
+    )
 
 
 def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -> GeneratedSample:
@@ -133,46 +245,3 @@ def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -
         reason=answer.reason,
         timings=[("started", answer.started), ("generate_s", answer.seconds)],
     )
-
-
-@asynccontextmanager
-async def part_writer(ctx: IterationContext, generator: SampleGenerator) -> AsyncIterator[Queue]:
-    """A queue whose rows are written as parts, at once when no other sample is outstanding.
-
-    On leaving, everything queued is written. A write that fails ends the body, which may wait for what will never land.
-    """
-    queue: Queue = asyncio.Queue()
-    limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
-
-    async def drain() -> None:
-        open_ = True
-        while open_:
-            rows = [await queue.get()]
-            deadline = asyncio.get_running_loop().time() + PART_WAIT_S
-            while rows[-1] is not None and len(rows) < limit and (generator.outstanding or not queue.empty()):
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        rows.append(await queue.get())
-                except TimeoutError:
-                    break
-            open_ = rows[-1] is not None
-            await _write(ctx, [row for row in rows if row is not None])
-
-    async with asyncio.TaskGroup() as group:
-        writing = group.create_task(drain())
-        try:
-            yield queue
-        finally:
-            await queue.put(None)
-            await asyncio.wait([writing])
-
-
-async def _write(ctx: IterationContext, rows: list[GeneratedSample]) -> None:
-    if not rows:
-        return
-    table = schema.to_table(rows, "rollouts")
-    entry = await asyncio.to_thread(write_part, ctx.folder, "rollouts", table, "rollouts")
-    ctx.parts["rollouts"].append(entry.record())
-    await kill_point(ctx.index, "rollout", "in")
-    assert ctx.stream is not None
-    await ctx.stream.land("rollouts", entry.path)

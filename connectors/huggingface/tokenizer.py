@@ -17,11 +17,13 @@ from millrace.core.errors import ConfigError
 class PromptTokenizer:
     """A Hugging Face tokenizer with a chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """tools: what the model is shown of functions that it may call, in every prompt."""
         self.tokenizer = tokenizer
+        self._tools = list(tools)
 
     @classmethod
-    def load(cls, model: Model) -> PromptTokenizer:
+    def load(cls, model: Model, tools: Sequence[Mapping[str, Any]] = ()) -> PromptTokenizer:
         """Load from model.tokenizer, else from model.path. model.chat_template replaces the template.
 
         Raises ConfigError naming the field.
@@ -48,7 +50,7 @@ class PromptTokenizer:
                     where=f"model.chat_template = {model.chat_template}",
                     remedy="correct the path",
                 ) from error
-        return cls(tokenizer)
+        return cls(tokenizer, tools)
 
     def encode_prompts(
         self, prompts: Sequence[Prompt], *, chat: bool, system: str | None = None
@@ -81,5 +83,7 @@ class PromptTokenizer:
                 where="model.chat_template",
                 remedy="name a template file, or set chat=false for sources whose prompts are plain text",
             )
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tools=self._tools or None, tokenize=False, add_generation_prompt=True
+        )
         return text

@@ -203,7 +203,7 @@ class Learner:
             truncated=[row.truncated for row in rows],
         )
         stored = [row.shaped_reward for row in rows]
-        budget = self.config.rollout.sampling.max_new_tokens
+        budget = self.config.rollout.longest_response
         return stored_or_shaped(stored, samples, self.algorithm, budget)
 
     def drop_iteration(self) -> None:

@@ -18,6 +18,7 @@ from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
 from millrace.core.architecture import Architecture
 from millrace.core.config import RunConfig
+from millrace.core.contracts.ids import rollout_of
 from millrace.core.errors import TrainerError
 
 
@@ -79,7 +80,9 @@ def make_rank_batch(
     """
     packs = make_packs(rows, config, architecture, device)
     token_counts = torch.tensor([int(row.loss_mask.sum()) for row in rows], dtype=torch.float64)
-    sample_weights = objective.sample_weights(token_counts, config.rollout.sampling.max_new_tokens)
+    numbers: dict[str, int] = {}
+    rollouts = torch.tensor([numbers.setdefault(rollout_of(row.sample_id), len(numbers)) for row in rows])
+    sample_weights = objective.sample_weights(token_counts, config.rollout.longest_response, rollouts)
     members = torch.tensor([i for pack in packs for i in pack.members], dtype=torch.long)
     rank_rows = [row for pack in packs for row in pack.rows]
     lengths = torch.tensor([row.response_length for row in rank_rows], dtype=torch.long)

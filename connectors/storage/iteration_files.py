@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts
+from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers, read_parts
 from millrace.connectors.storage.run_folder import MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
@@ -26,7 +26,6 @@ from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import CorruptFileError, MissingFileError
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
-FOLDERS = ("rollouts", "rewards")
 log = logging.getLogger(__name__)
 
 PUBLISH = "publish"  # its record comes after the manifest
@@ -171,7 +170,7 @@ def manifest_from_records(
     tasks = [task for task in files.recorded_tasks() if task != PUBLISH]
     records = dict(zip(tasks, in_threads(files.record, tasks), strict=True))
     named = dict(files.entries)
-    for folder, task in zip(FOLDERS, ("rollout", "reward"), strict=True):
+    for folder, task in (("rollouts", "rollout"), ("rewards", "reward")):
         if "files" not in (records.get(task) or {}):
             named |= {entry.path: entry for entry in files.folder.entries(list_parts(files.folder, folder))}
     trained = records["train_step"]
@@ -179,7 +178,7 @@ def manifest_from_records(
     files.check(list(named.values()))
     order = [
         *TABLES,
-        *(path for folder in FOLDERS for path in sorted(named) if path.startswith(f"{folder}/")),
+        *(path for folder in PART_FOLDERS for path in sorted(named) if path.startswith(f"{folder}/")),
     ]
     return Manifest(
         iteration=index,

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifest import Manifest
-from millrace.connectors.storage.parts import take_over_parts
+from millrace.connectors.storage.parts import PART_FOLDERS, take_over_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number, run_identity
@@ -192,7 +192,7 @@ class RunFolder:
         assert self.store.fence is not None, "the lease comes first"
         index, token = self.first_open_iteration(), self.store.fence.token
         if token > 1:
-            take_over_parts(self.iteration(index), ("rollouts", "rewards"), token, self.owner.run_id)
+            take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
         return index
 
     def first_open_iteration(self, strict: bool = True) -> int:

@@ -125,9 +125,7 @@ class WorkerProcess:
 
 def _serve(pipe: Connection) -> None:
     """Runs in the worker: one call after the other, until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes
-    os.setsid()  # a group of its own, to be killed with all that a call started
-    _die_with_parent()
+    detach()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             pipe.recv_bytes()
@@ -155,6 +153,13 @@ class _Call:
             return pickle.dumps(("done", self._function(*self._args)))
         except BaseException as error:  # noqa: BLE001 - kept with its sample
             return pickle.dumps(("failed", described(error)))
+
+
+def detach() -> None:
+    """In a worker process: its signals and its group are its own, and it ends with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes
+    os.setsid()  # a group of its own, to be killed with all that a call started
+    _die_with_parent()
 
 
 def _die_with_parent() -> None:

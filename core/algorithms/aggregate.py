@@ -23,38 +23,55 @@ def token_mean(mask_sums: Tensor) -> Tensor:
     return torch.ones_like(upcast(mask_sums)) / total.clamp(min=1)
 
 
-def sequence_mean(mask_sums: Tensor) -> Tensor:
-    """Mean over each sample's tokens, then over samples that have any. GRPO (arXiv:2402.03300), eq. 3.
+def sequence_mean(mask_sums: Tensor, rollouts: Tensor | None = None) -> Tensor:
+    """Mean over each rollout's tokens, then over rollouts that have any. GRPO (arXiv:2402.03300), eq. 3.
 
-    A sample masked throughout has weight 0 and does not count among the samples.
+    rollouts [B]: which rollout each sample is of, from 0; without it each sample is one. A sample masked throughout has weight
+    0, a rollout masked throughout does not count among the rollouts.
     """
     sums = upcast(mask_sums)
-    present = (sums > 0).to(sums.dtype)
-    return present / (sums.clamp(min=1) * present.sum().clamp(min=1))
+    of_rollout = _by_rollout(sums, rollouts)
+    count = (of_rollout > 0).sum().clamp(min=1)
+    own = of_rollout if rollouts is None else of_rollout[rollouts]
+    return (sums > 0).to(sums.dtype) / (own.clamp(min=1) * count)
 
 
-def constant(mask_sums: Tensor, length: int) -> Tensor:
-    """Sum over tokens by a constant: weight = 1 / (B * length). Dr. GRPO (arXiv:2503.20783).
+def constant(mask_sums: Tensor, length: int, rollouts: Tensor | None = None) -> Tensor:
+    """Sum over tokens by a constant: weight = 1 / (rollouts * length). Dr. GRPO (arXiv:2503.20783).
 
-    length: tokens, the generation budget. Errors: ValueError unless it is positive.
+    length: tokens, the generation budget. rollouts as of `sequence_mean`. Errors: ValueError unless length is positive.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1, not {length}")
     sums = upcast(mask_sums)
-    return torch.full_like(sums, 1.0 / (max(1, sums.numel()) * length))
+    return torch.full_like(sums, 1.0 / (max(1, _by_rollout(sums, rollouts).numel()) * length))
 
 
-def sample_weights(mask_sums: Tensor, config: Algorithm, *, max_length: int | None = None) -> Tensor:
+def _by_rollout(sums: Tensor, rollouts: Tensor | None) -> Tensor:
+    """Unmasked tokens of each rollout."""
+    if rollouts is None or not rollouts.numel():
+        return sums
+    return sums.new_zeros(int(rollouts.max()) + 1).index_add(0, rollouts, sums)
+
+
+def sample_weights(
+    mask_sums: Tensor,
+    config: Algorithm,
+    *,
+    max_length: int | None = None,
+    rollouts: Tensor | None = None,
+) -> Tensor:
     """Weight of each sample [B] of the global batch under the configured aggregation.
 
-    max_length: tokens, for `constant` when the config names no `constant_length` (rollout.sampling.max_new_tokens).
+    max_length: tokens, for `constant` when the config names no `constant_length`: of the longest response.
+    rollouts as of `sequence_mean`.
     Errors: ValueError when `constant` has no length from either.
     """
     if config.aggregation == "token_mean":
         return token_mean(mask_sums)
     if config.aggregation == "sequence_mean":
-        return sequence_mean(mask_sums)
-    return constant(mask_sums, config.constant_length or max_length or 0)
+        return sequence_mean(mask_sums, rollouts)
+    return constant(mask_sums, config.constant_length or max_length or 0, rollouts)
 
 
 def reduce(per_token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:

@@ -29,9 +29,10 @@ class ScoredSamples:
     """B samples as credit sees them: plain lists, which travel to the worker process."""
 
     rewards: Sequence[float]  # NaN: not scored
-    group_ids: Sequence[int]  # which samples are compared
+    group_ids: Sequence[int]  # which samples are compared: those of one prompt, of branches those of one name
     lengths: Sequence[int]  # of responses, in tokens
     truncated: Sequence[bool]
+    units: Sequence[int] | None = None  # samples that count once together: branches of a rollout; None: each for itself
 
 
 class SampleCredit(NamedTuple):
@@ -54,9 +55,10 @@ def load_libraries() -> None:
 
 
 def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> SampleCredit:
-    """Shaped rewards and advantages of whole groups, in float64. budget: rollout.sampling.max_new_tokens.
+    """Shaped rewards and advantages of whole groups, in float64. budget: longest response, tokens.
 
     A NaN reward (not scored) stays NaN under the built-in shaping and has advantage 0.
+    Branches of one name in a rollout share the mean of their rewards, and its advantage.
     Errors: ConfigError when a function of the user's cannot be loaded, raises, or does not return one finite number per scored sample;
     DataError for negative rewards under max_rl.
     """
@@ -65,14 +67,26 @@ def sample_credit(samples: ScoredSamples, config: Algorithm, budget: int) -> Sam
     from millrace.core.algorithms.group_advantages import group_advantages
     from millrace.core.algorithms.packed import clean
 
-    shaped = _shaped(samples, config, budget)
-    group_ids = torch.tensor(samples.group_ids)
+    own = _shaped(samples, config, budget)
+    count = len(samples.rewards)
+    units = torch.tensor(range(count) if samples.units is None else samples.units, dtype=torch.long)
+    shaped, group_ids = _by_unit(own, torch.tensor(samples.group_ids), units)
     if config.advantage.kind == "function":
         given = _call_user(config.advantage, "algorithm.advantage", shaped, group_ids)
         advantages: Tensor | None = clean(given, ~torch.isnan(shaped))
     else:
         advantages = group_advantages(shaped, group_ids, config)
-    return SampleCredit(shaped.tolist(), None if advantages is None else advantages.tolist())
+    return SampleCredit(own.tolist(), None if advantages is None else advantages[units].tolist())
+
+
+def _by_unit(rewards: Tensor, group_ids: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+    """Reward and group of each unit [U], in the order of their numbers: the mean over its samples [B], as units [B] says."""
+    made = int(units.max()) + 1 if units.numel() else 0
+    count = rewards.new_zeros(made).index_add(0, units, rewards.new_ones(len(rewards)))
+    return (
+        rewards.new_zeros(made).index_add(0, units, rewards) / count,
+        group_ids.new_zeros(made).index_copy(0, units, group_ids),
+    )
 
 
 def stored_or_shaped(

@@ -77,11 +77,11 @@ class Objective:
         """Whether the ratio is taken against the engine's log-probabilities."""
         return self.config.loss.kind not in ("sft", "reinforce") and self.config.old_logprobs == "rollout"
 
-    def sample_weights(self, counts: Tensor, longest: int) -> Tensor:
+    def sample_weights(self, counts: Tensor, longest: int, rollouts: Tensor | None = None) -> Tensor:
         """Weight [B] of each sample's tokens from `counts` [B], the unmasked tokens of every sample of the global batch.
 
-        longest: tokens, the generation budget (rollout.sampling.max_new_tokens)."""
-        return sample_weights(counts, self.config, max_length=longest)
+        longest: tokens of the longest response. rollouts [B]: which rollout each sample is of; None: each is one."""
+        return sample_weights(counts, self.config, max_length=longest, rollouts=rollouts)
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         """Loss (scalar, to be summed over packs and ranks) and metrics as (weighted sum, weight) pairs.

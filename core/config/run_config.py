@@ -90,6 +90,13 @@ class RunConfig(Section):
         ]
 
     @property
+    def response_budgets(self) -> dict[str, int]:
+        """Most tokens after a prompt, by the field that sets it."""
+        if self.rollout.session:  # held-out sets too are answered in sessions
+            return {self.rollout.longest_response_field: self.rollout.longest_response}
+        return {f"{field}.max_new_tokens": sampling.max_new_tokens for field, sampling in self.samplings}
+
+    @property
     def data_parallel(self) -> int:
         """Data parallel size: what tensor, pipeline and context parallelism leave of the world."""
         p = self.trainer.parallel

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections.abc import Sequence
 
 SEED_BITS = 62
 
@@ -26,6 +28,26 @@ def group_id(run: str, iteration: int, prompt: str, ordinal: int) -> str:
 def sample_id(group: str, index: int) -> str:
     """Id of a sample: its group and its index within it."""
     return f"{group}-{index:04d}"
+
+
+def branch_id(rollout: str, branch: int) -> str:
+    """Id of a sample of a rollout that branched: the first one, branch 0, has the rollout's own id."""
+    return f"{rollout}.{branch:02d}" if branch else rollout
+
+
+def rollout_of(sample: str) -> str:
+    """Id of the rollout that a sample is of: for one that did not branch, its own."""
+    return sample.partition(".")[0]
+
+
+def tokens_hash(ids: Sequence[int]) -> str:
+    """32 hex digits that follow from token ids."""
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
+
+
+def turn_seed(seed: int, branch: int, turn: int) -> int:
+    """Sampling seed of a turn; within 31 bits. The first turn of a rollout has its sample's own."""
+    return derived_seed(seed, "turn", branch, turn) & 0x7FFFFFFF if branch or turn else seed
 
 
 def derived_seed(seed: int, *parts: str | int) -> int:

@@ -71,6 +71,11 @@ class GeneratedSample:
     status: Status
     reason: str | None  # why it failed
     timings: Figures  # seconds
+    samples: Int32 | None = None  # of its rollout; None: it is the only one
+    role: str | None = None  # name of its branch
+    messages: JsonText | None = None  # the dialogue after the prompt, of a rollout of several turns
+    session_reward: float | None = None  # that the rollout gave itself
+    session_parts: Figures | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,8 @@ class ScoredSample:
     scoring: Scoring
     reason: str | None
     scoring_s: float
+    samples: Int32 | None = None  # of its rollout; None: it is the only one
+    role: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +144,9 @@ class Scorable(TypedDict):
     response: str
     response_length: int
     status: Status
+    messages: JsonText | None
+    session_reward: float | None
+    session_parts: Figures | None
 
 
 class Unscored(Scorable):
@@ -145,6 +155,8 @@ class Unscored(Scorable):
     sample_id: str
     group_id: str
     reason: str | None
+    samples: int | None
+    role: str | None
 
 
 def columns(row: type[Any]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pyarrow as pa
 
 from millrace.core.contracts.prompts import Quarantined
+from millrace.core.contracts.turns import TurnRow
 from millrace.core.contracts.sample import (
     BatchSample,
     DrawnGroup,
@@ -28,6 +29,7 @@ VERSION = 1
 ROWS: dict[str, type[Any]] = {
     "prompts": DrawnGroup,
     "rollouts": GeneratedSample,
+    "turns": TurnRow,
     "rewards": ScoredSample,
     "verdicts": JudgedSample,
     "batch": BatchSample,
@@ -36,7 +38,12 @@ ROWS: dict[str, type[Any]] = {
 }
 
 
-ADDED = {"batch": ["shaped_reward"]}  # nullable columns that a stored table of this version may lack
+SESSION = ["samples", "role", "messages", "session_reward", "session_parts"]
+ADDED = {  # nullable columns that a stored table of this version may lack
+    "rollouts": SESSION,
+    "rewards": ["samples", "role"],
+    "batch": ["shaped_reward", *SESSION],
+}
 
 
 def row_schema(row: type[Any]) -> pa.Schema:

@@ -126,10 +126,7 @@ def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iter
 
 def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
     prompt = config.data.max_prompt_tokens
-    budgets = {"rollout.sampling.max_new_tokens": config.rollout.sampling.max_new_tokens}
-    for held_out in config.evaluation.sets:
-        budgets[f"evaluation.sets.{held_out.name}.sampling.max_new_tokens"] = held_out.sampling.max_new_tokens
-    for field, tokens in budgets.items():
+    for field, tokens in config.response_budgets.items():
         if prompt + tokens > shape.positions:
             yield Problem(
                 field,

@@ -71,7 +71,7 @@ def _aggregation(config: RunConfig) -> str:
     if a.aggregation != "constant":
         return a.aggregation
     return (
-        f"constant: divided by {a.constant_length or config.rollout.sampling.max_new_tokens} tokens a sample"
+        f"constant: divided by {a.constant_length or config.rollout.longest_response} tokens a sample"
     )
 
 

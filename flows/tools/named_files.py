@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import (
-    FOLDERS,
     PUBLISH,
     TABLES,
     IterationFiles,
     record_path,
 )
-from millrace.connectors.storage.parts import list_parts, list_takeovers
+from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
@@ -59,7 +58,7 @@ def _of_iteration(folder: RunFolder, index: int) -> list[str]:
         return [MANIFEST, record_path(PUBLISH), *(entry.path for entry in manifest.files)]
     files = IterationFiles(folder, index)
     named = [*TABLES, *list_takeovers(files.folder), *map(record_path, IterationRecords.__annotations__)]
-    for kind in FOLDERS:
+    for kind in PART_FOLDERS:
         parts = [path for path in _entries(files) if path.startswith(f"{kind}/")]
         named += parts or list_parts(files.folder, kind)
     return named

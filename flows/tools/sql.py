@@ -15,8 +15,8 @@ import fsspec
 import pyarrow as pa
 
 from millrace.connectors.storage.files import FileEntry, in_threads
-from millrace.connectors.storage.iteration_files import FOLDERS, TABLES, IterationFiles
-from millrace.connectors.storage.parts import list_parts
+from millrace.connectors.storage.iteration_files import TABLES, IterationFiles
+from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts.ids import iteration_number
@@ -29,6 +29,7 @@ from millrace.flows.tools.view_columns import MACROS, columns_of, quoted
 VIEWS = {
     "prompts": "prompts.parquet",
     "samples": "rollouts/",
+    "turns": "turns/",
     "rewards": "rewards/",
     "verdicts": "verdicts.parquet",
     "batches": "batch.parquet",
@@ -97,7 +98,7 @@ def _entries(files: IterationFiles) -> list[FileEntry]:
     if files.manifest:
         return entries
     named = {part for entry in entries for part in (entry.path, entry.path.split("/")[0])}
-    written = [path for kind in FOLDERS if kind not in named for path in list_parts(files.folder, kind)]
+    written = [path for kind in PART_FOLDERS if kind not in named for path in list_parts(files.folder, kind)]
     written += sorted(set(TABLES) & set(files.folder.list()) - named)
     with files.with_remedy():
         return [*entries, *files.folder.entries(written)]

@@ -6,6 +6,7 @@ Owns reading each of them once. What is drawn when is the ledger's decision (mil
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.run_folder import RunFolder
@@ -14,6 +15,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import derived_seed, sample_seed
 from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.ledger import Ledger
+from millrace.core.sessions.tools import load_tools
 from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
 
 
@@ -31,7 +33,13 @@ class Prompts:
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
         """Tokenizer and chat template of the model."""
-        return PromptTokenizer.load(self.config.model)
+        return PromptTokenizer.load(self.config.model, self.tools)
+
+    @cached_property
+    def tools(self) -> list[dict[str, Any]]:
+        """What the model is shown of the tools that it may call."""
+        session = self.config.rollout.session
+        return [tool.schema for tool in load_tools(session.tools).values()] if session else []
 
     @cached_property
     def dataset(self) -> PromptDataset:

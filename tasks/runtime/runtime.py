@@ -15,6 +15,7 @@ from millrace.tasks.runtime.gpu_memory import GpuMemory
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.scoring import Scoring
+from millrace.tasks.runtime.sessions import Sessions
 from millrace.tasks.runtime.tracking import Tracking
 
 
@@ -27,6 +28,7 @@ class Runtime:
         self.recovery = Recovery()
         self.prompts = Prompts(config, self.run_folder)
         self.scoring = Scoring(config)
+        self.sessions = Sessions(config, self.prompts)
         self.tracking = Tracking(config)
         self.memory = GpuMemory(config, cluster := Cluster(config), self.run_folder, self.recovery)
         self._cluster = cluster
@@ -68,5 +70,6 @@ class Runtime:
         if end_actors:
             await self._cluster.end_actors()
         self.scoring.close()
+        self.sessions.close()
         await self.memory.close()
         self._cluster.leave()

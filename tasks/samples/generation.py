@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,30 +72,40 @@ class SampleGenerator:
         self._places = asyncio.Semaphore(config.rollout.max_concurrency * config.engines.generating)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], *, seed: int, rid: str, session: str | None
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        seed: int,
+        rid: str,
+        session: str | None,
+        limits: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Generate one sample. Equal tokens, seed and weights give an equal answer.
+        """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
-        `session` keeps the samples of a group together. A sample that no engine can generate has an answer that says
-        why. Raises BudgetError if too many of them failed.
+        `session` keeps the samples of a group together. limits: max_new_tokens and stop of this answer alone. One that no
+        engine can generate has an answer that says why. Raises BudgetError if too many of them failed.
         """
         self.outstanding += 1
         async with self._places:
             started, generation, reason = time.time(), None, None
             try:
                 engines = await self._dispatcher()
-                params = {**self._params, "sampling_seed": seed}
+                params = {**self._params, **(limits or {}), "sampling_seed": seed}
                 generation = await engines.generate(prompt_tokens, params, rid=rid, session=session)
             except EngineError as error:
                 reason = str(error)
-                self._budget.add(reason, rid)
-                self._budget.check()
+                self.fail(reason, rid)
             else:
                 self.tokens += len(generation.output_ids)
             seconds = time.time() - started
         self.samples += 1
         self.outstanding -= 1
         return Answer(generation, reason, started, seconds)
+
+    def fail(self, reason: str, sample: str) -> None:
+        """Count a sample that failed. Raises BudgetError if too many did."""
+        self._budget.add(reason, sample)
+        self._budget.check()
 
     async def _dispatcher(self) -> Dispatcher:
         """The engines, made ready when the first sample needs them."""

@@ -27,6 +27,9 @@ async def score(runtime: Runtime, sample: Scorable) -> Score:
     """Score a sample, unless there is nothing to score."""
     if sample["status"] in ("failed", "aborted"):
         return Score("skipped")
+    given = sample["session_reward"]
+    if given is not None:  # the rollout scored itself
+        return Score("scored", given, list(sample["session_parts"] or ()))
     started = time.perf_counter()
     outcome = await runtime.scoring.score(sample)
     seconds = time.perf_counter() - started

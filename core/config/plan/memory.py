@@ -99,7 +99,7 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
     """Memory of one engine on each of its devices, by part."""
     width = 2 if config.model.dtype == "bfloat16" else 4
     devices = max(1, layout.gpus_an_engine)
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.longest_response
     e = config.engines
     if e.kind in ("auto", "embedded") and layout.engine_kind == "embedded":
         tokens = min(e.max_total_tokens, e.max_running * longest)

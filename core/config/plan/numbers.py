@@ -43,7 +43,7 @@ def numbers_of(config: RunConfig) -> Numbers:
         if (c.export_every and due(number, c.export_every)) or (number == iterations and c.export_last)
     ]
     evaluated = [number for number in done if due(number, config.evaluation.every) or number == iterations]
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.longest_response
     return Numbers(
         iterations=iterations,
         prompts=config.rollout.prompts,
@@ -56,7 +56,7 @@ def numbers_of(config: RunConfig) -> Numbers:
         steps=config.steps_per_iteration,
         weight_versions=iterations * config.steps_per_iteration,
         prompt_tokens=config.data.max_prompt_tokens,
-        response_tokens=config.rollout.sampling.max_new_tokens,
+        response_tokens=config.rollout.longest_response,
         pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,
         samples_a_pack=config.trainer.max_pack_tokens * config.trainer.parallel.context // longest,
         evaluations=1 + len(evaluated) if config.evaluation.sets else 0,

@@ -80,12 +80,12 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
             "set it above 0, or leave algorithm.teacher out",
         )
     if a.overlong is not None:
-        budget = rollout.sampling.max_new_tokens
+        budget = rollout.longest_response
         if a.overlong.buffer_tokens is not None and a.overlong.buffer_tokens > budget:
             yield Problem(
                 "algorithm.overlong.buffer_tokens",
                 a.overlong.buffer_tokens,
-                f"the penalty would begin before the response does: rollout.sampling.max_new_tokens is {budget}",
+                f"the penalty would begin before the response does: {rollout.longest_response_field} is {budget}",
                 f"set it to {budget} or less",
             )
         if a.advantage.kind == "max_rl":

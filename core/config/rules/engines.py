@@ -36,13 +36,13 @@ def _kv_cache(config: RunConfig) -> Iterator[Problem]:
     e = config.engines
     if config.algorithm.supervised or e.kind not in ("auto", "embedded"):
         return
-    for field, sampling in config.samplings:
-        needed = config.data.max_prompt_tokens + sampling.max_new_tokens
+    for field, tokens in config.response_budgets.items():
+        needed = config.data.max_prompt_tokens + tokens
         if needed > e.max_total_tokens:
             yield Problem(
                 "engines.max_total_tokens",
                 e.max_total_tokens,
-                f"one sample may need data.max_prompt_tokens + {field}.max_new_tokens = {needed} tokens of KV cache",
+                f"one sample may need data.max_prompt_tokens + {field} = {needed} tokens of KV cache",
                 f"set it to {needed} or more",
             )
             return

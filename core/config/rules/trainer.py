@@ -57,7 +57,7 @@ def _parallel(config: RunConfig) -> Iterator[Problem]:
 
 
 def _pack(config: RunConfig) -> Iterator[Problem]:
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.longest_response
     p = config.trainer.parallel
     room = config.trainer.max_pack_tokens * p.context
     align = (2 * p.context if p.context > 1 else 1) * (p.tensor if p.sequence else 1)
@@ -66,7 +66,7 @@ def _pack(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "trainer.max_pack_tokens",
             config.trainer.max_pack_tokens,
-            f"a sample may have data.max_prompt_tokens + rollout.sampling.max_new_tokens = {longest} tokens, which no pack "
+            f"a sample may have data.max_prompt_tokens + {config.rollout.longest_response_field} = {longest} tokens, which no pack "
             f"of {room} holds",
             f"set it to {-(-padded // p.context)} or more, or lower one of the two",
         )

@@ -1,4 +1,4 @@
-"""The `rollout` section."""
+"""How samples are generated."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field
 
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
+from millrace.core.config.rollout.session import Session
 
 STEPS = "the number of steps an iteration follows from it"
 
@@ -38,6 +39,9 @@ class Rollout(Section):
     sampling: Annotated[
         Sampling, in_a_branch("an open iteration may hold samples that were drawn with it")
     ] = Sampling()
+    session: Session | None = Field(
+        None, description="Rollouts of several turns; null: one answer to each prompt."
+    )
     max_concurrency: Annotated[int, ANY_START] = Field(64, ge=1, description="Samples in flight per engine.")
     part_groups: Annotated[int, ANY_START] = Field(
         16, ge=1, description="Finished groups gathered before a part is written."
@@ -53,3 +57,13 @@ class Rollout(Section):
     max_failed_share: Annotated[float, ANY_START] = Field(
         0.1, ge=0, le=1, description="Share of samples that may fail before the run stops."
     )
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens after a prompt: of the answer, or of the whole dialogue."""
+        return self.session.max_tokens if self.session else self.sampling.max_new_tokens
+
+    @property
+    def longest_response_field(self) -> str:
+        """The field that sets it."""
+        return "rollout.session.max_tokens" if self.session else "rollout.sampling.max_new_tokens"

@@ -1,0 +1,127 @@
+"""A dialogue of several turns as token ids: how it opens, what is added to it, and what is read in a turn.
+
+Owns that text becomes tokens once: what was generated stays as it is, and only new messages are rendered. Knows nothing of
+who generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.connectors.huggingface.response_templates import Template, template_for
+from millrace.connectors.huggingface.suffix import Message, suffix
+from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.core.sessions.interface import ToolCall, Turn
+
+SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read in the text of a turn."""
+
+    content: str
+    thinking: str
+    calls: list[ToolCall]
+    problem: str | None
+
+
+class Dialogues:
+    """The dialogues of a run. `chat`: with the template; else texts follow one another as they are."""
+
+    def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        self._template: Template | None = getattr(tokenizer.tokenizer, "response_template", None) or (
+            template_for(tokenizer.tokenizer.chat_template)
+        )
+        self._ends = ends_of(tokenizer.tokenizer)
+        self._end_ids = {tokenizer.tokenizer.convert_tokens_to_ids(end) for end in self._ends}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, for reading."""
+        text: str = self._tokenizer.tokenizer.decode(list(ids))
+        return text
+
+    def opening(self, messages: Sequence[Message], chat: bool) -> list[int]:
+        """Token ids of a prompt of its own."""
+        if not chat:
+            return self._encode("".join(str(message.get("content", "")) for message in messages))
+        return self._encode(self._render(messages, True))
+
+    def following(self, messages: Sequence[Message], ids: Sequence[int], chat: bool) -> list[int]:
+        """Token ids to add to a dialogue `ids`, whose last turn it ends.
+
+        Where it was cut off the template's own end of a turn comes first. Raises ValueError where the template refuses them.
+        """
+        if not chat:
+            return self._encode("".join(str(message.get("content", "")) for message in messages))
+        end, text = suffix(self._render, messages, self._ends)
+        ended = ids[-1] in self._end_ids
+        return self._encode(text if ended else end + text)
+
+    def read(self, text: str, prompt_ids: Sequence[int]) -> Reading:
+        """Thinking, content and tool calls of a turn. One that cannot be read is all content, with the problem."""
+        if self._template is None:
+            return Reading(self._without_end(text), "", [], None)
+        from transformers.utils.chat_parsing import parse_response
+
+        shown = self.decode(prompt_ids[-SHOWN:])
+        try:
+            found = parse_response(text, self._template, prefix=shown, tools=self._tools)
+            calls = [_call(item) for item in found.get("tool_calls") or []]
+        except (ValueError, KeyError, TypeError) as error:
+            return Reading(self._without_end(text), "", [], str(error).partition("\n")[0])
+        return Reading(found.get("content") or "", found.get("reasoning_content") or "", calls, None)
+
+    def turn(self, output_ids: Sequence[int], text: str, truncated: bool, prompt_ids: Sequence[int]) -> Turn:
+        """A generated turn, read."""
+        reading = self.read(text, prompt_ids)
+        return Turn(
+            text=text,
+            content=reading.content,
+            output_ids=list(output_ids),
+            status="truncated" if truncated else "completed",
+            thinking=reading.thinking,
+            tool_calls=reading.calls,
+            problem=reading.problem,
+        )
+
+    def _render(self, messages: Sequence[Message], for_answer: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.tokenizer.apply_chat_template(
+                list(messages),
+                tools=self._tools or None,
+                tokenize=False,
+                add_generation_prompt=for_answer,
+            )
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"the chat template refuses: {error}") from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _without_end(self, text: str) -> str:
+        for end in self._ends:
+            text = text.removesuffix(end)
+        return text
+
+
+def ends_of(tokenizer: Any) -> list[str]:
+    """Texts of the tokens that may end a turn: the tokenizer's special ones, its end of sequence first."""
+    special = [tokenizer.eos_token, *tokenizer.all_special_tokens]
+    return [token for token in dict.fromkeys(special) if token]
+
+
+def _call(item: Mapping[str, Any]) -> ToolCall:
+    function = item["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {function['name']} are no object")
+    return ToolCall(str(function["name"]), dict(arguments))

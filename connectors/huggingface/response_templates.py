@@ -1,0 +1,126 @@
+"""How the answers of model families are read: thinking, content and tool calls, as templates for transformers' own parser.
+
+A tokenizer that brings a `response_template` is read by it. These are for the families whose folders have none yet; which one
+fits is seen in the chat template. Formats: Qwen's and Hermes' `<tool_call>` JSON, Qwen3-Coder's XML, Llama 3's JSON, GLM-4's
+keys and values, DeepSeek's marked calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Template = dict[str, Any]
+_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+
+
+def _template(anchor: str, end: str, **fields: Template) -> Template:
+    return {
+        "start_anchor_pattern": anchor,
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>"},
+            **fields,
+            "content": {"close_pattern": end, "repeats": True, "join": ""},
+        },
+    }
+
+
+FAMILIES: dict[str, tuple[str, Template]] = {
+    # name: what only its chat template writes, and how its answers are read
+    "deepseek": (
+        "<｜tool▁call▁begin｜>",
+        _template(
+            "<｜Assistant｜>",
+            "<｜end▁of▁sentence｜>",
+            tool_calls={
+                "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+)"
+                r"(?:<｜tool▁sep｜>|\n```json\n)",
+                "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>",
+                "content": "json",
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+            marks={"open": ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"], "close_pattern": ""},
+        ),
+    ),
+    "glm4": (
+        "<arg_key>",
+        _template(
+            r"<\|assistant\|>",
+            r"<\|(?:user|observation|endoftext)\|>",
+            tool_calls={
+                "open_pattern": r"<tool_call>(?P<name>[^\n<]+)",
+                "close": "</tool_call>",
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                },
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+        ),
+    ),
+    "qwen3_coder": (
+        "<function=",
+        _template(
+            r"<\|im_start\|>assistant\n",
+            r"<\|im_end\|>",
+            tool_calls={
+                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+                },
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+        ),
+    ),
+    "hermes": (
+        "<tool_call>",
+        _template(
+            r"<\|im_start\|>assistant\n|<assistant>",
+            r"<\|im_end\|>|<eos>",
+            tool_calls={
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "content": "json",
+                "repeats": True,
+                "transform": _CALL,
+            },
+        ),
+    ),
+    "llama3": (
+        '"parameters": ',
+        _template(
+            r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n",
+            r"<\|eot_id\|>|<\|eom_id\|>",
+            tool_calls={
+                "open_pattern": r'(?:<\|python_tag\|>)?(?=\{"name": *")',
+                "close_pattern": r"<\|eot_id\|>|<\|eom_id\|>",
+                "content": "json",
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+                },
+            },
+        ),
+    ),
+}
+
+
+def template_for(chat_template: str | None) -> Template | None:
+    """The family's template, seen in what its chat template writes; None if it is of none of them."""
+    found = (template for mark, template in FAMILIES.values() if chat_template and mark in chat_template)
+    return next(found, None)

@@ -1,0 +1,277 @@
+"""The processes that run rollouts, as the driver sees them: which runs which session, and who is to blame when one ends.
+
+Owns deadlines and blame. A process whose code hangs, or that dies, takes all of its sessions with it: the one whose code ran
+is to blame, the others are told so and may be run again. Knows nothing of tokens, records or files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from millrace.connectors.workers.session_worker import LINE, serve
+from millrace.core.config.rollout import Session as Settings
+from millrace.core.errors import MillraceError
+
+START_TIMEOUT_S = 120.0
+LOOK_S = 0.25  # between looks at the clock
+GRACE_S = 5.0  # from asking a session to end to ending its process
+log = logging.getLogger(__name__)
+
+Handle = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers a request of a session."""
+
+
+class SessionLostError(Exception):
+    """A session's process ended. `blamed`: by this session's doing; else it may be run again."""
+
+    def __init__(self, reason: str, blamed: bool) -> None:
+        super().__init__(reason)
+        self.blamed = blamed
+
+
+class _Running:
+    """A session in a process."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.open = 0  # requests that are being answered
+        self.calling = False  # a call of a tool is under way
+        self.heard = time.monotonic()  # when its code last began to work
+        self.cancelled: tuple[float, str] | None = None  # when it was asked to end, and why
+
+
+class SessionPool:
+    """Runs sessions, many side by side in each of `settings.workers` processes. Processes start when first needed."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._processes: list[_SessionProcess] = []
+        self._starting = asyncio.Lock()
+        atexit.register(self.close)
+
+    async def run(self, start: Mapping[str, Any], handle: Handle, *, alone: bool = False) -> dict[str, Any]:
+        """Run one session to its end: {"status", "reason", "rewards"}. `alone`: in a process of its own.
+
+        Errors: SessionLostError; MillraceError if no process can be started. What `handle` raises ends the session and is raised.
+        """
+        process = await self._process(alone)
+        try:
+            return await process.run(start, handle)
+        finally:
+            if alone:
+                process.kill("it is done")
+
+    async def _process(self, alone: bool) -> _SessionProcess:
+        async with self._starting:
+            self._processes = [process for process in self._processes if not process.ended]
+            if alone:
+                return await self._start()
+            if len(self._processes) < self._settings.workers:
+                self._processes.append(await self._start())
+            return min(self._processes, key=lambda process: len(process.sessions))
+
+    async def _start(self) -> _SessionProcess:
+        process = _SessionProcess(self._settings)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await process.start()
+        except (TimeoutError, OSError) as error:
+            process.kill("it did not start")
+            raise MillraceError(
+                f"no process for rollouts could be started: {error or 'it does not answer'}",
+                where="rollout.session.workers",
+                remedy="look at what the modules that rollout.session names do when they are imported, and at this host's memory",
+            ) from error
+        return process
+
+    def close(self) -> None:
+        """End all processes at once."""
+        atexit.unregister(self.close)
+        for process in self._processes:
+            process.kill("the run ends")
+        self._processes.clear()
+
+
+class _SessionProcess:
+    """One process and its sessions."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.sessions: dict[int, _Running] = {}
+        self.ended = False
+        self._settings = settings
+        self._numbers = itertools.count(1)
+        self._why = ""  # it is being killed
+        self._blamed: set[int] = set()
+        self._pinged: float | None = None
+        self._ready = asyncio.get_running_loop().create_future()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Start it, and wait until it takes sessions. Raises OSError if it ends instead."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = socket.socketpair()
+        self._note = context.RawValue(ctypes.c_longlong, 0)
+        settings = self._settings.model_dump(mode="json")
+        self._process = context.Process(
+            target=serve, args=(theirs, self._note, settings), name="millrace-rollouts", daemon=True
+        )
+        await asyncio.to_thread(self._process.start)
+        theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE)
+        self._spawn(self._read(reader))
+        self._spawn(self._watch())
+        await self._ready
+
+    async def run(self, start: Mapping[str, Any], handle: Handle) -> dict[str, Any]:
+        """Run a session here."""
+        number = next(self._numbers)
+        session = self.sessions[number] = _Running(handle)
+        try:
+            self._send({"session": number, "start": start})
+            async with asyncio.timeout(None) as deadline:
+                deadline.reschedule(asyncio.get_running_loop().time() + self._settings.rollout_timeout_s)
+                try:
+                    end = await asyncio.shield(session.end)
+                except asyncio.CancelledError:
+                    if not deadline.expired() and not session.end.done():
+                        self._cancel(number, "the run ends")
+                    raise
+        except TimeoutError:
+            self._cancel(
+                number,
+                f"it took longer than rollout.session.rollout_timeout_s = {self._settings.rollout_timeout_s:g}",
+            )
+            end = await session.end
+        finally:
+            self.sessions.pop(number, None)
+        if session.cancelled:
+            return {"status": "failed", "reason": session.cancelled[1], "rewards": {}}
+        return end
+
+    def kill(self, why: str) -> None:
+        """End it at once, with what its sessions started."""
+        if not self._why:
+            self._why = why
+        process = getattr(self, "_process", None)
+        if process is not None and process.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        self.ended = True
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError, ValueError):
+            while line := await reader.readline():
+                self._take(json.loads(line))
+        await asyncio.to_thread(self._process.join, GRACE_S)
+        self._bury()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready.set_result(None)
+        elif "pong" in message:
+            self._pinged = None
+        elif "stuck" in message:
+            self.kill("a call in it did not end")
+        elif session := self.sessions.get(message["session"]):
+            if "end" in message:
+                if not session.end.done():
+                    session.end.set_result(message["end"])
+            else:
+                session.open += 1
+                session.calling = False
+                self._spawn(self._answer(message, session))
+
+    async def _answer(self, message: dict[str, Any], session: _Running) -> None:
+        try:
+            answer = await session.handle(message)
+        except Exception as error:  # noqa: BLE001 - the driver's own; `run` raises it
+            if not session.end.done():
+                session.end.set_exception(error)
+            self._cancel(message["session"], "the driver failed")
+            return
+        session.open -= 1
+        session.heard = time.monotonic()
+        session.calling = message["do"] == "call" and "answer" not in answer
+        self._send({"session": message["session"], "ask": message["ask"], "answer": answer})
+
+    def _cancel(self, number: int, why: str) -> None:
+        session = self.sessions.get(number)
+        if session and not session.cancelled:
+            session.cancelled = time.monotonic(), why
+            self._send({"session": number, "cancel": why})
+
+    async def _watch(self) -> None:
+        """Look at the clock: who works too long, and whether the process answers at all."""
+        limit = self._settings.timeout_s
+        while not self.ended:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            if self._pinged is None:
+                self._pinged = now
+                self._send({"ping": now})
+            elif now - self._pinged > limit + LOOK_S:
+                self._blame_running(f"no answer within rollout.session.timeout_s = {limit:g} s")
+                return
+            for number, session in list(self.sessions.items()):
+                if session.end.done():
+                    continue
+                if session.cancelled and now - session.cancelled[0] > GRACE_S:
+                    self._blamed.add(number)
+                    self.kill(session.cancelled[1])
+                    return
+                own_code = not session.open and not session.calling
+                if not session.cancelled and now - session.heard > limit + (0 if own_code else GRACE_S):
+                    if not session.open:
+                        self._cancel(number, f"no answer within rollout.session.timeout_s = {limit:g} s")
+
+    def _blame_running(self, why: str) -> None:
+        """Kill it, for what the session that runs now does."""
+        running = int(self._note.value)
+        if running in self.sessions:
+            self._blamed.add(running)
+        self.kill(why)
+
+    def _bury(self) -> None:
+        """Say to each session that its process is gone, and whether it is to blame."""
+        code = self._process.exitcode
+        died = f"its process died of signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else ""
+        why = self._why or died or f"its process ended itself with exit code {code}"
+        if not self._why:
+            running = int(self._note.value)
+            suspects = {running} if running in self.sessions else self._at_work()
+            self._blamed = suspects if len(suspects) == 1 else set()
+        self.kill(why)
+        if not self._ready.done():
+            self._ready.set_exception(OSError(why))
+        for number, session in list(self.sessions.items()):
+            if not session.end.done():
+                session.end.set_exception(SessionLostError(why, number in self._blamed))
+        self._writer.close()
+
+    def _at_work(self) -> set[int]:
+        """Sessions whose code may run in another thread."""
+        return {number for number, session in self.sessions.items() if session.calling and not session.open}

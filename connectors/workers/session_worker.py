@@ -1,0 +1,183 @@
+"""The process in which rollouts run side by side: the functions, environments and tools of the user.
+
+Owns one event loop for all sessions, and a note, in memory that outlives the process, of whose code is running. Talks to the
+driver by lines of JSON. Whatever a session raises is its end, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import contextvars
+import inspect
+import json
+import os
+import resource
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from millrace.connectors.workers.process import detach
+from millrace.core.config.rollout import Session as Settings
+from millrace.core.errors import described
+from millrace.core.hooks import load, load_function
+from millrace.core.rewards.scoring import read_score
+from millrace.core.sessions.forms import act_in, use_tools
+from millrace.core.sessions.interface import LimitReachedError, Task
+from millrace.core.sessions.live import LiveSession, Shared
+from millrace.core.sessions.tools import caller, load_tools
+
+LINE = 1 << 28  # bytes of the longest message
+_session = contextvars.ContextVar("session", default=0)
+
+
+class Stepped(collections.abc.Coroutine[Any, Any, Any]):
+    """A coroutine that notes, while it runs, which session it is of."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], session: int, note: Any) -> None:
+        self._inner, self._session, self._note = inner, session, note
+
+    def send(self, value: Any) -> Any:
+        """Run to the next await."""
+        return self._noted(self._inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        """Run to the next await, from an error."""
+        return self._noted(self._inner.throw, *error)
+
+    def close(self) -> None:
+        """End it."""
+        self._noted(self._inner.close)
+
+    def __await__(self) -> Any:
+        return self
+
+    def __iter__(self) -> Stepped:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def _noted(self, step: Callable[..., Any], *args: Any) -> Any:
+        self._note.value = self._session
+        try:
+            return step(*args)
+        finally:
+            self._note.value = 0
+
+
+def serve(connection: socket.socket, note: Any, settings: Mapping[str, Any]) -> None:
+    """Run sessions until the driver closes the connection. note: a shared number, which says whose code runs; 0: nobody's."""
+    detach()
+    worker = _Worker(Settings.model_validate(settings), note)
+    _limit_memory(worker.settings.memory_mb)
+    asyncio.run(worker.serve(connection))
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Let an allocation beyond it fail, in the call that makes it."""
+    limit = megabytes << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+class _Worker:
+    """All sessions of this process."""
+
+    def __init__(self, settings: Settings, note: Any) -> None:
+        self.settings = settings
+        self._note = note
+        self._make_call = caller(load_tools(settings.tools))
+        self._waiting: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._asked = 0
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Take messages until there are no more."""
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._task)
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE)
+        self._send({"ready": os.getpid()})
+        while line := await reader.readline():
+            self._take(json.loads(line))
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        session = _session.get()
+        if session and inspect.iscoroutine(coro):
+            coro = Stepped(coro, session, self._note)
+        return asyncio.Task(coro, loop=loop, **options)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            number = message["session"]
+            context = contextvars.copy_context()
+            context.run(_session.set, number)
+            self._tasks[number] = asyncio.get_running_loop().create_task(
+                self._run(number, message["start"]), context=context
+            )
+        elif "answer" in message:
+            waiting = self._waiting.pop((message["session"], message["ask"]), None)
+            if waiting and not waiting.done():
+                waiting.set_result(message["answer"])
+        elif "ping" in message:
+            self._send({"pong": message["ping"]})
+        elif "cancel" in message:
+            task = self._tasks.get(message["session"])
+            if task:
+                task.cancel()
+
+    async def _run(self, number: int, start: Mapping[str, Any]) -> None:
+        shared = Shared(
+            task=Task(**start["task"]),
+            seed=start["seed"],
+            ask=lambda request: self._ask(number, request),
+            make_call=self._make_call,
+            timeout_s=self.settings.timeout_s,
+            stuck=lambda: self._send({"stuck": number}),
+        )
+        session = LiveSession(shared)
+        end: dict[str, Any] = {"status": "completed", "reason": None}
+        try:
+            returned = await self._made(session)
+            if returned is not None:
+                result = read_score(returned, "the rollout")
+                session.reward(result.reward, **result.parts)
+        except LimitReachedError as error:
+            end = {"status": "truncated", "reason": str(error)}
+        except asyncio.CancelledError:
+            end = {"status": "failed", "reason": "CancelledError"}
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises is the end of its rollout
+            end = {"status": "failed", "reason": described(error)}
+        del self._tasks[number]
+        try:
+            rewards = {branch: _numbers(given) for branch, given in shared.rewards.items()}
+        except (TypeError, ValueError) as error:
+            rewards, end = {}, {"status": "failed", "reason": described(error)}
+        self._send({"session": number, "end": {**end, "rewards": rewards}})
+
+    async def _made(self, session: LiveSession) -> Any:
+        settings = self.settings
+        if settings.function:
+            return await load_function(settings.function, "rollout.session.function")(session)
+        if settings.environment:
+            make = load(settings.environment.function, "rollout.session.environment.function")
+            return await act_in(session, make, **settings.environment.options)
+        return await use_tools(session)
+
+    async def _ask(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._asked += 1
+        asked = self._asked
+        future = self._waiting[number, asked] = asyncio.get_running_loop().create_future()
+        self._send({"session": number, "ask": asked, **request})
+        return await future
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._writer is not None, "serve comes first"
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    result = read_score(given, "session.reward")
+    return {"value": result.reward, "parts": dict(result.parts)}

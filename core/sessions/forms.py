@@ -1,0 +1,114 @@
+"""The two forms over a session that need no function of yours: a policy with tools, and an environment.
+
+Both are rollout functions, written against `Session` alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from millrace.core.hooks import RewardResult
+from millrace.core.sessions.interface import Done, Environment, Observation, Session, Turn
+from millrace.core.sessions.live import LiveSession
+
+
+async def use_tools(session: Session) -> None:
+    """Generate, answer the calls of tools, and so on until a turn calls none. reward.function scores the rollout."""
+    turn = await session.generate()
+    while (turn.tool_calls or turn.problem) and not turn.truncated:
+        if turn.problem:
+            session.observe(f"The call could not be read: {turn.problem}")
+        for call in turn.tool_calls:
+            session.observe(await session.call(call.name, **call.arguments))
+        turn = await session.generate()
+
+
+async def act_in(
+    session: LiveSession, make: Callable[..., Environment], **options: Any
+) -> RewardResult | None:
+    """One episode of an environment. Steps that were recorded are not made again, but where its recovery is "restart"."""
+    environment = make(**options)
+    episode = _Episode(session, environment)
+    try:
+        seen = await episode.reset()
+        while not isinstance(seen, Done):
+            if seen is not None:
+                session.observe(seen.content, seen.role)
+            turn = await session.generate()
+            seen = await episode.step(turn)
+            if turn.truncated:
+                break
+    finally:
+        await environment.close()
+    if not isinstance(seen, Done) or seen.reward is None:
+        return None
+    return RewardResult(seen.reward, seen.parts)
+
+
+class _Episode:
+    """The events of an episode: made, or taken from the record."""
+
+    def __init__(self, session: LiveSession, environment: Environment) -> None:
+        self._session = session
+        self._environment = environment
+        self._state: str | None = None  # of the newest recorded event
+
+    async def reset(self) -> Observation | Done | None:
+        """Begin the episode."""
+        if self._environment.recovery == "snapshot":
+            return await self._event("reset", lambda: self._environment.reset(self._session.task))
+        return await made(lambda: self._environment.reset(self._session.task))
+
+    async def step(self, turn: Turn) -> Observation | Done | None:
+        """Answer a turn."""
+        if self._environment.recovery == "restart":
+            return await made(lambda: self._environment.step(turn))
+        return await self._event("step", lambda: self._environment.step(turn))
+
+    async def _event(self, name: str, make: Callable[[], Any]) -> Observation | Done | None:
+        async def to_record() -> str:
+            if self._state is not None:
+                self._environment.restore(self._state)  # type: ignore[attr-defined]
+                self._state = None
+            outcome = await made(make)
+            snapshot = self._environment.recovery == "snapshot"
+            state = self._environment.snapshot() if snapshot else None  # type: ignore[attr-defined]
+            return json.dumps({**_plain(outcome), "state": state})
+
+        text, before = await self._session.recorded(f"environment.{name}", {}, to_record)
+        if before:
+            self._state = json.loads(text)["state"]
+        return from_record(text)
+
+
+async def made(make: Callable[[], Any]) -> Observation | Done | None:
+    """What an environment's function returns. Raises TypeError for what is no outcome."""
+    outcome = make()
+    outcome = await outcome if inspect.isawaitable(outcome) else outcome
+    if isinstance(outcome, str):
+        return Observation(outcome)
+    if outcome is not None and not isinstance(outcome, Observation | Done):
+        raise TypeError(f"an environment returns an Observation, text or Done, not {type(outcome).__name__}")
+    return outcome
+
+
+def _plain(outcome: Observation | Done | None) -> dict[str, Any]:
+    if outcome is None:
+        return {"kind": "nothing"}
+    if isinstance(outcome, Done):
+        return {"kind": "done", "reward": outcome.reward, "parts": dict(outcome.parts)}
+    return {"kind": "observation", "content": outcome.content, "role": outcome.role}
+
+
+def from_record(text: str) -> Observation | Done | None:
+    """An outcome as `_plain` wrote it."""
+    found: Mapping[str, Any] = json.loads(text)
+    if found["kind"] == "nothing":
+        return None
+    if found["kind"] == "done":
+        return Done(found["reward"], found["parts"])
+    return Observation(found["content"], found["role"])
+

@@ -1,0 +1,121 @@
+"""Tools: what a model is shown of a function, and how a call of it is made.
+
+A tool is a function, sync or async, with type hints and a docstring whose first paragraph says what it does and whose `Args:`
+name its parameters, as transformers and the Model Context Protocol have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError, create_model
+
+from millrace.core.errors import described
+from millrace.core.hooks import load_function
+from millrace.core.config.rollout import Tool
+from millrace.core.errors import ConfigError
+from millrace.core.sessions.interface import ToolError
+
+
+class LoadedTool:
+    """A tool's function, its schema and the options that it is always called with."""
+
+    def __init__(self, tool: Tool, field: str) -> None:
+        """Errors: ConfigError naming `field` where the function cannot be loaded or described to a model."""
+        self._call = load_function(tool, field)
+        self.function = inspect.unwrap(getattr(self._call, "func", self._call))
+        self.name = tool.name or self.function.__name__
+        self._arguments = _arguments(self.function, tool, field)
+        self.schema = _schema(self.name, self.function, self._arguments, field)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """The answer as text. Raises ToolError for arguments that it does not take, and for whatever it raises."""
+        try:
+            given = self._arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "its arguments"
+            raise ToolError(f"{self.name} does not take these arguments: {place}: {first['msg']}") from None
+        values = {name: getattr(given, name) for name in given.model_fields_set}
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                answer = await self._call(**values)
+            else:
+                answer = await asyncio.to_thread(self._call, **values)
+        except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
+            raise ToolError(f"{self.name} failed: {described(error)}") from error
+        return as_text(answer)
+
+
+def load_tools(tools: Sequence[Tool]) -> dict[str, LoadedTool]:
+    """The tools of a configuration, by name."""
+    loaded = [LoadedTool(tool, f"rollout.session.tools.{at}") for at, tool in enumerate(tools)]
+    return {tool.name: tool for tool in loaded}
+
+
+def as_text(answer: Any) -> str:
+    """A tool's answer as the model sees it: text as it is, else JSON."""
+    if isinstance(answer, str):
+        return answer.encode("utf-8", "backslashreplace").decode()
+    try:
+        return json.dumps(answer, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(answer)
+
+
+def caller(tools: Mapping[str, LoadedTool]) -> Callable[[str, Mapping[str, Any]], Awaitable[str]]:
+    """Makes calls by name. Raises ToolError for a tool that is not there."""
+
+    async def make(name: str, arguments: Mapping[str, Any]) -> str:
+        if name not in tools:
+            raise ToolError(f"there is no tool {name}; there are {', '.join(sorted(tools)) or 'none'}")
+        return await tools[name](arguments)
+
+    return make
+
+
+def _arguments(function: Callable[..., Any], tool: Tool, field: str) -> Any:
+    """A model of the parameters that the policy gives: all but those that the options give."""
+    fields: dict[str, Any] = {}
+    hints = inspect.get_annotations(function, eval_str=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or name in tool.options:
+            continue
+        if name not in hints:
+            raise ConfigError(
+                f"its parameter {name} has no type hint",
+                where=f"{field}.function = {tool.function}",
+                remedy="give it one: the model is shown the types",
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints[name], default)
+    return create_model(f"{function.__name__}_arguments", __config__={"extra": "forbid"}, **fields)
+
+
+def _schema(name: str, function: Callable[..., Any], arguments: Any, field: str) -> dict[str, Any]:
+    from docstring_parser import parse
+
+    text = parse(inspect.getdoc(function) or "")
+    if not text.short_description:
+        raise ConfigError(
+            f"{name} has no docstring",
+            where=f"{field}.function",
+            remedy="say in it what the tool does: the model is shown its first paragraph",
+        )
+    made = arguments.model_json_schema()
+    made.pop("title", None)
+    described_as = {item.arg_name: item.description for item in text.params if item.description}
+    for parameter, schema in made.get("properties", {}).items():
+        schema.pop("title", None)
+        if parameter in described_as:
+            schema["description"] = described_as[parameter]
+    made.pop("additionalProperties", None)
+    description = " ".join(filter(None, (text.short_description, text.long_description)))
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": made},
+    }

@@ -1,0 +1,151 @@
+"""The tokens of one rollout as a tree of branches: what was sent, what was generated, and the samples it leaves. Pure.
+
+Owns that no token is made twice or trained twice: a branch begins with what its parent held then, as its prompt, and has
+only what was generated in it as its own. Knows nothing of engines, texts or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.core.contracts.sample import PolicySpan
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens that one engine generated in one attempt."""
+
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: Sequence[tuple[int, int]]  # first token of the segment, weight version
+    engine_id: str = ""
+
+
+@dataclass
+class Branch:
+    """A line of the tree. `prompt_ids` are not its own: the prompt, or what its parent held where it began."""
+
+    number: int
+    prompt_ids: list[int]
+    parent: int | None = None
+    parent_turns: int | None = None
+    name: str | None = None
+    response_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[PolicySpan] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)  # response tokens after each turn
+    events: int = 0  # turns and calls
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far: what the next turn's prompt begins with."""
+        return [*self.prompt_ids, *self.response_ids]
+
+    @property
+    def turns(self) -> int:
+        """Turns that were generated here."""
+        return len(self.cuts)
+
+    def ids_after(self, turns: int) -> list[int]:
+        """All tokens as they were after so many turns."""
+        return [*self.prompt_ids, *self.response_ids[: self.cuts[turns - 1] if turns else 0]]
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the policy made here."""
+        return sum(self.loss_mask)
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Add tokens that are not trained. Before the first turn they belong to the prompt."""
+        if self.turns:
+            self.response_ids += ids
+            self.loss_mask += [0] * len(ids)
+            self.logprobs += [0.0] * len(ids)
+        else:
+            self.prompt_ids += ids
+
+    def add(self, segment: Segment) -> None:
+        """Add a turn that was generated. Raises ValueError unless each token has a log-probability and a weight version."""
+        count = len(segment.output_ids)
+        if len(segment.logprobs) != count or (count and (not segment.spans or segment.spans[0][0] != 0)):
+            raise ValueError(
+                f"{count} tokens with {len(segment.logprobs)} log-probabilities and weight versions {list(segment.spans)}"
+            )
+        first = len(self.response_ids)
+        for start, version in segment.spans:
+            if not self.spans or self.spans[-1]["version"] != version:
+                # observed tokens before it count to the version that goes on
+                self.spans.append({"first_token": first + start if self.spans else 0, "version": version})
+        self.response_ids += segment.output_ids
+        self.loss_mask += [1] * count
+        self.logprobs += segment.logprobs
+        self.cuts.append(len(self.response_ids))
+
+
+class RolloutTree:
+    """The branches of one rollout. Number 0 is the one that began at the prompt."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._branches = {0: Branch(0, list(prompt_ids))}
+
+    def __getitem__(self, number: int) -> Branch:
+        return self._branches[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._branches
+
+    @property
+    def branches(self) -> list[Branch]:
+        """All of them, by number."""
+        return [self._branches[number] for number in sorted(self._branches)]
+
+    def branch(
+        self,
+        number: int,
+        parent: int,
+        parent_turns: int,
+        name: str | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> Branch:
+        """A new branch that begins where `parent` stood after some turns, or at a prompt of its own."""
+        assert number not in self._branches, f"branch {number} is there"
+        origin = self._branches[parent]
+        made = Branch(
+            number,
+            origin.ids_after(parent_turns) if prompt_ids is None else list(prompt_ids),
+            parent,
+            parent_turns,
+            origin.name if name is None else name,
+        )
+        self._branches[number] = made
+        return made
+
+    def samples(self) -> list[Branch]:
+        """The branches that leave a sample: the first, and those in which anything was generated."""
+        return [branch for branch in self.branches if branch.number == 0 or branch.generated]
+
+    def shared_tokens(self) -> int:
+        """Tokens that are in prompts of branches and were made elsewhere in the tree."""
+        return sum(len(branch.prompt_ids) for branch in self.samples() if branch.number)
+
+
+@dataclass(frozen=True)
+class BranchReward:
+    """What a rollout said a branch is worth."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def inherited(tree: RolloutTree, given: dict[int, BranchReward]) -> dict[int, BranchReward]:
+    """The reward of each branch: its own, else that of the branch it began from."""
+    found: dict[int, BranchReward] = {}
+    for branch in tree.branches:
+        own = given.get(branch.number)
+        if own is None and branch.parent is not None:
+            own = found.get(branch.parent)
+        if own is not None:
+            found[branch.number] = own
+    return found

@@ -1,0 +1,74 @@
+"""The worker processes that run rollouts of several turns, and the dialogues they hold: started when first needed, ended with
+the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+
+from millrace.connectors.huggingface.dialogue import Dialogues
+from millrace.connectors.workers.session_pool import SessionPool
+from millrace.core.config import RunConfig
+from millrace.core.config.data import Source
+from millrace.core.config.evaluation import EvalSet
+from millrace.core.config.rollout import Sampling
+from millrace.core.sessions.interface import Message
+from millrace.tasks.runtime.prompts import Prompts
+from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.sessions.runner import SessionRunner
+from millrace.tasks.sessions.session_rollout import Opening
+
+
+class Sessions:
+    """What tasks make runners of."""
+
+    def __init__(self, config: RunConfig, prompts: Prompts) -> None:
+        self._config, self._prompts = config, prompts
+        self._pool: SessionPool | None = None
+
+    def runner(self, sampling: Sampling, generator: SampleGenerator) -> SessionRunner:
+        """A runner of one task's rollouts. `rollout.session` is set."""
+        settings = self._config.rollout.session
+        assert settings is not None, "rollouts are of several turns"
+        if self._pool is None:
+            self._pool = SessionPool(settings)
+        return SessionRunner(settings, sampling, self._pool, self._dialogues, generator)
+
+    def opening(
+        self,
+        source: Source | EvalSet,
+        rollout_id: str,
+        group_id: str,
+        prompt: str,
+        prompt_ids: Sequence[int],
+        seed: int,
+    ) -> Opening:
+        """What a rollout on a prompt of a source begins with. prompt: JSON text."""
+        return Opening(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            messages=opening_messages(prompt, source.system),
+            prompt_ids=prompt_ids,
+            seed=seed,
+            chat=source.chat,
+            longest=self._config.data.max_prompt_tokens + self._config.rollout.longest_response,
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool:
+            self._pool.close()
+
+    @cached_property
+    def _dialogues(self) -> Dialogues:
+        return Dialogues(self._prompts.tokenizer, self._prompts.tools)
+
+
+def opening_messages(prompt: str, system: str | None) -> list[Message]:
+    """The messages of a stored prompt, which is JSON text: what a dialogue begins with."""
+    found: str | Sequence[Message] = json.loads(prompt)
+    messages = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages

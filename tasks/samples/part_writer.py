@@ -1,0 +1,90 @@
+"""Appends rows as parts of one folder while they come, for samples and for turns alike.
+
+Owns when a part is written, and that rows are written in the order they came. Knows nothing of what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.parts import write_part
+from millrace.core.contracts import schema
+from millrace.tasks.context import IterationContext
+
+WAIT_S = 0.1  # rows wait this long for company before they are written
+
+Landed = Callable[[FileEntry], Awaitable[None]]
+
+
+class PartWriter:
+    """Takes rows; `open` writes them."""
+
+    def __init__(
+        self, ctx: IterationContext, kind: str, limit: int, busy: Callable[[], bool], landed: Landed
+    ) -> None:
+        """limit: rows of a part. busy: whether more rows may come soon. landed: called for each part that is whole."""
+        self._ctx, self._kind, self._limit = ctx, kind, limit
+        self._busy, self._landed = busy, landed
+        self._queue: asyncio.Queue[list[Any] | None] = asyncio.Queue()
+        self._put = self._written = 0
+        self._moved = asyncio.Condition()
+
+    def put(self, rows: Sequence[Any]) -> None:
+        """Have rows written, in one part."""
+        self._put += 1
+        self._queue.put_nowait(list(rows))
+
+    async def settled(self) -> None:
+        """Wait until what was put so far is stored."""
+        wanted = self._put
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._written >= wanted)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[PartWriter]:
+        """Write what is put. On leaving, all of it is written. A write that fails ends the body, which may wait for what will
+        never land."""
+        async with asyncio.TaskGroup() as group:
+            writing = group.create_task(self._drain())
+            try:
+                yield self
+            finally:
+                self._queue.put_nowait(None)
+                await asyncio.wait([writing])
+
+    async def _drain(self) -> None:
+        open_ = True
+        while open_:
+            items = [await self._queue.get()]
+            deadline = asyncio.get_running_loop().time() + WAIT_S
+            while items[-1] is not None and _rows(items) < self._limit and self._more():
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        items.append(await self._queue.get())
+                except TimeoutError:
+                    break
+            open_ = items[-1] is not None
+            await self._write([row for item in items for row in item or ()])
+            async with self._moved:
+                self._written += sum(item is not None for item in items)
+                self._moved.notify_all()
+
+    def _more(self) -> bool:
+        return self._busy() or not self._queue.empty()
+
+    async def _write(self, rows: list[Any]) -> None:
+        if not rows:
+            return
+        ctx, kind = self._ctx, self._kind
+        table = schema.to_table(rows, kind)
+        entry = await asyncio.to_thread(write_part, ctx.folder, kind, table, kind)
+        ctx.parts[kind].append(entry.record())
+        await self._landed(entry)
+
+
+def _rows(items: Sequence[list[Any] | None]) -> int:
+    return sum(len(item) for item in items if item)

@@ -1,0 +1,197 @@
+"""Runs rollouts of several turns in worker processes, as often as it takes, and makes samples of what they leave.
+
+A rollout whose process ended by another's doing is run again from its record: what was generated and answered is found
+there. One that was to blame fails with the reason, or, where a call of a tool was, goes on with that as the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.connectors.huggingface.dialogue import Dialogues
+from millrace.connectors.workers.session_pool import SessionLostError, SessionPool
+from millrace.core.config.rollout import Sampling, Session
+from millrace.core.contracts.ids import branch_id
+from millrace.core.contracts.sample import Status
+from millrace.core.contracts.turns import TurnRow
+from millrace.core.sessions.tree import Branch, BranchReward, inherited
+from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.sessions.record import RolloutRecord
+from millrace.tasks.sessions.session_rollout import Opening, SessionRollout
+
+TOGETHER = 2  # how often a rollout may lose its process before it gets one of its own
+TRIES = 5  # in all
+
+Write = Callable[[TurnRow], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class MadeSample:
+    """One branch of a finished rollout, as its row has it. Of one that failed: the prompt, and why."""
+
+    sample_id: str
+    samples: int  # of the rollout
+    role: str | None
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    policy_versions: list[Any]
+    engine_id: str
+    turns: int
+    status: Status
+    reason: str | None
+    response: str  # text of the last turn
+    messages: str | None
+    reward: float | None
+    parts: list[tuple[str, float]] | None
+
+
+class SessionRunner:
+    """Runs the sessions of one task."""
+
+    def __init__(
+        self,
+        settings: Session,
+        sampling: Sampling,
+        pool: SessionPool,
+        dialogues: Dialogues,
+        generator: SampleGenerator,
+    ) -> None:
+        self._settings, self._sampling = settings, sampling
+        self._pool, self._dialogues, self._generator = pool, dialogues, generator
+        self._rollouts = asyncio.Semaphore(settings.max_rollouts)
+        self._calls = asyncio.Semaphore(settings.max_calls)
+
+    async def run(
+        self, opening: Opening, task: Mapping[str, Any], rows: Sequence[TurnRow], write: Write
+    ) -> tuple[list[MadeSample], float, float]:
+        """The samples of one rollout, when it began (Unix time) and its seconds of generation.
+
+        rows: of an earlier attempt. write: keeps a row. Errors: BudgetError if too many rollouts failed.
+        """
+        async with self._rollouts:
+            started = time.time()
+            kept = list(rows)
+
+            async def keep(row: TurnRow) -> None:
+                kept.append(row)
+                await write(row)
+
+            rollout = SessionRollout(
+                opening,
+                self._settings,
+                self._sampling,
+                self._dialogues,
+                self._generator,
+                self._calls,
+                RolloutRecord(rows),
+                keep,
+            )
+            start = {"task": task, "seed": opening.seed}
+            for attempt in range(TRIES):
+                try:
+                    end = await self._pool.run(start, rollout.handle, alone=attempt >= TOGETHER)
+                    break
+                except SessionLostError as error:
+                    if not await rollout.lost(str(error), error.blamed):
+                        end = {"status": "failed", "reason": str(error), "rewards": {}}
+                        break
+                    end = {"status": "failed", "reason": f"{error}, {TRIES} times", "rewards": {}}
+                    rollout = rollout.restart(RolloutRecord(kept))
+            await rollout.lost("", False)  # calls that it did not wait for
+            samples = made_samples(rollout, end)
+            if samples[0].status == "failed" and rollout.failure is None:
+                self._generator.fail(samples[0].reason or "failed", opening.rollout_id)
+            return samples, started, rollout.seconds
+
+
+def session_task(
+    prompt: str,
+    label: str | None,
+    metadata: str | None,
+    source: str,
+    index: int,
+    evaluation: bool = False,
+) -> dict[str, Any]:
+    """What a session is shown of its row, whose prompt, label and metadata are JSON text."""
+    return {
+        "prompt": json.loads(prompt),
+        "label": None if label is None else json.loads(label),
+        "metadata": json.loads(metadata) if metadata else {},
+        "source": source,
+        "index": index,
+        "evaluation": evaluation,
+    }
+
+
+def made_samples(rollout: SessionRollout, end: Mapping[str, Any]) -> list[MadeSample]:
+    """The samples of a rollout that ended so."""
+    first = rollout.tree[0]
+    if rollout.failure or end["status"] == "failed" or not any(b.generated for b in rollout.tree.branches):
+        reason = rollout.failure or end["reason"] or "it generated nothing"
+        return [_failed(rollout, first, reason)]
+    rewards = inherited(
+        rollout.tree,
+        {
+            int(number): BranchReward(given["value"], given["parts"])
+            for number, given in end["rewards"].items()
+        },
+    )
+    branches = rollout.tree.samples()
+    return [_sample(rollout, branch, len(branches), rewards.get(branch.number), end) for branch in branches]
+
+
+def _sample(
+    rollout: SessionRollout,
+    branch: Branch,
+    samples: int,
+    reward: BranchReward | None,
+    end: Mapping[str, Any],
+) -> MadeSample:
+    said = rollout.said[branch.number]
+    cut = end["status"] == "truncated" or (bool(said.turns) and said.turns[-1].truncated)
+    return MadeSample(
+        sample_id=branch_id(rollout.opening.rollout_id, branch.number),
+        samples=samples,
+        role=branch.name,
+        prompt_ids=branch.prompt_ids,
+        response_ids=branch.response_ids,
+        loss_mask=branch.loss_mask,
+        logprobs=branch.logprobs,
+        policy_versions=branch.spans,
+        engine_id=rollout.engine_id,
+        turns=branch.turns,
+        status="truncated" if cut else "completed",
+        reason=end["reason"],
+        response=said.turns[-1].content if said.turns else "",
+        messages=json.dumps(said.messages, ensure_ascii=False),
+        reward=reward.value if reward else None,
+        parts=list(reward.parts.items()) if reward else None,
+    )
+
+
+def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
+    return MadeSample(
+        sample_id=rollout.opening.rollout_id,
+        samples=1,
+        role=None,
+        prompt_ids=list(rollout.opening.prompt_ids),
+        response_ids=[],
+        loss_mask=[],
+        logprobs=[],
+        policy_versions=[],
+        engine_id=rollout.engine_id,
+        turns=branch.turns,
+        status="failed",
+        reason=reason,
+        response="",
+        messages=json.dumps(rollout.said[0].messages, ensure_ascii=False),
+        reward=None,
+        parts=None,
+    )

@@ -1,0 +1,325 @@
+"""One rollout of several turns, as the driver makes it: answers what the session asks for, and keeps the tokens.
+
+Owns limits and what counts as the same turn after a restart. Knows nothing of processes or files: turns go to `write`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.connectors.huggingface.dialogue import Dialogues
+from millrace.core.config.rollout import Sampling, Session
+from millrace.core.contracts.ids import tokens_hash, turn_seed
+from millrace.core.contracts.turns import TurnKind, TurnRow
+from millrace.core.sessions.interface import Message, Turn
+from millrace.core.sessions.tree import Branch, RolloutTree, Segment
+from millrace.tasks.samples.generation import Answer, SampleGenerator
+from millrace.tasks.sessions.record import RolloutRecord, arguments_text
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rollout begins with."""
+
+    rollout_id: str
+    group_id: str
+    messages: Sequence[Message]  # the prompt's
+    prompt_ids: Sequence[int]
+    seed: int
+    chat: bool
+    longest: int  # tokens of the whole dialogue, prompt and all
+
+
+@dataclass
+class _Said:
+    """What was said in a branch, for reading."""
+
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+
+class SessionRollout:
+    """The driver's half of one session; the other half runs in a worker process."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        settings: Session,
+        sampling: Sampling,
+        dialogues: Dialogues,
+        generator: SampleGenerator,
+        places: asyncio.Semaphore,
+        record: RolloutRecord,
+        write: Callable[[TurnRow], Awaitable[None]],
+    ) -> None:
+        """places: among calls that are under way."""
+        self.opening = opening
+        self.record = record
+        self.tree = RolloutTree(opening.prompt_ids)
+        self.said = {0: _Said(list(opening.messages))}
+        self.failure: str | None = None  # of an engine
+        self.engine_id = ""
+        self.seconds = 0.0  # of generation
+        self._settings, self._sampling = settings, sampling
+        self._dialogues, self._generator = dialogues, generator
+        self._places, self._write = places, write
+        self._calls: dict[int, tuple[dict[str, Any], float]] = {}  # under way, by branch
+
+    async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request of the session."""
+        try:
+            branch = self._branch(request)
+            if request["do"] == "generate":
+                return await self._generate(branch, request)
+            if request["do"] == "call":
+                return await self._call(branch, request)
+            return await self._called(branch, request["answer"], request["failed"])
+        except ValueError as error:
+            return {"refused": str(error)}
+
+    def restart(self, record: RolloutRecord) -> SessionRollout:
+        """The same rollout from its beginning, with what is recorded by now."""
+        return SessionRollout(
+            self.opening,
+            self._settings,
+            self._sampling,
+            self._dialogues,
+            self._generator,
+            self._places,
+            record,
+            self._write,
+        )
+
+    async def lost(self, reason: str, blamed: bool) -> bool:
+        """The session's process ended. Where a call of its own did that, it gets the reason as its answer.
+
+        Returns whether the rollout may be run again.
+        """
+        calls, blamed_call = list(self._calls), blamed and bool(self._calls)
+        for number in calls:
+            if blamed_call:
+                request, _ = self._calls[number]
+                await self._called(self.tree[number], f"{request['tool']} failed: {reason}", True)
+            else:
+                del self._calls[number]
+                self._places.release()
+        return blamed_call or not blamed
+
+    def _branch(self, request: Mapping[str, Any]) -> Branch:
+        number, begin = request["branch"], request["begin"]
+        if number in self.tree:
+            return self.tree[number]
+        own = begin["prompt"]
+        ids = None if own is None else self._opening_ids([], own)
+        branch = self.tree.branch(number, begin["parent"], begin["parent_turns"], begin["name"], ids)
+        origin = self.said[begin["parent"]]
+        self.said[number] = _Said(_messages(own) if own is not None else list(origin.messages))
+        return branch
+
+    async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
+        new: list[Any] = request["new"]
+        before = branch.ids
+        self._observe(branch, new)
+        ids = branch.ids
+        room = min(
+            self.opening.longest - len(ids),
+            self._sampling.max_new_tokens,
+            request["max_new_tokens"] or self._sampling.max_new_tokens,
+        )
+        if branch.turns >= self._settings.max_turns:
+            return {"limit": f"rollout.session.max_turns = {self._settings.max_turns}"}
+        if room < 1:
+            return {"limit": f"rollout.session.max_tokens = {self._settings.max_tokens}"}
+        prompt = tokens_hash(ids)
+        rows = self.record.turn(branch.number, branch.events, prompt)
+        if rows is None:
+            await self._diverge(branch)
+            answer = await self._ask(branch, ids, room, request["stop"])
+            if answer.generation is None:
+                self.failure = answer.reason
+                return {"refused": answer.reason}
+            row = self._segment(branch, prompt, ids[len(before) :], new, answer)
+            self.record.note(row)
+            await self._write(row)
+            rows = [row]
+        turn = self._add(branch, rows, ids)
+        return {
+            "text": turn.text,
+            "content": turn.content,
+            "output_ids": list(turn.output_ids),
+            "status": turn.status,
+            "thinking": turn.thinking,
+            "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in turn.tool_calls],
+            "problem": turn.problem,
+        }
+
+    async def _ask(self, branch: Branch, ids: Sequence[int], room: int, stop: Sequence[str]) -> Answer:
+        opening = self.opening
+        answer = await self._generator.generate(
+            ids,
+            seed=turn_seed(opening.seed, branch.number, branch.turns),
+            rid=f"{opening.rollout_id}.{branch.number:02d}.{branch.turns:04d}",
+            session=opening.group_id,
+            limits={"max_new_tokens": room, **({"stop": list(stop)} if stop else {})},
+        )
+        self.seconds += answer.seconds
+        return answer
+
+    def _add(self, branch: Branch, rows: Sequence[TurnRow], ids: Sequence[int]) -> Turn:
+        """Take a turn's segments into the tree, and read it."""
+        output = [token for row in rows for token in row.output_ids]
+        spans: list[tuple[int, int]] = []
+        first = 0
+        for row in rows:
+            spans += [(first + span["first_token"], span["version"]) for span in row.policy_versions]
+            first += len(row.output_ids)
+        branch.add(Segment(output, [value for row in rows for value in row.rollout_logprobs], spans))
+        branch.events += 1
+        self.engine_id = rows[-1].engine_id
+        text, cut = "".join(row.text for row in rows), rows[-1].ended == "length"
+        turn = self._dialogues.turn(output, text, cut, ids)
+        said = self.said[branch.number]
+        said.turns.append(turn)
+        said.messages.append(_said(turn))
+        return turn
+
+    def _observe(self, branch: Branch, new: Sequence[Any]) -> None:
+        """Add what is new to a branch. Raises ValueError where the chat template refuses it."""
+        said = self.said[branch.number]
+        turns = self.said[branch.number].turns
+        began = bool(turns) or (branch.parent_turns or 0) > 0
+        run: list[Message] = []
+        for piece in [*new, {"ids": []}]:
+            if "ids" not in piece:
+                run.append(piece)
+                continue
+            if run and not began:
+                branch.prompt_ids = self._opening_ids(said.messages, run)
+            elif run:
+                ids = branch.ids
+                branch.observe(self._dialogues.following(run, ids, self.opening.chat))
+            said.messages += run
+            run = []
+            branch.observe(piece["ids"])
+
+    def _opening_ids(self, before: Sequence[Message], new: Sequence[Any]) -> list[int]:
+        ids: list[int] = []
+        messages = [*before, *_messages(new)]
+        if messages:
+            ids += self._dialogues.opening(messages, self.opening.chat)
+        for piece in new:
+            ids += piece.get("ids", ())
+        if not ids:
+            raise ValueError("a branch with a prompt of its own needs some")
+        return ids
+
+    async def _call(self, branch: Branch, request: dict[str, Any]) -> dict[str, Any]:
+        found = self.record.answer(branch.number, branch.events, request["tool"], request["arguments"])
+        if found:
+            branch.events += 1
+            return {"answer": found.text}
+        await self._diverge(branch)
+        await self._places.acquire()
+        self._calls[branch.number] = (request, time.time())
+        return {}
+
+    async def _called(self, branch: Branch, answer: str, failed: bool) -> dict[str, Any]:
+        request, started = self._calls.pop(branch.number)
+        self._places.release()
+        row = self._row(
+            branch,
+            kind="call",
+            text=answer,
+            tool=request["tool"],
+            arguments=arguments_text(request["arguments"]),
+            failed=failed,
+            timings=[("started", started), ("call_s", time.time() - started)],
+        )
+        self.record.note(row)
+        await self._write(row)
+        branch.events += 1
+        return {}
+
+    async def _diverge(self, branch: Branch) -> None:
+        """Where something else is recorded here, say that it does not count."""
+        if self.record.differs(branch.number, branch.events):
+            row = self._row(branch, kind="diverged")
+            self.record.note(row)
+            await self._write(row)
+
+    def _segment(
+        self, branch: Branch, prompt: str, new_ids: Sequence[int], new: Sequence[Any], answer: Answer
+    ) -> TurnRow:
+        generation = answer.generation
+        assert generation is not None, "it was generated"
+        return self._row(
+            branch,
+            kind="segment",
+            prompt=prompt,
+            new_ids=list(new_ids),
+            output_ids=generation.output_ids,
+            rollout_logprobs=generation.logprobs,
+            policy_versions=[
+                {"first_token": first, "version": version} for first, version in generation.weight_versions
+            ],
+            engine_id=generation.engine_id,
+            seed=turn_seed(self.opening.seed, branch.number, branch.turns),
+            ended=generation.finish,
+            new=json.dumps(_messages(new), ensure_ascii=False) if new else None,
+            text=generation.text,
+            timings=[("started", answer.started), ("generate_s", answer.seconds)],
+        )
+
+    def _row(self, branch: Branch, *, kind: TurnKind, **given: Any) -> TurnRow:
+        values: dict[str, Any] = {
+            "segment": 0,
+            "prompt": "",
+            "new_ids": [],
+            "output_ids": [],
+            "rollout_logprobs": [],
+            "policy_versions": [],
+            "engine_id": "",
+            "seed": 0,
+            "ended": "",
+            "new": None,
+            "text": "",
+            "tool": None,
+            "arguments": None,
+            "failed": False,
+            "timings": [],
+            **given,
+        }
+        return TurnRow(
+            rollout_id=self.opening.rollout_id,
+            group_id=self.opening.group_id,
+            order=self.record.rows,
+            branch=branch.number,
+            parent=branch.parent,
+            parent_turns=branch.parent_turns,
+            name=branch.name,
+            event=branch.events,
+            kind=kind,
+            **values,
+        )
+
+
+def _messages(pieces: Sequence[Any]) -> list[Message]:
+    return [piece for piece in pieces if "ids" not in piece]
+
+
+def _said(turn: Turn) -> Message:
+    """A turn as a message, for reading."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.thinking:
+        message["reasoning_content"] = turn.thinking
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in turn.tool_calls
+        ]
+    return message
