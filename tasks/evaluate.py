@@ -170,7 +170,9 @@ def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerato
     return respond
 
 
-def _in_sessions(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerator, version: int) -> Respond:
+def _in_sessions(
+    ctx: IterationContext, held_out: EvalSet, generator: SampleGenerator, version: int
+) -> Respond:
     """Rollouts of several turns; of one that branches, what its first branch said. None of their turns are stored."""
     sessions = ctx.runtime.sessions
     runner = sessions.runner(held_out.sampling, generator)

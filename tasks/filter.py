@@ -51,7 +51,11 @@ class _Group:
         found = [first]
         if (first.samples or 1) > 1:
             found += sorted(
-                (score for sid, score in self.scores.items() if sid != rollout and rollout_of(sid) == rollout),
+                (
+                    score
+                    for sid, score in self.scores.items()
+                    if sid != rollout and rollout_of(sid) == rollout
+                ),
                 key=lambda score: score.sample_id,
             )
         return found if len(found) == (first.samples or 1) else []
@@ -165,7 +169,9 @@ def _read_kept(ctx: IterationContext, kept: list[_Group]) -> _Kept:
     """The kept groups with the rollouts and scores of their scored samples."""
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     named = zip(rollouts.column("sample_id").to_pylist(), rollouts.column("turns").to_pylist(), strict=True)
-    order = {sid: at for at, (sid, turns) in enumerate(named) if turns}  # what generated nothing is not trained
+    order = {
+        sid: at for at, (sid, turns) in enumerate(named) if turns
+    }  # what generated nothing is not trained
     scores = [
         group.scores[sid]
         for group in kept

@@ -169,7 +169,9 @@ class Rollouts:
         self._samples.put([session_sample(group, index, seed, sample, timings) for sample in samples])
 
 
-def _writer(ctx: IterationContext, kind: Literal["rollouts", "turns"], generator: SampleGenerator) -> PartWriter:
+def _writer(
+    ctx: IterationContext, kind: Literal["rollouts", "turns"], generator: SampleGenerator
+) -> PartWriter:
     """Writes at once when no answer is outstanding."""
 
     async def landed(entry: FileEntry) -> None:

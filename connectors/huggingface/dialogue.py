@@ -33,7 +33,7 @@ class Dialogues:
 
     def __init__(self, tokenizer: PromptTokenizer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
-        self._tools = list(tools)
+        self._tools = [dict(tool) for tool in tools]
         self._template: Template | None = getattr(tokenizer.tokenizer, "response_template", None) or (
             template_for(tokenizer.tokenizer.chat_template)
         )
@@ -70,7 +70,7 @@ class Dialogues:
 
         shown = self.decode(prompt_ids[-SHOWN:])
         try:
-            found = parse_response(text, self._template, prefix=shown, tools=self._tools)
+            found = parse_response(text, self._template, prefix=shown, tools=[*self._tools])
             calls = [_call(item) for item in found.get("tool_calls") or []]
         except (ValueError, KeyError, TypeError) as error:
             return Reading(self._without_end(text), "", [], str(error).partition("\n")[0])

@@ -52,6 +52,14 @@ class _Running:
         self.calling = False  # a call of a tool is under way
         self.heard = time.monotonic()  # when its code last began to work
         self.cancelled: tuple[float, str] | None = None  # when it was asked to end, and why
+        self.answering: set[asyncio.Task[None]] = set()
+
+    async def stop(self) -> None:
+        """Answer it no more."""
+        answering = list(self.answering)
+        for task in answering:
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
 
 
 class SessionPool:
@@ -158,6 +166,7 @@ class _SessionProcess:
             end = await session.end
         finally:
             self.sessions.pop(number, None)
+            await session.stop()
         if session.cancelled:
             return {"status": "failed", "reason": session.cancelled[1], "rewards": {}}
         return end
@@ -187,13 +196,16 @@ class _SessionProcess:
             while line := await reader.readline():
                 self._take(json.loads(line))
         await asyncio.to_thread(self._process.join, GRACE_S)
-        self._bury()
+        await self._bury()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready.set_result(None)
         elif "pong" in message:
+            late = time.monotonic() - message["pong"]
             self._pinged = None
+            for session in self.sessions.values():  # another one's code had the process meanwhile
+                session.heard += late
         elif "stuck" in message:
             self.kill("a call in it did not end")
         elif session := self.sessions.get(message["session"]):
@@ -203,7 +215,9 @@ class _SessionProcess:
             else:
                 session.open += 1
                 session.calling = False
-                self._spawn(self._answer(message, session))
+                task = asyncio.get_running_loop().create_task(self._answer(message, session))
+                session.answering.add(task)
+                task.add_done_callback(session.answering.discard)
 
     async def _answer(self, message: dict[str, Any], session: _Running) -> None:
         try:
@@ -236,6 +250,8 @@ class _SessionProcess:
             elif now - self._pinged > limit + LOOK_S:
                 self._blame_running(f"no answer within rollout.session.timeout_s = {limit:g} s")
                 return
+            elif now - self._pinged > 2 * LOOK_S:
+                continue  # who waits for whom is not known
             for number, session in list(self.sessions.items()):
                 if session.end.done():
                     continue
@@ -243,10 +259,10 @@ class _SessionProcess:
                     self._blamed.add(number)
                     self.kill(session.cancelled[1])
                     return
-                own_code = not session.open and not session.calling
-                if not session.cancelled and now - session.heard > limit + (0 if own_code else GRACE_S):
-                    if not session.open:
-                        self._cancel(number, f"no answer within rollout.session.timeout_s = {limit:g} s")
+                # a call is ended by the process itself, in time
+                patience = limit + (GRACE_S if session.calling else 0)
+                if not session.open and not session.cancelled and now - session.heard > patience:
+                    self._cancel(number, f"no answer within rollout.session.timeout_s = {limit:g} s")
 
     def _blame_running(self, why: str) -> None:
         """Kill it, for what the session that runs now does."""
@@ -255,7 +271,7 @@ class _SessionProcess:
             self._blamed.add(running)
         self.kill(why)
 
-    def _bury(self) -> None:
+    async def _bury(self) -> None:
         """Say to each session that its process is gone, and whether it is to blame."""
         code = self._process.exitcode
         died = f"its process died of signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else ""
@@ -268,6 +284,7 @@ class _SessionProcess:
         if not self._ready.done():
             self._ready.set_exception(OSError(why))
         for number, session in list(self.sessions.items()):
+            await session.stop()
             if not session.end.done():
                 session.end.set_exception(SessionLostError(why, number in self._blamed))
         self._writer.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections.abc
+import contextlib
 import contextvars
 import inspect
 import json
@@ -25,7 +26,7 @@ from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
 from millrace.core.sessions.live import LiveSession, Shared
-from millrace.core.sessions.tools import caller, load_tools
+from millrace.core.sessions.tools import caller, load_tools, unended
 
 LINE = 1 << 28  # bytes of the longest message
 _session = contextvars.ContextVar("session", default=0)
@@ -98,13 +99,15 @@ class _Worker:
         loop.set_task_factory(self._task)
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE)
         self._send({"ready": os.getpid()})
-        while line := await reader.readline():
-            self._take(json.loads(line))
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                self._take(json.loads(line))
         for task in self._tasks.values():
             task.cancel()
 
     def _task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        session = _session.get()
+        context: contextvars.Context | None = options.get("context")
+        session = context.get(_session, 0) if context else _session.get()
         if session and inspect.iscoroutine(coro):
             coro = Stepped(coro, session, self._note)
         return asyncio.Task(coro, loop=loop, **options)
@@ -135,7 +138,7 @@ class _Worker:
             ask=lambda request: self._ask(number, request),
             make_call=self._make_call,
             timeout_s=self.settings.timeout_s,
-            stuck=lambda: self._send({"stuck": number}),
+            over=lambda: self._send({"stuck": number}) if unended else None,
         )
         session = LiveSession(shared)
         end: dict[str, Any] = {"status": "completed", "reason": None}
@@ -169,7 +172,8 @@ class _Worker:
     async def _ask(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         self._asked += 1
         asked = self._asked
-        future = self._waiting[number, asked] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number, asked] = future
         self._send({"session": number, "ask": asked, **request})
         return await future
 

@@ -32,7 +32,9 @@ class ScoredSamples:
     group_ids: Sequence[int]  # which samples are compared: those of one prompt, of branches those of one name
     lengths: Sequence[int]  # of responses, in tokens
     truncated: Sequence[bool]
-    units: Sequence[int] | None = None  # samples that count once together: branches of a rollout; None: each for itself
+    units: Sequence[int] | None = (
+        None  # samples that count once together: branches of a rollout; None: each for itself
+    )
 
 
 class SampleCredit(NamedTuple):

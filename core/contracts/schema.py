@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pyarrow as pa
 
 from millrace.core.contracts.prompts import Quarantined
-from millrace.core.contracts.turns import TurnRow
 from millrace.core.contracts.sample import (
     BatchSample,
     DrawnGroup,
@@ -23,6 +22,7 @@ from millrace.core.contracts.sample import (
     ScoredSample,
     columns,
 )
+from millrace.core.contracts.turns import TurnRow
 
 VERSION = 1
 
@@ -67,7 +67,7 @@ def _type(hint: Any) -> pa.DataType:
     if is_typeddict(hint):
         inner = get_type_hints(hint, include_extras=True)
         return pa.struct([pa.field(name, _type(each)) for name, each in inner.items()])
-    plain = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    plain = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     return pa.string() if get_origin(hint) is Literal else plain[hint]
 
 

@@ -111,4 +111,3 @@ def from_record(text: str) -> Observation | Done | None:
     if found["kind"] == "done":
         return Done(found["reward"], found["parts"])
     return Observation(found["content"], found["role"])
-

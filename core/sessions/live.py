@@ -12,7 +12,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.core.sessions.interface import Content, LimitReachedError, SessionError, Task, ToolCall, ToolError, Turn
+from millrace.core.sessions.interface import (
+    Content,
+    LimitReachedError,
+    SessionError,
+    Task,
+    ToolCall,
+    ToolError,
+    Turn,
+)
 
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Sends a request to the driver and returns its answer."""
@@ -29,7 +37,9 @@ class Shared:
     ask: Ask
     make_call: Make
     timeout_s: float  # of a call
-    stuck: Callable[[], None]  # says that a call goes on though nobody waits for it: its process must end
+    over: Callable[
+        [], None
+    ]  # says that nobody waits for a call any more; where it goes on all the same, its process ends
     rewards: dict[int, dict[str, Any]] = field(default_factory=dict)  # by branch
     rng: random.Random = field(init=False)
     branches: int = 1
@@ -113,7 +123,7 @@ class LiveSession:
             answer, failed, over = f"{name} gave no answer within {self._shared.timeout_s:g} s", True, True
         await self._ask({"do": "called", **place, "answer": answer, "failed": failed})
         if over:
-            self._shared.stuck()
+            self._shared.over()
         return answer, False
 
     def branch(self, name: str | None = None, prompt: Content | None = None) -> LiveSession:
@@ -154,8 +164,9 @@ def pieces(content: Content, role: str) -> list[Any]:
         items = list(content)
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return [{"ids": items}] if items else []
-        if all(isinstance(item, Mapping) for item in items):
-            return [dict(item) for item in items]
+        messages = [dict(item) for item in items if isinstance(item, Mapping)]
+        if len(messages) == len(items):
+            return messages
     raise TypeError(
         f"a prompt grows by text, a message, messages or token ids, not by {type(content).__name__}"
     )

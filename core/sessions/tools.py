@@ -14,10 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from millrace.core.errors import described
-from millrace.core.hooks import load_function
 from millrace.core.config.rollout import Tool
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, described
+from millrace.core.hooks import load_function
 from millrace.core.sessions.interface import ToolError
 
 
@@ -45,10 +44,22 @@ class LoadedTool:
             if inspect.iscoroutinefunction(self.function):
                 answer = await self._call(**values)
             else:
-                answer = await asyncio.to_thread(self._call, **values)
+                answer = await asyncio.to_thread(self._in_thread, values)
         except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
             raise ToolError(f"{self.name} failed: {described(error)}") from error
         return as_text(answer)
+
+    def _in_thread(self, values: Mapping[str, Any]) -> Any:
+        """Make the call in this thread, which nobody can end."""
+        place = object()
+        unended.add(place)
+        try:
+            return self._call(**values)
+        finally:
+            unended.discard(place)
+
+
+unended: set[object] = set()  # calls that run in threads of this process
 
 
 def load_tools(tools: Sequence[Tool]) -> dict[str, LoadedTool]:

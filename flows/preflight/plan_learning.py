@@ -70,9 +70,7 @@ def _aggregation(config: RunConfig) -> str:
     a = config.algorithm
     if a.aggregation != "constant":
         return a.aggregation
-    return (
-        f"constant: divided by {a.constant_length or config.rollout.longest_response} tokens a sample"
-    )
+    return f"constant: divided by {a.constant_length or config.rollout.longest_response} tokens a sample"
 
 
 def _kl(a: Algorithm) -> str:

@@ -68,7 +68,7 @@ class Sessions:
 def opening_messages(prompt: str, system: str | None) -> list[Message]:
     """The messages of a stored prompt, which is JSON text: what a dialogue begins with."""
     found: str | Sequence[Message] = json.loads(prompt)
-    messages = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+    messages: list[Message] = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages

@@ -162,6 +162,7 @@ def test_supervised_training_and_rl_from_its_export(reader: Reader) -> None:
         "data.max_prompt_tokens=64",
         "rollout.prompts=32",
         "checkpoint.export_every=2",
+        "trainer.global_batch=16",
         "trainer.schedule.warmup_steps=0",
     )
     reader.types("sft", "millrace check sft.yaml", *sizes)

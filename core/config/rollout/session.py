@@ -16,7 +16,9 @@ HELD = "an open iteration may hold turns that were made with it"
 class Tool(UserFunction):
     """A function that the policy may call, described to it by its type hints and docstring."""
 
-    name: str = Field("", pattern=r"^[A-Za-z0-9_-]*$", description="What the model calls it; empty: the function's name.")
+    name: str = Field(
+        "", pattern=r"^[A-Za-z0-9_-]*$", description="What the model calls it; empty: the function's name."
+    )
 
 
 class Session(Section):
@@ -28,7 +30,9 @@ class Session(Section):
     environment: Annotated[UserFunction | None, in_a_branch(HELD)] = Field(
         None, description="Makes an environment for each rollout (millrace.Environment)."
     )
-    tools: Annotated[list[Tool], in_a_branch(HELD)] = Field([], description="Functions that the policy may call.")
+    tools: Annotated[list[Tool], in_a_branch(HELD)] = Field(
+        [], description="Functions that the policy may call."
+    )
     max_turns: Annotated[int, in_a_branch(HELD)] = Field(16, ge=1, description="Turns of one branch.")
     max_tokens: Annotated[int, in_a_branch(HELD)] = Field(
         2048,
@@ -40,10 +44,14 @@ class Session(Section):
         description="exact: refuse a chat template that rewrites earlier turns. append: keep what was generated even there.",
     )
     workers: Annotated[int, ANY_START] = Field(
-        1, ge=1, description="Processes that run rollouts, many side by side in each; each can be killed on its own."
+        1,
+        ge=1,
+        description="Processes that run rollouts, many side by side in each; each can be killed on its own.",
     )
     timeout_s: Annotated[float, ANY_START] = Field(
-        60, gt=0, description="Longest time for a tool, a step of an environment, or the function between two turns. Seconds."
+        60,
+        gt=0,
+        description="Longest time for a tool, a step of an environment, or the function between two turns. Seconds.",
     )
     rollout_timeout_s: Annotated[float, ANY_START] = Field(
         3600, gt=0, description="Longest time for one rollout. Seconds."
@@ -51,7 +59,9 @@ class Session(Section):
     memory_mb: Annotated[int, ANY_START] = Field(
         4096, ge=64, description="Memory that one process of rollouts may have. MiB."
     )
-    max_rollouts: Annotated[int, ANY_START] = Field(512, ge=1, description="Rollouts that are under way at once.")
+    max_rollouts: Annotated[int, ANY_START] = Field(
+        512, ge=1, description="Rollouts that are under way at once."
+    )
     max_calls: Annotated[int, ANY_START] = Field(
         256, ge=1, description="Calls of tools and steps of environments that are under way at once."
     )

@@ -1,0 +1,223 @@
+"""Processes that run rollouts: every way in which a session's code can misbehave, and that its neighbours do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from millrace.connectors.workers import session_pool
+from millrace.connectors.workers.session_pool import SessionLostError, SessionPool
+from millrace.core.config.rollout import Session
+
+FUNCTIONS = "tests.support.session_functions"
+TIMEOUT_S = 2.0
+Make = Callable[..., SessionPool]
+
+
+@pytest.fixture
+async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+    monkeypatch.setattr(session_pool, "GRACE_S", 0.5)
+    made: list[SessionPool] = []
+
+    def make(function: str | None = None, **settings: Any) -> SessionPool:
+        if function:
+            settings["function"] = {
+                "function": f"{FUNCTIONS}:{function}",
+                "options": settings.pop("options", {}),
+            }
+        tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
+        pool = SessionPool(Session.model_validate({"timeout_s": TIMEOUT_S, "tools": tools, **settings}))
+        made.append(pool)
+        return pool
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+class Driver:
+    """Answers as the driver does, from a list of texts; records what was asked."""
+
+    def __init__(self, texts: list[str] | None = None) -> None:
+        self.texts = texts or ["one", "two", "three"]
+        self.asked: list[dict[str, Any]] = []
+
+    async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        if request["do"] != "generate":
+            return {}
+        turns = sum(each["do"] == "generate" for each in self.asked)
+        text = self.texts[min(turns, len(self.texts)) - 1]
+        return {
+            "text": text,
+            "content": text,
+            "output_ids": [len(text)],
+            "status": "completed",
+            "thinking": "",
+            "tool_calls": [],
+            "problem": None,
+        }
+
+
+def start(**task: Any) -> dict[str, Any]:
+    return {"task": {"prompt": "1+1=", **task}, "seed": 7}
+
+
+async def test_a_session_generates_and_returns_its_reward(make_pool: Make) -> None:
+    driver = Driver()
+    end = await make_pool("three_turns").run(start(), driver.handle)
+    assert end == {"status": "completed", "reason": None, "rewards": {"0": {"value": 3.0, "parts": {}}}}
+    assert [request["new"] for request in driver.asked] == [
+        [],
+        [{"role": "user", "content": "again"}],
+        [{"role": "user", "content": "again"}],
+    ]
+
+
+async def test_branches_say_where_they_began_and_what_they_are_worth(make_pool: Make) -> None:
+    driver = Driver(["a solution", "good"])
+    end = await make_pool("branches").run(start(), driver.handle)
+    assert end["rewards"] == {
+        "1": {"value": 0.25, "parts": {"kind": 1.0}},
+        "0": {"value": 1.0, "parts": {}},
+    }
+    first, second = driver.asked
+    assert (first["branch"], first["begin"]) == (0, None)
+    assert (second["branch"], second["begin"]) == (
+        1,
+        {
+            "parent": 0,
+            "parent_turns": 0,
+            "name": "critic",
+            "prompt": [{"role": "user", "content": "judge: a solution"}],
+        },
+    )
+
+
+ENDS = {
+    # function: how its rollout ends, and whether its process does
+    "raises": ("ValueError: no idea in session_functions.py", False),
+    "gives_text": ("returned reward of type str", False),
+    "hoards": ("MemoryError", False),
+    "sleeps": ("no answer within rollout.session.timeout_s = 2 s", False),
+    "spins": ("no answer within rollout.session.timeout_s = 2 s", True),
+    "hangs_in_c": ("no answer within rollout.session.timeout_s = 2 s", True),
+    "exits": ("its process ended itself with exit code 3", True),
+}
+
+
+@pytest.mark.parametrize("function", ENDS)
+async def test_a_rollout_that_misbehaves_is_to_blame_and_nobody_else(make_pool: Make, function: str) -> None:
+    reason, ends = ENDS[function]
+    pool = make_pool("bad_or_good", workers=1, options={"bad": function})
+    good = [
+        asyncio.ensure_future(_until_it_ends(pool, start(metadata={"good": True}), Driver()))
+        for _ in range(4)
+    ]
+    began = time.monotonic()
+    if ends:
+        with pytest.raises(SessionLostError, match=reason.replace("(", r"\(")) as lost:
+            await pool.run(start(), Driver().handle)
+        assert lost.value.blamed
+    else:
+        end = await pool.run(start(), Driver().handle)
+        assert end["status"] == "failed"
+        assert reason in end["reason"]
+    assert time.monotonic() - began < 60
+    assert [end["rewards"]["0"]["value"] for end in await asyncio.gather(*good)] == [3.0] * 4
+
+
+async def _until_it_ends(pool: SessionPool, begin: dict[str, Any], driver: Driver) -> dict[str, Any]:
+    """Run a session as often as another one takes its process with it."""
+    for _ in range(5):
+        try:
+            return await pool.run(begin, driver.handle)
+        except SessionLostError as error:
+            assert not error.blamed, error
+            driver.asked.clear()
+    raise AssertionError("it was lost five times")
+
+
+ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
+    "add": ({"a": 1, "b": 2}, "3"),
+    "wait": ({"seconds": 0.01}, "waited"),
+    "fail": ({}, "fail failed: KeyError: 'missing' in session_functions.py"),
+    "hoard": ({}, "hoard failed: MemoryError"),
+    "give_bytes": ({}, '{"odd": "b'),
+    "unknown": ({}, "there is no tool unknown; there are add, "),
+}
+
+
+@pytest.mark.parametrize("tool", ANSWERS)
+async def test_what_a_tool_gives_or_raises_is_an_answer(make_pool: Make, tool: str) -> None:
+    arguments, answer = ANSWERS[tool]
+    driver = Driver()
+    names = [name for name in ANSWERS if name != "unknown"]
+    await make_pool("calls", options={"tool": tool, **arguments}, tools=names).run(start(), driver.handle)
+    call, called = (request for request in driver.asked if request["do"] in ("call", "called"))
+    assert (call["tool"], call["arguments"]) == (tool, arguments)
+    assert called["answer"].startswith(answer)
+
+
+async def test_arguments_that_a_tool_does_not_take_are_named(make_pool: Make) -> None:
+    driver = Driver()
+    options = {"tool": "add", "a": "three", "b": 1}
+    await make_pool("calls", options=options, tools=["add"]).run(start(), driver.handle)
+    answers = [request["answer"] for request in driver.asked if request["do"] == "called"]
+    assert answers == [
+        "add does not take these arguments: a: Input should be a valid integer, unable to parse string as an integer"
+    ]
+
+
+async def test_a_slow_async_tool_is_ended_alone(make_pool: Make) -> None:
+    driver = Driver()
+    end = await make_pool("calls", options={"tool": "wait", "seconds": 60}, tools=["wait"]).run(
+        start(), driver.handle
+    )
+    assert end["status"] == "completed"
+    answers = [request["answer"] for request in driver.asked if request["do"] == "called"]
+    assert answers == ["wait gave no answer within 2 s"]
+
+
+@pytest.mark.parametrize("tool", ["spin", "spin_in_c", "crash"])
+async def test_a_tool_that_takes_its_process_with_it_is_to_blame(make_pool: Make, tool: str) -> None:
+    driver = Driver()
+    with pytest.raises(SessionLostError) as lost:
+        await make_pool("calls", options={"tool": tool}, tools=[tool]).run(start(), driver.handle)
+    if tool == "spin":  # it was answered first, in time
+        answers = [request["answer"] for request in driver.asked if request["do"] == "called"]
+        assert answers == ["spin gave no answer within 2 s"]
+    else:
+        assert lost.value.blamed
+        assert driver.asked[-1]["do"] == "call"
+
+
+async def test_a_killed_process_blames_nobody_and_the_next_session_gets_another(make_pool: Make) -> None:
+    pool = make_pool("one_turn")
+    driver = Driver()
+    (await pool.run(start(), driver.handle))
+    (process,) = pool._processes
+    os.kill(process._process.pid or 0, 9)
+    end = await _until_it_ends(pool, start(), Driver())
+    assert end["status"] == "completed"
+
+
+async def test_what_the_driver_raises_is_raised(make_pool: Make) -> None:
+    async def handle(request: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError("too many failed")
+
+    with pytest.raises(RuntimeError, match="too many failed"):
+        await make_pool("one_turn").run(start(), handle)
+
+
+async def test_many_sessions_run_side_by_side(make_pool: Make) -> None:
+    pool = make_pool("calls", options={"tool": "wait", "seconds": 0.5}, tools=["wait"], workers=1)
+    await pool.run(start(), Driver().handle)
+    began = time.monotonic()
+    await asyncio.gather(*(pool.run(start(), Driver().handle) for _ in range(64)))
+    assert time.monotonic() - began < 64 * 0.5 / 4
