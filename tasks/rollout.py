@@ -115,7 +115,7 @@ class Answers:
 
     def __init__(self, ctx: IterationContext, generator: SampleGenerator) -> None:
         self._ctx, self._generator = ctx, generator
-        self._writer = _writer(ctx, "rollouts", generator)
+        self._writer = row_writer(ctx, "rollouts", generator)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -140,7 +140,7 @@ class Rollouts:
         """stored: turns of an earlier attempt."""
         self._ctx = ctx
         self._runner = ctx.runtime.sessions.runner(ctx.config.rollout.sampling, generator)
-        self._samples, self._turns = (_writer(ctx, kind, generator) for kind in ("rollouts", "turns"))
+        self._samples, self._turns = (row_writer(ctx, kind, generator) for kind in ("rollouts", "turns"))
         self._stored = stored_events(stored)
 
     @asynccontextmanager
@@ -169,7 +169,7 @@ class Rollouts:
         self._samples.put([session_sample(group, index, seed, sample, timings) for sample in samples])
 
 
-def _writer(
+def row_writer(
     ctx: IterationContext, kind: Literal["rollouts", "turns"], generator: SampleGenerator
 ) -> PartWriter:
     """Writes at once when no answer is outstanding."""

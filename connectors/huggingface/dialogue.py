@@ -38,7 +38,6 @@ class Dialogues:
             template_for(tokenizer.tokenizer.chat_template)
         )
         self._ends = ends_of(tokenizer.tokenizer)
-        self._end_ids = {tokenizer.tokenizer.convert_tokens_to_ids(end) for end in self._ends}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, for reading."""
@@ -54,12 +53,12 @@ class Dialogues:
     def following(self, messages: Sequence[Message], ids: Sequence[int], chat: bool) -> list[int]:
         """Token ids to add to a dialogue `ids`, whose last turn it ends.
 
-        Where it was cut off the template's own end of a turn comes first. Raises ValueError where the template refuses them.
+        Where the turn does not end as the template ends turns, that comes first. Raises ValueError where the template refuses them.
         """
         if not chat:
             return self._encode("".join(str(message.get("content", "")) for message in messages))
         end, text = suffix(self._render, messages, self._ends)
-        ended = ids[-1] in self._end_ids
+        ended = bool(end) and ids[-1] == self._tokenizer.tokenizer.convert_tokens_to_ids(end)
         return self._encode(text if ended else end + text)
 
     def read(self, text: str, prompt_ids: Sequence[int]) -> Reading:
@@ -115,7 +114,8 @@ class Dialogues:
 
 def ends_of(tokenizer: Any) -> list[str]:
     """Texts of the tokens that may end a turn: the tokenizer's special ones, its end of sequence first."""
-    special = [tokenizer.eos_token, *tokenizer.all_special_tokens]
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [tokenizer.eos_token, *added]
     return [token for token in dict.fromkeys(special) if token]
 
 

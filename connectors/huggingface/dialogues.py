@@ -18,30 +18,31 @@ TEXTS = {
 }
 
 
-def dialogues(follows: Follows, thinking: bool = True) -> dict[str, list[Message]]:
-    """Dialogues of two and three turns, by name, in which messages of a role follow the turns.
-
-    thinking: also those in which a turn thinks first. What a template refuses to render of them says nothing about it.
-    """
+def dialogues(follows: Follows) -> dict[str, list[Message]]:
+    """Dialogues of two and three turns, by name, in which messages of a role follow the turns."""
+    turns: dict[str, Message] = {f"{name} text": {"content": text} for name, text in TEXTS.items()}
+    turns["thinking"] = {"content": "Yes.", "reasoning_content": "Let me see.\nTwo and two."}
+    turns["thinking alone"] = {"content": "", "reasoning_content": "Hm."}
+    turns["thinking in the text"] = {"content": "<think>\nHm.\n</think>\n\nYes."}
     found: dict[str, list[Message]] = {}
-    for name, text in TEXTS.items():
-        found[f"{follows} after {name} text"] = _dialogue(follows, {"content": text}, text)
-    if thinking:
-        found[f"{follows} after thinking"] = _dialogue(
-            follows, {"content": "Yes.", "reasoning_content": "Let me see.\nTwo and two."}, "and?"
-        )
-        found[f"{follows} after thinking alone"] = _dialogue(
-            follows, {"content": "", "reasoning_content": "Hm."}, "and?"
-        )
+    for name, turn in turns.items():
+        answer = turn["content"] or "and?"
+        found[f"{follows} after {name}"] = _dialogue(follows, turn, answer, parallel=False)
+        if follows == "tool":
+            found[f"tools after {name}"] = _dialogue(follows, turn, answer, parallel=True)
     return found
 
 
-def _dialogue(follows: Follows, turn: Mapping[str, Any], answer: str) -> list[Message]:
+def _dialogue(follows: Follows, turn: Message, answer: str, parallel: bool) -> list[Message]:
+    """Two turns that are answered, and a last one. The text of a turn that thinks in it stands alone: no calls follow it."""
     asked: Message = {"role": "user", "content": "What is 2 + 2?"}
+    said: Message = {"role": "assistant", **turn}
     if follows == "user":
-        said: Message = {"role": "assistant", **turn}
-        return [asked, said, {"role": "user", "content": answer or "go on"}, said, _user("again"), said]
-    one, two = _calls(("add", {"a": 2, "b": 2})), _calls(("add", {"a": 4, "b": 1}), ("show", {"text": "ü\n"}))
+        return [asked, said, _user(answer), said, _user("again"), said]
+    one = _calls(("add", {"a": 2, "b": 2}))
+    two = _calls(("add", {"a": 4, "b": 1}), ("show", {"text": "ü\n"})) if parallel else one
+    if "</think>" in turn["content"]:
+        return [asked, said, *_answers(one, answer), said]
     return [
         asked,
         {"role": "assistant", **turn, "tool_calls": one},

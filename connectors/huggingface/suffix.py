@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 MARK = "9f3c-turn"  # stands for a turn; no template writes it
+THOUGHT = "</think>"
 ASKED: Message = {"role": "user", "content": "question"}
 CALLED = {"type": "function", "function": {"name": "tool", "arguments": {}}}
 
@@ -72,26 +73,39 @@ def first_difference(
 ) -> Difference | None:
     """The first dialogue that the template renders otherwise than it grew. None if there is none.
 
-    Each begins with messages of others and alternates from then on: a turn of the assistant, messages of others. Raises ValueError
-    where the template refuses one.
+    Each begins with messages of others and alternates from then on: a turn of the assistant, messages of others. One that the
+    template refuses says nothing. Raises ValueError, as the template does, if it refuses all.
     """
-    for name, dialogue in dialogues.items():
-        cuts = [at for at, message in enumerate(dialogue) if message["role"] == "assistant"]
-        grown = render(dialogue[: cuts[0]], True)
-        for number, at in enumerate(cuts):
-            sent = render(dialogue[:at], True)
-            turn = render(dialogue[: at + 1], False).removeprefix(sent)
-            following = dialogue[at + 1 : cuts[number + 1] if number + 1 < len(cuts) else None]
-            if not following:
-                break
-            end, tail = suffix(render, following, ends)
-            said = turn.rstrip("\n").removesuffix(end) if end else turn
-            grown += said + end + tail
-            rendered = render(dialogue[: at + 1 + len(following)], True)
-            if grown != rendered:
-                first = next(
-                    (i for i, (a, b) in enumerate(zip(grown, rendered, strict=False)) if a != b),
-                    min(len(grown), len(rendered)),
-                )
-                return Difference(name, grown[first:], rendered[first:])
+    refused: ValueError | None = None
+    for number, (name, dialogue) in enumerate(dialogues.items()):
+        try:
+            found = _difference(render, name, dialogue, ends)
+        except ValueError as error:
+            refused = error if number == 0 or refused else None
+            continue
+        refused = None
+        if found:
+            return found
+    if refused:
+        raise refused
+    return None
+
+
+def _difference(
+    render: Render, name: str, dialogue: Sequence[Message], ends: Sequence[str]
+) -> Difference | None:
+    cuts = [at for at, message in enumerate(dialogue) if message["role"] == "assistant"]
+    grown = render(dialogue[: cuts[0]], True)
+    for at, following in zip(cuts, cuts[1:], strict=False):
+        sent = render(dialogue[:at], True)
+        end, tail = suffix(render, dialogue[at + 1 : following], ends)
+        content = str(dialogue[at].get("content"))
+        # a turn that is given as it was generated, thinking and all, else as the template writes it
+        raw = content if THOUGHT in content else render(dialogue[: at + 1], False).removeprefix(sent)
+        grown += raw.rstrip("\n").removesuffix(end) + end + tail if end else raw + tail
+        rendered = render(dialogue[:following], True)
+        if grown != rendered:
+            pairs = enumerate(zip(grown, rendered, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), min(len(grown), len(rendered)))
+            return Difference(name, grown[first:], rendered[first:])
     return None

@@ -6,7 +6,7 @@ Owns the checks that take a fraction of a second, before anything starts. The to
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,16 @@ class TokenizerFolder:
             raise ValueError(f"holds no tokenizer ({', '.join(VOCABULARIES[:3])})")
         self.config: dict[str, Any] = self._json("tokenizer_config.json")
         self.special = {name: _text(self.config[name]) for name in SPECIAL if self.config.get(name)}
+
+    def ends(self) -> list[str]:
+        """Texts of the tokens that may end a turn: the special ones, the end of sequence first."""
+        added = [
+            _text(token)
+            for token in (self.config.get("added_tokens_decoder") or {}).values()
+            if isinstance(token, Mapping) and token.get("special")
+        ]
+        more = [_text(token) for token in self.config.get("additional_special_tokens") or []]
+        return [token for token in dict.fromkeys([self.special.get("eos_token", ""), *added, *more]) if token]
 
     def template(self) -> str | None:
         """The tokenizer's own chat template."""
@@ -71,6 +81,7 @@ class ChatTemplate:
     """A chat template, run as transformers runs it. Raises ValueError with the line that does not parse."""
 
     def __init__(self, text: str, special: Mapping[str, str]) -> None:
+        self.text = text
         self._special = dict(special)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -83,8 +94,17 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
 
-    def render(self, prompt: Prompt, system: str | None = None, for_answer: bool = True) -> str:
-        """The text of a prompt, ready for an answer if `for_answer`. Raises ValueError with the template's own message."""
+    def render(
+        self,
+        prompt: Prompt,
+        system: str | None = None,
+        for_answer: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The text of a prompt, ready for an answer if `for_answer`; with what is shown of tools.
+
+        Raises ValueError with the template's own message.
+        """
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
@@ -93,7 +113,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=for_answer,
                 **self._special,

@@ -204,8 +204,8 @@ class _SessionProcess:
         elif "pong" in message:
             late = time.monotonic() - message["pong"]
             self._pinged = None
-            for session in self.sessions.values():  # another one's code had the process meanwhile
-                session.heard += late
+            for waited in self.sessions.values():  # another one's code had the process meanwhile
+                waited.heard += late
         elif "stuck" in message:
             self.kill("a call in it did not end")
         elif session := self.sessions.get(message["session"]):

@@ -25,6 +25,7 @@ from millrace.flows.preflight.check_model import Checkpoint, check_model
 from millrace.flows.preflight.check_references import check_references
 from millrace.flows.preflight.check_reward import RewardAnswers, check_reward
 from millrace.flows.preflight.check_run import StoredRun, check_run
+from millrace.flows.preflight.check_session import check_session
 
 PATIENCE_S = 5.0  # for a server that accepts the connection and never answers
 DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
@@ -81,6 +82,8 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     touches = _touches(found, wrong_fields)
     later = [*check_model(config, may_be_made, found.model)]
     hooks = [*check_references(config), *check_hooks(config)]
+    if config.rollout.session and not any(problem.field.startswith("rollout.session") for problem in hooks):
+        hooks += check_session(config.rollout.session, found.model)
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
     if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
         later += check_run(config, found.run)

@@ -33,6 +33,8 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
     """Functions that cannot be imported, or do not take the arguments they will get."""
     for place, function, arguments in _functions(config):
         yield from _hook(place, function, arguments)
+    for at, tool in enumerate(config.rollout.session.tools if config.rollout.session else ()):
+        yield from _hook(f"rollout.session.tools.{at}", tool, None)
 
 
 def hidden_modules(config: RunConfig) -> Iterator[str]:
@@ -56,9 +58,15 @@ def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None, Se
     yield "algorithm.loss", a.loss if a.loss.kind == "function" else None, ("batch",)
     yield "algorithm.shaping", a.shaping, ("rewards", "response_lengths", "truncated")
     yield "run.prepare", config.run.prepare, ("config",)
+    if config.rollout.session:
+        yield "rollout.session.function", config.rollout.session.function, ("session",)
+        yield "rollout.session.environment", config.rollout.session.environment, ()
 
 
-def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[str]) -> Iterator[Problem]:
+def _hook(
+    place: str, user_function: UserFunction | None, arguments: Sequence[str] | None
+) -> Iterator[Problem]:
+    """arguments: that it gets besides its options; None: any."""
     if user_function is None:
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
@@ -73,6 +81,8 @@ def _hook(place: str, user_function: UserFunction | None, arguments: Sequence[st
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
+        return
+    if arguments is None:
         return
     try:
         signature.bind(*arguments)

@@ -6,7 +6,7 @@ Imports no torch and no transformers.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Checkpoint:
     shape: Architecture | None = None
     tokenizer: Any = None
     template: ChatTemplate | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)  # what is shown of functions to call
+    ends: list[str] = field(default_factory=list)  # texts of tokens that may end a turn
     has_template: bool = False  # whether there is a template, valid or not
     here: RunConfig | None = None  # the configuration with the folder of a model that it names
     whole: bool = True  # whether the weights are on this host
@@ -148,6 +150,7 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
     try:
         files = TokenizerFolder(folder)
         special, text = files.special, files.template()
+        found.ends = files.ends()
         found.tokenizer = files.load()
     except (ValueError, OSError) as error:
         yield Problem(field, folder, str(error), "copy the tokenizer's files there, or set model.tokenizer")

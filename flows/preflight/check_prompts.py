@@ -39,7 +39,7 @@ def rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str
             texts.append((source.system or "") + str(row.prompt))
             continue
         try:
-            text = model.template.render(row.prompt, source.system)
+            text = model.template.render(row.prompt, source.system, tools=model.tools)
         except ValueError as error:
             yield _refused(rows, model.template, row, error)
             return []

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from millrace.core.hooks import RewardInput as RewardInput
     from millrace.core.hooks import RewardResult as RewardResult
     from millrace.core.hooks import RewardShaping as RewardShaping
+    from millrace.core.sessions.interface import Done as Done
+    from millrace.core.sessions.interface import Environment as Environment
+    from millrace.core.sessions.interface import LimitReachedError as LimitReachedError
+    from millrace.core.sessions.interface import Observation as Observation
+    from millrace.core.sessions.interface import RolloutFunction as RolloutFunction
+    from millrace.core.sessions.interface import Session as Session
+    from millrace.core.sessions.interface import SessionError as SessionError
+    from millrace.core.sessions.interface import Task as Task
+    from millrace.core.sessions.interface import ToolCall as ToolCall
+    from millrace.core.sessions.interface import ToolError as ToolError
+    from millrace.core.sessions.interface import Turn as Turn
 
 _MODULES = {
     "millrace.core.config": ["RunConfig"],
@@ -39,6 +50,19 @@ _MODULES = {
         "RewardInput",
         "RewardResult",
         "RewardShaping",
+    ],
+    "millrace.core.sessions.interface": [
+        "Done",
+        "Environment",
+        "LimitReachedError",
+        "Observation",
+        "RolloutFunction",
+        "Session",
+        "SessionError",
+        "Task",
+        "ToolCall",
+        "ToolError",
+        "Turn",
     ],
     "millrace.core.algorithms.objective": ["TokenBatch"],
     "millrace.core.errors": [

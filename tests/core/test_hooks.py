@@ -20,7 +20,7 @@ SIGNATURES = {
     "loss": "(batch: TokenBatch, **options: Any) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]",
 }
 FIELDS = {
-    hooks.RewardInput: "prompt response label metadata response_length status",
+    hooks.RewardInput: "prompt response label metadata response_length status messages",
     hooks.RewardResult: "reward parts",
     hooks.GroupSample: "sample_id reward scoring",
 }

@@ -85,6 +85,8 @@ BUDGETS: dict[str, tuple[Callable[[IterationContext], None], str, str]] = {  # w
 ONE_CAUSE = {  # what has one cause each time, and where the message is that names the field
     "rollout.attempts": "connectors/sglang/dispatcher.py",
     "rollout.progress_timeout_s": "connectors/sglang/client.py",
+    "rollout.session.timeout_s": "connectors/workers/session_pool.py",
+    "rollout.session.rollout_timeout_s": "connectors/workers/session_pool.py",
     "reward.timeout_s": "tasks/runtime/scoring.py",
     "engines.start_timeout_s": "connectors/sglang/process.py",
     "placement.wait_s": "connectors/ray/placement.py",

@@ -11,7 +11,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.rollout import generated_sample, part_writer, sample_generator
+from millrace.tasks.rollout import generated_sample, row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.generation import Answer
 from millrace.tasks.stream import Stream
@@ -62,8 +62,8 @@ async def test_a_write_that_fails_ends_a_body_that_waits_for_it(
     ctx = context(tmp_path)
 
     async def waits() -> None:
-        async with part_writer(ctx, sample_generator(ctx)) as queue:
-            await queue.put(row("a"))
+        async with row_writer(ctx, "rollouts", sample_generator(ctx)).open() as writer:
+            writer.put([row("a")])
             await asyncio.Event().wait()
 
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -76,8 +76,8 @@ async def test_what_was_finished_before_another_error_is_written(tmp_path: Path)
     ctx = context(tmp_path)
 
     async def fails() -> None:
-        async with part_writer(ctx, sample_generator(ctx)) as queue:
-            await queue.put(row("a"))
+        async with row_writer(ctx, "rollouts", sample_generator(ctx)).open() as writer:
+            writer.put([row("a")])
             raise EOFError
 
     with pytest.raises(BaseExceptionGroup) as caught:

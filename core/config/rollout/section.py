@@ -39,9 +39,9 @@ class Rollout(Section):
     sampling: Annotated[
         Sampling, in_a_branch("an open iteration may hold samples that were drawn with it")
     ] = Sampling()
-    session: Session | None = Field(
-        None, description="Rollouts of several turns; null: one answer to each prompt."
-    )
+    session: Annotated[
+        Session | None, in_a_branch("an open iteration may hold turns that were made with it")
+    ] = Field(None, description="Rollouts of several turns; null: one answer to each prompt.")
     max_concurrency: Annotated[int, ANY_START] = Field(64, ge=1, description="Samples in flight per engine.")
     part_groups: Annotated[int, ANY_START] = Field(
         16, ge=1, description="Finished groups gathered before a part is written."

@@ -6,11 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from millrace.core.config.parts.restart import ANY_START, in_a_branch
+from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
-
-HELD = "an open iteration may hold turns that were made with it"
 
 
 class Tool(UserFunction):
@@ -24,22 +22,18 @@ class Tool(UserFunction):
 class Session(Section):
     """How one rollout goes on: by a function, in an environment, or by calls of tools alone."""
 
-    function: Annotated[UserFunction | None, in_a_branch(HELD)] = Field(
-        None, description="Makes a rollout (millrace.RolloutFunction)."
-    )
-    environment: Annotated[UserFunction | None, in_a_branch(HELD)] = Field(
+    function: UserFunction | None = Field(None, description="Makes a rollout (millrace.RolloutFunction).")
+    environment: UserFunction | None = Field(
         None, description="Makes an environment for each rollout (millrace.Environment)."
     )
-    tools: Annotated[list[Tool], in_a_branch(HELD)] = Field(
-        [], description="Functions that the policy may call."
-    )
-    max_turns: Annotated[int, in_a_branch(HELD)] = Field(16, ge=1, description="Turns of one branch.")
-    max_tokens: Annotated[int, in_a_branch(HELD)] = Field(
+    tools: list[Tool] = Field([], description="Functions that the policy may call.")
+    max_turns: int = Field(16, ge=1, description="Turns of one branch.")
+    max_tokens: int = Field(
         2048,
         ge=1,
         description="Longest dialogue after the prompt: turns and what was observed between them. Tokens.",
     )
-    history: Annotated[Literal["exact", "append"], in_a_branch(HELD)] = Field(
+    history: Literal["exact", "append"] = Field(
         "exact",
         description="exact: refuse a chat template that rewrites earlier turns. append: keep what was generated even there.",
     )

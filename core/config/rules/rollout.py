@@ -32,10 +32,54 @@ def problems(config: RunConfig) -> Iterator[Problem]:
                 "no token would be left to sample",
                 "set it to -1 for the whole vocabulary",
             )
+    yield from _session(config)
     if config.algorithm.supervised and config.rollout.samples_per_prompt != 1:
         yield Problem(
             "rollout.samples_per_prompt",
             config.rollout.samples_per_prompt,
             "algorithm.loss=sft learns the one reference answer of a prompt",
             "set it to 1",
+        )
+
+
+def _session(config: RunConfig) -> Iterator[Problem]:
+    """A session that nothing drives, or two things do; one that is never run; names of tools that clash."""
+    session = config.rollout.session
+    if session is None:
+        return
+    if config.algorithm.supervised:
+        yield Problem(
+            "rollout.session",
+            "set",
+            "algorithm.loss=sft generates nothing",
+            "remove the section",
+        )
+    if session.function and session.environment:
+        yield Problem(
+            "rollout.session.environment",
+            session.environment.function,
+            "a rollout is made by rollout.session.function or in an environment, not by both",
+            "leave one of the two out; a function may make an environment itself",
+        )
+    if not (session.function or session.environment or session.tools):
+        yield Problem(
+            "rollout.session",
+            "empty",
+            "nothing says how a rollout goes on",
+            "name rollout.session.function, .environment or .tools",
+        )
+    if session.environment and session.tools:
+        yield Problem(
+            "rollout.session.tools",
+            [tool.function for tool in session.tools],
+            "in an environment nothing calls them",
+            "have the environment's steps do what they do, or name rollout.session.function",
+        )
+    names = [tool.name or tool.function.rpartition(":")[2] for tool in session.tools]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(
+            "rollout.session.tools",
+            name,
+            "two tools have this name",
+            "give one of them another `name`",
         )

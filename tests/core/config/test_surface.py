@@ -97,7 +97,13 @@ def test_the_menu_of_a_choice_names_every_kind(path: str) -> None:
 def test_choices_and_functions_are_these() -> None:
     assert list(choices()) == ["algorithm.advantage", "algorithm.loss", "engines", "sync"]
     functions = [path for path, field in all_fields().items() if UserFunction in models(field.annotation)]
-    assert functions == ["run.prepare", "filter.group_filter", "algorithm.shaping"]
+    assert functions == [
+        "run.prepare",
+        "rollout.session.function",
+        "rollout.session.environment",
+        "filter.group_filter",
+        "algorithm.shaping",
+    ]
 
 
 def test_the_json_schema_takes_the_short_forms_and_has_literal_defaults() -> None:

@@ -1,0 +1,95 @@
+"""Check what a rollout of several turns needs of tools and of the chat template.
+
+A dialogue grows by what is new. That is what the model was trained to see as long as its template leaves earlier turns as they
+were: shown here over a set of dialogues, or refused with the first text that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from millrace.connectors.huggingface.dialogues import Follows, dialogues
+from millrace.connectors.huggingface.response_templates import template_for
+from millrace.connectors.huggingface.suffix import Message, first_difference
+from millrace.connectors.huggingface.template import ChatTemplate
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rollout import Session
+from millrace.core.errors import ConfigError
+from millrace.core.sessions.tools import LoadedTool
+from millrace.flows.preflight.check_model import Checkpoint
+
+SHOWN = 60
+
+
+def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
+    """Tools that no model can be shown, answers whose calls cannot be read, a template that rewrites earlier turns.
+
+    Notes in `model` what it is shown of the tools.
+    """
+    for at, tool in enumerate(session.tools):
+        field = f"rollout.session.tools.{at}"
+        try:
+            model.tools.append(LoadedTool(tool, field).schema)
+        except ConfigError as error:
+            yield Problem(f"{field}.function", tool.function, error.reason, error.remedy or "correct it")
+    if model.template is None:
+        return
+    if session.tools:
+        yield from _reads_calls(model.template, model.tools)
+    if session.history == "exact":
+        own_code = session.function or session.environment
+        follow: Sequence[Follows] = ("user", "tool") if own_code and session.tools else ("user",)
+        for follows in follow if own_code else ("tool",):
+            yield from _leaves_history(model, follows)
+
+
+def _reads_calls(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
+    try:
+        shown = template.render(asked, tools=tools) != template.render(asked)
+    except ValueError:
+        shown = False
+    if not shown:
+        yield Problem(
+            "model.chat_template",
+            None,
+            "it does not show the model any tools",
+            "name a template that writes `tools`, or describe them in data.sources.system and call them from "
+            "rollout.session.function",
+        )
+    elif template_for(template.text) is None:
+        yield Problem(
+            "model.chat_template",
+            None,
+            "how this model writes its calls of tools is not known",
+            "give the tokenizer a response_template (transformers has it), or read the calls in rollout.session.function",
+        )
+
+
+def _leaves_history(model: Checkpoint, follows: Follows) -> Iterator[Problem]:
+    template = model.template
+    assert template is not None, "it was asked for"
+
+    def render(messages: Sequence[Message], for_answer: bool) -> str:
+        return template.render([dict(message) for message in messages], None, for_answer, model.tools)
+
+    try:
+        found = first_difference(render, dialogues(follows), model.ends)
+    except ValueError as error:
+        yield Problem(
+            "model.chat_template",
+            None,
+            f"it refuses a dialogue in which a message of the {follows} follows a turn: {error}",
+            "name a template that takes such dialogues",
+        )
+        return
+    if found:
+        yield Problem(
+            "model.chat_template",
+            None,
+            f"it rewrites earlier turns ({found.dialogue}): where {found.grown[:SHOWN]!r} was sent it would send "
+            f"{found.rendered[:SHOWN]!r} later",
+            "name a template that leaves them as they were, or set rollout.session.history=append: then what was generated "
+            "stays in the prompt all the same",
+        )
