@@ -66,6 +66,11 @@ class Branch:
         else:
             self.prompt_ids += ids
 
+    def forget(self, length: int) -> None:
+        """Take back what was observed beyond so many tokens in all."""
+        kept = max(length - len(self.prompt_ids), self.cuts[-1] if self.cuts else 0)
+        del self.response_ids[kept:], self.loss_mask[kept:], self.logprobs[kept:]
+
     def add(self, segment: Segment) -> None:
         """Add a turn that was generated. Raises ValueError unless each token has a log-probability and a weight version."""
         count = len(segment.output_ids)

@@ -35,7 +35,7 @@ def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
             yield Problem(f"{field}.function", tool.function, error.reason, error.remedy or "correct it")
     if model.template is None:
         return
-    if session.tools:
+    if session.tools and not session.function:
         yield from _reads_calls(model.template, model.tools)
     if session.history == "exact":
         own_code = session.function or session.environment

@@ -123,6 +123,8 @@ class SessionRollout:
 
     async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
         new: list[Any] = request["new"]
+        if branch.turns >= self._settings.max_turns:
+            return {"limit": f"rollout.session.max_turns = {self._settings.max_turns}"}
         before = branch.ids
         self._observe(branch, new)
         ids = branch.ids
@@ -131,9 +133,8 @@ class SessionRollout:
             self._sampling.max_new_tokens,
             request["max_new_tokens"] or self._sampling.max_new_tokens,
         )
-        if branch.turns >= self._settings.max_turns:
-            return {"limit": f"rollout.session.max_turns = {self._settings.max_turns}"}
         if room < 1:
+            branch.forget(len(before))
             return {"limit": f"rollout.session.max_tokens = {self._settings.max_tokens}"}
         prompt = tokens_hash(ids)
         rows = self.record.turn(branch.number, branch.events, prompt)

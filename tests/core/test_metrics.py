@@ -7,7 +7,7 @@ from itertools import combinations
 import pyarrow as pa
 import pytest
 
-from millrace.core.metrics import group_metrics, pass_at_k, sample_metrics, staleness_metrics
+from millrace.core.metrics import group_metrics, pass_at_k, sample_metrics, session_metrics, staleness_metrics
 
 
 def tables() -> tuple[pa.Table, pa.Table]:
@@ -70,3 +70,24 @@ def test_nothing_generated_gives_no_nan() -> None:
     rollouts, rewards = (table.slice(0, 0) for table in tables())
     assert all(value == value for value in sample_metrics(rollouts, rewards).values())
     assert group_metrics(rewards) == {}
+
+
+def test_the_samples_of_a_rollout_count_once() -> None:
+    rewards = pa.table(
+        {
+            "sample_id": ["g-0000", "g-0000.01", "g-0001"],
+            "group_id": ["g"] * 3,
+            "reward": [1.0, 0.0, 1.0],
+        }
+    )
+    assert group_metrics(rewards)["reward/pass@1"] == 0.5
+    rollouts = pa.table({"samples": [2, 2, 1], "turns": [3, 1, 2]})
+    turns = pa.table({"kind": ["segment", "call", "call"], "failed": [False, True, False]})
+    assert session_metrics(rollouts, turns) == {
+        "session/turns_mean": 3.0,
+        "session/branches_mean": 1.5,
+        "session/calls_mean": 1.0,
+        "session/failed_calls_share": 0.5,
+    }
+    plain = pa.table({"samples": pa.array([None], pa.int32()), "turns": [1]})
+    assert session_metrics(plain, turns) == {}

@@ -18,6 +18,31 @@ GOOD: dict[str, Any] = {
     "evaluation": {"sets": [{"name": "held_out", "path": "train.jsonl"}]},
 }
 
+PLAY = '''
+class Game:
+    recovery = "restart"
+
+async def play(session):
+    await session.generate()
+
+async def alone():
+    pass
+
+def look(where: str) -> str:
+    """Look somewhere."""
+
+def silent(where: str) -> str:
+    pass
+
+def untyped(where):
+    """Look somewhere."""
+'''
+FORGETS = (  # of earlier turns it keeps no more than their first letters
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}"
+    "{{ message['content'] if loop.last else message['content'][:3] }}<eos>{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 # what is wrong, overrides of the good configuration, the field that is named
 WRONG: list[tuple[str, list[str], str]] = [
     ("unknown key", ["run.iteratoins=3"], "run.iteratoins"),
@@ -126,6 +151,30 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("no such teacher", ["algorithm.preset=opd", "algorithm.teacher=no-model"], "algorithm.teacher"),
     ("a quantised teacher", ["algorithm.preset=opd", "algorithm.teacher=quantised"], "algorithm.teacher"),
     ("a teacher with biases", ["algorithm.preset=opd", "algorithm.teacher=biased"], "algorithm.teacher"),
+    ("a session that nothing drives", ["rollout.session={}"], "rollout.session"),
+    ("a session for supervised training", ["rollout.session.function=play:play", "algorithm.loss=sft",
+      "rollout.samples_per_prompt=1", "trainer.global_batch=8"], "rollout.session"),
+    ("a function and an environment", ["rollout.session.function=play:play",
+      "rollout.session.environment=play:Game"], "rollout.session.environment"),
+    ("an environment with tools", ["rollout.session.environment=play:Game", "rollout.session.tools=[play:look]"],
+      "rollout.session.tools"),
+    ("two tools of one name", ["rollout.session.function=play:play",
+      "rollout.session.tools=[play:look, {function: other:look}]"], "rollout.session.tools"),
+    ("a rollout function that is not there", ["rollout.session.function=play:no_such"],
+      "rollout.session.function.function"),
+    ("a rollout function that takes no session", ["rollout.session.function=play:alone"],
+      "rollout.session.function.function"),
+    ("options that an environment does not take",
+      ["rollout.session.environment={function: play:Game, options: {x: 1}}"], "rollout.session.environment.options"),
+    ("a tool without a docstring", ["rollout.session.function=play:play", "rollout.session.tools=[play:silent]"],
+      "rollout.session.tools.0.function"),
+    ("a tool without type hints", ["rollout.session.function=play:play", "rollout.session.tools=[play:untyped]"],
+      "rollout.session.tools.0.function"),
+    ("tools that the template does not show", ["rollout.session.tools=[play:look]"], "model.chat_template"),
+    ("a template that rewrites turns", ["rollout.session.function=play:play",
+      "model.chat_template=forgets.jinja"], "model.chat_template"),
+    ("a dialogue longer than a pack", ["rollout.session.function=play:play", "rollout.session.max_tokens=600"],
+      "trainer.max_pack_tokens"),
     ("top-k of nothing", ["rollout.sampling.top_k=0"], "rollout.sampling.top_k"),
     ("empty stop string", ['rollout.sampling.stop=[""]'], "rollout.sampling.stop"),
     ("greedy group in an evaluation", ["evaluation.sets.held_out.samples_per_prompt=4",
@@ -186,6 +235,9 @@ def write_good(folder: Path) -> None:
     }
     for name, kept in lines.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+    (folder / "play.py").write_text(PLAY)
+    (folder / "other.py").write_text(PLAY)
+    (folder / "forgets.jinja").write_text(FORGETS)
     (folder / "garbage.jsonl").write_text("1+1=2\n" * 5)
     (folder / "train.csv").write_text("prompt,label\n1+1=,2\n")
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")

@@ -16,6 +16,20 @@ from millrace.core.config.algorithm import Algorithm
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 
+def test_the_samples_of_a_rollout_count_as_one_sequence() -> None:
+    mask_sums = torch.tensor([4.0, 1.0, 3.0, 2.0, 0.0])
+    rollouts = torch.tensor([0, 1, 1, 2, 3])
+    whole = torch.tensor([4.0, 4.0, 2.0, 0.0])
+    for how in AGGREGATIONS:
+        config = Algorithm.model_validate({"aggregation": how})
+        weights = aggregate.sample_weights(mask_sums, config, max_length=8, rollouts=rollouts)
+        joined = aggregate.sample_weights(whole, config, max_length=8)
+        present = mask_sums > 0
+        assert torch.equal(weights[present], joined[rollouts][present])
+        alone = aggregate.sample_weights(mask_sums, config, max_length=8, rollouts=torch.arange(5))
+        assert torch.equal(alone, aggregate.sample_weights(mask_sums, config, max_length=8))
+
+
 @st.composite
 def batches(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))

@@ -226,3 +226,17 @@ def test_a_sample_that_was_not_scored_may_have_any_number(monkeypatch: pytest.Mo
     function = {"function": "my_credit:spoils_the_second", "options": {"value": math.nan}}
     config = Algorithm.model_validate({"advantage": {"kind": "function", **function}})
     assert sample_credit(samples, config, 100).advantages == [1.0, 0.0, 0.5]
+
+
+def test_branches_of_a_name_share_the_mean_of_their_rewards_and_count_once() -> None:
+    # two rollouts of one prompt: the first has two branches, and each a critic, which is compared with critics alone
+    rewards, groups, units = [1.0, 0.0, 0.25, 1.0, 0.75], [0, 0, 1, 0, 1], [0, 0, 1, 2, 3]
+    algorithm = Algorithm.model_validate({"preset": "grpo"})
+    samples = ScoredSamples(rewards, groups, [3] * 5, [False] * 5, units)
+    credit = sample_credit(samples, algorithm, 16)
+    plain = sample_credit(
+        ScoredSamples([0.5, 0.25, 1.0, 0.75], [0, 1, 0, 1], [3] * 4, [False] * 4), algorithm, 16
+    )
+    assert credit.shaped_rewards == rewards
+    assert plain.advantages is not None
+    assert credit.advantages == [plain.advantages[unit] for unit in units]
