@@ -128,10 +128,10 @@ def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iter
 
 def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
     prompt = config.data.max_prompt_tokens
-    for field, tokens in config.response_budgets.items():
+    for name, tokens in config.response_budgets.items():
         if prompt + tokens > shape.positions:
             yield Problem(
-                field,
+                name,
                 tokens,
                 f"with data.max_prompt_tokens = {prompt} it is more than the {whose}'s {shape.positions} positions",
                 f"lower the two to {shape.positions} together",
