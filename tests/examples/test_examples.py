@@ -102,10 +102,9 @@ def test_the_metric_of_the_loss_is_stored_with_each_step(workplace: Workplace) -
 def test_a_second_try_is_a_second_turn_of_the_same_rollout(workplace: Workplace) -> None:
     for iteration in iterations(workplace, "generation", "second_try", "rollout.session.max_tokens=48"):
         for row in rows(iteration):
-            first_right = row["turns"] == 1
-            assert row["turns"] in (1, 2)
-            assert row["reward"] in ((1.0,) if first_right else (0.0, 0.5))
-            assert sum(row["loss_mask"]) == row["response_length"] - (
-                0 if first_right else len("<user>") and 5
-            )
-            assert [m["role"] for m in json.loads(row["messages"])][:2] == ["user", "assistant"]
+            second = row["turns"] == 2
+            assert row["reward"] in ((0.0, 0.5) if second else (1.0,))
+            # not trained: two role tokens, the three characters between them, and the end of a turn that was cut off
+            assert row["response_length"] - sum(row["loss_mask"]) in ((5, 6) if second else (0,))
+            roles = [message["role"] for message in json.loads(row["messages"])]
+            assert roles == ["user", "assistant"] * row["turns"]
