@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from millrace.connectors.workers.mcp_tools import WorkerTools
 from millrace.connectors.workers.process import detach
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.errors import described
@@ -26,7 +27,7 @@ from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
 from millrace.core.sessions.live import LiveSession, Shared
-from millrace.core.sessions.tools import caller, load_tools, unended
+from millrace.core.sessions.tools import unended
 
 LINE = 1 << 28  # bytes of the longest message
 _session = contextvars.ContextVar("session", default=0)
@@ -87,7 +88,7 @@ class _Worker:
     def __init__(self, settings: Settings, note: Any) -> None:
         self.settings = settings
         self._note = note
-        self._make_call = caller(load_tools(settings.tools))
+        self._tools = WorkerTools(settings.tools)
         self._waiting: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -98,6 +99,7 @@ class _Worker:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE)
+        await self._tools.connect()
         self._send({"ready": os.getpid()})
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
@@ -136,7 +138,7 @@ class _Worker:
             task=Task(**start["task"]),
             seed=start["seed"],
             ask=lambda request: self._ask(number, request),
-            make_call=self._make_call,
+            make_call=self._tools.call,
             timeout_s=self.settings.timeout_s,
             over=lambda: self._send({"stuck": number}) if unended else None,
         )

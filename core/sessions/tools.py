@@ -10,14 +10,22 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError, create_model
 
-from millrace.core.config.rollout import Tool
+from millrace.core.config.rollout import AnyTool, Tool
 from millrace.core.errors import ConfigError, described
 from millrace.core.hooks import load_function
 from millrace.core.sessions.interface import ToolError
+
+
+class NamedCall(Protocol):
+    """A tool that can be called: a function, or one of a server."""
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """The answer as text. Raises ToolError."""
+        ...
 
 
 class LoadedTool:
@@ -62,9 +70,13 @@ class LoadedTool:
 unended: set[object] = set()  # calls that run in threads of this process
 
 
-def load_tools(tools: Sequence[Tool]) -> dict[str, LoadedTool]:
-    """The tools of a configuration, by name."""
-    loaded = [LoadedTool(tool, f"rollout.session.tools.{at}") for at, tool in enumerate(tools)]
+def load_tools(tools: Sequence[AnyTool]) -> dict[str, LoadedTool]:
+    """The functions among the tools of a configuration, by name."""
+    loaded = [
+        LoadedTool(tool, f"rollout.session.tools.{at}")
+        for at, tool in enumerate(tools)
+        if isinstance(tool, Tool)
+    ]
     return {tool.name: tool for tool in loaded}
 
 
@@ -78,7 +90,7 @@ def as_text(answer: Any) -> str:
         return str(answer)
 
 
-def caller(tools: Mapping[str, LoadedTool]) -> Callable[[str, Mapping[str, Any]], Awaitable[str]]:
+def caller(tools: Mapping[str, NamedCall]) -> Callable[[str, Mapping[str, Any]], Awaitable[str]]:
     """Makes calls by name. Raises ToolError for a tool that is not there."""
 
     async def make(name: str, arguments: Mapping[str, Any]) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.workers.mcp_tools import tool_schemas
 from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import derived_seed, sample_seed
 from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.ledger import Ledger
-from millrace.core.sessions.tools import load_tools
 from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
 
 
@@ -39,7 +39,7 @@ class Prompts:
     def tools(self) -> list[dict[str, Any]]:
         """What the model is shown of the tools that it may call."""
         session = self.config.rollout.session
-        return [tool.schema for tool in load_tools(session.tools).values()] if session else []
+        return tool_schemas(session.tools) if session else []
 
     @cached_property
     def dataset(self) -> PromptDataset:

@@ -13,6 +13,7 @@ import pytest
 from millrace.connectors.workers import session_pool
 from millrace.connectors.workers.session_pool import SessionLostError, SessionPool
 from millrace.core.config.rollout import Session
+from tests.support.session_driver import Driver, start
 
 FUNCTIONS = "tests.support.session_functions"
 TIMEOUT_S = 2.0
@@ -38,34 +39,6 @@ async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
     yield make
     for pool in made:
         pool.close()
-
-
-class Driver:
-    """Answers as the driver does, from a list of texts; records what was asked."""
-
-    def __init__(self, texts: list[str] | None = None) -> None:
-        self.texts = texts or ["one", "two", "three"]
-        self.asked: list[dict[str, Any]] = []
-
-    async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(request)
-        if request["do"] != "generate":
-            return {}
-        turns = sum(each["do"] == "generate" for each in self.asked)
-        text = self.texts[min(turns, len(self.texts)) - 1]
-        return {
-            "text": text,
-            "content": text,
-            "output_ids": [len(text)],
-            "status": "completed",
-            "thinking": "",
-            "tool_calls": [],
-            "problem": None,
-        }
-
-
-def start(**task: Any) -> dict[str, Any]:
-    return {"task": {"prompt": "1+1=", **task}, "seed": 7}
 
 
 async def test_a_session_generates_and_returns_its_reward(make_pool: Make) -> None:

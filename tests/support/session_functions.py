@@ -84,6 +84,14 @@ async def calls(session: Session, *, tool: str, **arguments: Any) -> float:
     return float(len(answer))
 
 
+async def calls_in_order(session: Session) -> None:
+    """A turn, and the calls that the row lists."""
+    await session.generate()
+    for tool, arguments in session.task.metadata["calls"]:
+        session.observe(await session.call(tool, **arguments))
+    await session.generate()
+
+
 async def branches(session: Session) -> None:
     """A solver and a critic that reads what it said."""
     turn = await session.generate()

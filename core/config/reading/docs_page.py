@@ -105,6 +105,8 @@ PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "lower-case name, 63 characters at most",
     r"^[A-Za-z0-9._-]+$": "name",
     WHOLE: "`${env:NAME}` or `${prefect:BLOCK}`",
+    r"^https?://": "a URL",
+    r"^[A-Za-z0-9_-]*$": "name",
 }
 
 
@@ -130,13 +132,14 @@ def _section(path: str, field: FieldInfo, above: Restart | None = None) -> Itera
             name: item for model in variants(field).values() for name, item in model.model_fields.items()
         }
     else:
-        model = models(field.annotation)[0]
-        yield f"{(model.__doc__ or '').strip()}\n"
-        yield "| field | type | default | may change in | meaning |\n|---|---|---|---|---|"
-        for name, item in model.model_fields.items():
-            yield _row(path, name, item, restart)
-        yield ""
-        below = dict(model.model_fields)
+        below = {}
+        for model in models(field.annotation):
+            yield f"{(model.__doc__ or '').strip()}\n"
+            yield "| field | type | default | may change in | meaning |\n|---|---|---|---|---|"
+            for name, item in model.model_fields.items():
+                yield _row(path, name, item, restart)
+            yield ""
+            below |= model.model_fields
     for name, item in below.items():
         if _has_section(item):
             yield from _section(_place(path, name, item), item, restart)

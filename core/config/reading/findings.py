@@ -86,7 +86,15 @@ def place_of(loc: Sequence[int | str]) -> Place:
                 break
         elif field:
             section = next(iter(models(field.annotation)), None)
+            if len(models(field.annotation)) > 1 and len(rest) > 1:  # a number, and the section's tag
+                parts.append(rest.pop(0))
+                section = _tagged(models(field.annotation), str(rest.pop(0)))
     return Place(tuple(parts), section, choice, siblings)
+
+
+def _tagged(sections: Sequence[type[BaseModel]], tag: str) -> type[BaseModel]:
+    """The section of a list of several kinds: the one that has a field named as the tag."""
+    return next(section for section in sections if tag in section.model_fields)
 
 
 def as_problem(item: Mapping[str, Any]) -> Problem:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import Section
@@ -19,6 +20,60 @@ class Tool(UserFunction):
     )
 
 
+class McpServer(Section):
+    """A server of the Model Context Protocol: one that is started by a command, or one that runs at a URL."""
+
+    command: list[str] = Field(
+        [], description="Program and arguments; started once in each process of rollouts. Empty: see url."
+    )
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="Address of a server that runs already (streamable HTTP). null: see command.",
+    )
+    env: dict[str, str] = Field(
+        {},
+        description="Environment variables of the command; a secret as a reference: ${env:NAME} or ${prefect:BLOCK}.",
+    )
+    headers: dict[str, str] = Field(
+        {},
+        description="Headers of each request to the URL; a secret as a reference: ${env:NAME} or ${prefect:BLOCK}.",
+    )
+    only: list[str] = Field([], description="Names of the tools that the policy may call; empty: all.")
+
+    @model_validator(mode="after")
+    def _started_or_running(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("give either command or url")
+        if self.url and self.env:
+            raise ValueError("env is for a command: a server at a URL has its own environment")
+        if self.command and self.headers:
+            raise ValueError("headers are for a url: a command gets env")
+        return self
+
+
+class McpTools(Section):
+    """The tools of an MCP server, under the names and descriptions that it gives them."""
+
+    mcp: McpServer = Field(description="The server.")
+
+    @property
+    def name(self) -> str:
+        """None of its own: each tool has the server's."""
+        return ""
+
+
+def _kind_of_tool(value: Any) -> str:
+    mcp = isinstance(value, McpTools) or (isinstance(value, Mapping) and "mcp" in value)
+    return "mcp" if mcp else "function"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")] | Annotated[McpTools, Tag("mcp")], Discriminator(_kind_of_tool)
+]
+"""What the policy may call: a function, or the tools of a server where `mcp` is given."""
+
+
 class Session(Section):
     """How one rollout goes on: by a function, in an environment, or by calls of tools alone."""
 
@@ -26,7 +81,9 @@ class Session(Section):
     environment: UserFunction | None = Field(
         None, description="Makes an environment for each rollout (millrace.Environment)."
     )
-    tools: list[Tool] = Field([], description="Functions that the policy may call.")
+    tools: list[AnyTool] = Field(
+        [], description="Functions that the policy may call, and servers of the Model Context Protocol."
+    )
     max_turns: int = Field(16, ge=1, description="Turns of one branch.")
     max_tokens: int = Field(
         2048,

@@ -18,7 +18,7 @@ from millrace.core.config.run_config import RunConfig
 
 STORED = "a configuration is stored with the run, in Prefect and in MLflow, and a secret must not be"
 EXPORT = "export it under a name of yours and write ${env:NAME}, or save it as a Secret block of Prefect and write ${prefect:BLOCK}"
-TAKEN = "options of your functions and engines.key"
+TAKEN = "options of your functions, env and headers of an MCP server, and engines.key"
 URL_REMEDY = {
     "tracking.uri": "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
 }
@@ -52,4 +52,6 @@ def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
 
 def is_replaced(field: str) -> bool:
     """Whether references are replaced in a field's value."""
-    return field == "engines.key" or field.endswith(".options") and not field.startswith("engines.")
+    if field.startswith("engines."):
+        return field == "engines.key"
+    return field.endswith((".options", ".mcp.env", ".mcp.headers"))

@@ -1,0 +1,213 @@
+"""A server of the Model Context Protocol, whose tools the policy may call: its process or address, and the connection to it.
+
+Owns when it is connected to: when first needed, and again for the next call after it died. Knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from millrace.core.config.rollout import McpServer as Settings
+from millrace.core.contracts.references import resolved, scrubbed
+from millrace.core.errors import ConfigError, described
+from millrace.core.sessions.interface import ToolError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult, Tool
+
+START_TIMEOUT_S = 60.0  # in which a server answers that it is there
+READ_TIMEOUT_S = 300.0  # of one request by HTTP
+# Runs a command that ends with the process that started it, however that ends
+END_WITH_PARENT = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+class McpServer:
+    """One server and the connection to it, which many calls use side by side."""
+
+    def __init__(self, settings: Settings, field: str) -> None:
+        """field: of the configuration, for messages."""
+        self._settings, self._field = settings, field
+        self._connection: _Connection | None = None
+
+    async def schemas(self) -> list[dict[str, Any]]:
+        """What the model is shown of its tools.
+
+        Errors: ConfigError if it cannot be reached, or has no tool of a name in `only`.
+        """
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                client = await self._connected().client()
+                found = await client.list_tools()
+                tools = list(found.tools)
+                while found.next_cursor:
+                    found = await client.list_tools(cursor=found.next_cursor)
+                    tools += found.tools
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever its program, its network or the package raises
+            self._connection = None
+            raise ConfigError(
+                f"the MCP server gives no list of tools: {self._said(error)}",
+                where=self._field,
+                remedy="start it by hand, and correct command, url, env or headers",
+            ) from error
+        only = self._settings.only
+        missing = sorted(set(only) - {tool.name for tool in tools})
+        if missing:
+            names = ", ".join(tool.name for tool in tools) or "none"
+            raise ConfigError(
+                f"the server has no tool {', '.join(missing)}; it has {names}",
+                where=f"{self._field}.only",
+                remedy="name tools that it has",
+            )
+        return [_schema(tool) for tool in tools if not only or tool.name in only]
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        """The answer as text. Raises ToolError for whatever goes wrong; after a death the next call starts the server again."""
+        connection = self._connected()
+        try:
+            result = await (await connection.client()).call_tool(tool, dict(arguments))
+        except Exception as error:  # noqa: BLE001 - as above
+            if connection.broken_by(error) and connection is self._connection:
+                self._connection = None
+                connection.close()
+            raise ToolError(f"{tool} failed: {self._said(error)}") from error
+        text = as_text(result)
+        if result.is_error:
+            raise ToolError(f"{tool} failed: {text}")
+        return text
+
+    async def close(self) -> None:
+        """End the connection, and the server with it if it was started here."""
+        connection, self._connection = self._connection, None
+        if connection:
+            connection.close()
+            await asyncio.wait([connection.task])
+
+    def _connected(self) -> _Connection:
+        if self._connection is None or self._connection.ended:
+            self._connection = _Connection(self._settings, self._field)
+        return self._connection
+
+    def _said(self, error: BaseException) -> str:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        return scrubbed(described(error), [self._settings.env, self._settings.headers])
+
+
+class _Connection:
+    """A connection, in a task of its own: whoever is first to need it may be cancelled, and others go on with it."""
+
+    def __init__(self, settings: Settings, field: str) -> None:
+        self._settings, self._field = settings, field
+        self._closing = asyncio.Event()
+        self._opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self.ended = False
+        self.task = asyncio.get_running_loop().create_task(self._hold(), context=contextvars.Context())
+
+    async def client(self) -> Client:
+        """What makes calls, as soon as the server answers."""
+        return await asyncio.shield(self._opened)
+
+    def broken_by(self, error: Exception) -> bool:
+        """Whether nothing can be called by it any more. By HTTP, that is so after all but the server's own answers."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        answered = isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
+        return self.ended or not (answered or isinstance(error, ValueError))
+
+    def close(self) -> None:
+        """End it."""
+        self._closing.set()
+
+    async def _hold(self) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    client = await stack.enter_async_context(self._make())
+                self._opened.set_result(client)
+                await self._closing.wait()
+        except Exception as error:  # noqa: BLE001 - as above; those who wait for the client raise it
+            if not self._opened.done():
+                self._opened.set_exception(error)
+                self._opened.exception()  # nobody may wait for it any more
+        finally:
+            self.ended = True
+
+    def _make(self) -> Client:
+        try:
+            from mcp import Client
+        except ImportError as error:
+            raise ConfigError(
+                "MCP servers need the package mcp", where=self._field, remedy="pip install 'millrace[mcp]'"
+            ) from error
+        return Client(self._started() if self._settings.command else self._requests())
+
+    @contextlib.asynccontextmanager
+    async def _started(self) -> AsyncIterator[Any]:
+        """The streams of a server that is started. One that ends is noticed at once."""
+        import anyio
+        from mcp import StdioServerParameters, stdio_client
+
+        program, *args = self._settings.command
+        found = shutil.which(program)
+        if found is None:
+            raise ConfigError(
+                f"there is no program {program}", where=f"{self._field}.command", remedy="install it, or correct it"
+            )
+        if sys.platform == "linux":
+            found, args = sys.executable, ["-ISc", END_WITH_PARENT, found, *args]
+        env = resolved(self._settings.env, f"{self._field}.env")
+        async with (
+            stdio_client(StdioServerParameters(command=found, args=args, env=env)) as (read, write),
+            anyio.create_task_group() as group,
+        ):
+            inner, received = anyio.create_memory_object_stream[Any]()
+
+            async def pass_on() -> None:
+                async with inner:
+                    async for message in read:
+                        await inner.send(message)
+                    self.ended = True
+
+            group.start_soon(pass_on)
+            yield received, write
+            group.cancel_scope.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _requests(self) -> AsyncIterator[Any]:
+        """The streams of a server that runs already."""
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        headers = resolved(self._settings.headers, f"{self._field}.headers")
+        timeout = httpx2.Timeout(START_TIMEOUT_S, read=READ_TIMEOUT_S)
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True) as client,
+            streamable_http_client(self._settings.url or "", http_client=client) as streams,
+        ):
+            yield streams
+
+
+def as_text(result: CallToolResult) -> str:
+    """What a tool answered, as the model sees it: its texts, and of other content what it is."""
+    parts = [item.text if item.type == "text" else f"({item.type})" for item in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts).encode("utf-8", "backslashreplace").decode()
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    described_as = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": described_as}

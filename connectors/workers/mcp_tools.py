@@ -1,0 +1,107 @@
+"""All tools of a configuration, functions and those of MCP servers: what the model is shown, and calls by name.
+
+Owns that each name is one tool. Knows nothing of how a server is connected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from millrace.connectors.workers.mcp_server import McpServer
+from millrace.core.config.rollout import AnyTool, McpTools
+from millrace.core.errors import ConfigError
+from millrace.core.sessions.interface import ToolError
+from millrace.core.sessions.tools import LoadedTool, NamedCall, caller, load_tools
+
+FIELD = "rollout.session.tools"
+
+
+def tool_schemas(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
+    """What the model is shown of all tools, in their order. MCP servers are connected to for it, and left again.
+
+    Errors: ConfigError for a tool that cannot be loaded or listed, and for two of one name.
+    """
+    servers = _servers(tools)
+    with ThreadPoolExecutor(1) as thread:  # a loop may run in the caller's
+        lists = iter(thread.submit(asyncio.run, _listed(servers)).result() if servers else ())
+    schemas: dict[str, dict[str, Any]] = {}
+    for at, tool in enumerate(tools):
+        found = next(lists) if isinstance(tool, McpTools) else [LoadedTool(tool, f"{FIELD}.{at}").schema]
+        for schema in found:
+            name = schema["function"]["name"]
+            if name in schemas:
+                raise ConfigError(
+                    f"another tool is called {name} too",
+                    where=f"{FIELD}.{at}",
+                    remedy="give a function another name, or choose among a server's tools by only",
+                )
+            schemas[name] = schema
+    return list(schemas.values())
+
+
+async def _listed(servers: Sequence[McpServer]) -> list[list[dict[str, Any]]]:
+    try:
+        return await asyncio.gather(*(server.schemas() for server in servers))
+    finally:
+        await asyncio.gather(*(server.close() for server in servers))
+
+
+def _servers(tools: Sequence[AnyTool]) -> list[McpServer]:
+    return [
+        McpServer(tool.mcp, f"{FIELD}.{at}.mcp") for at, tool in enumerate(tools) if isinstance(tool, McpTools)
+    ]
+
+
+class _ServerTool:
+    """A tool of a server, as it is called."""
+
+    def __init__(self, server: McpServer, name: str) -> None:
+        self._server, self._name = server, name
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        return await self._server.call(self._name, arguments)
+
+
+class WorkerTools:
+    """The tools in a process of rollouts."""
+
+    def __init__(self, tools: Sequence[AnyTool]) -> None:
+        self._tools: dict[str, NamedCall] = {**load_tools(tools)}
+        self._unlisted = _servers(tools)
+        self._listing: asyncio.Task[str] | None = None
+
+    async def connect(self) -> str:
+        """Connect to the servers that were not reached yet; says what is wrong with one, if anything is."""
+        if not self._unlisted:
+            return ""
+        if self._listing is None or self._listing.done():
+            # in no session's context: none is to blame for it
+            loop = asyncio.get_running_loop()
+            self._listing = loop.create_task(self._list(), context=contextvars.Context())
+        return await asyncio.shield(self._listing)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Make a call. Raises ToolError."""
+        if name not in self._tools and (problem := await self.connect()):
+            raise ToolError(f"{name} failed: {problem}")
+        return await caller(self._tools)(name, arguments)
+
+    async def _list(self) -> str:
+        """Take over the servers' tools; says what was wrong with a server, if anything was."""
+        servers = list(self._unlisted)
+        found = await asyncio.gather(*(server.schemas() for server in servers), return_exceptions=True)
+        problem = ""
+        for server, schemas in zip(servers, found, strict=True):
+            if isinstance(schemas, ConfigError):
+                problem = str(schemas)
+            elif isinstance(schemas, BaseException):
+                raise schemas
+            else:
+                self._unlisted.remove(server)
+                names = [schema["function"]["name"] for schema in schemas]
+                self._tools |= {name: _ServerTool(server, name) for name in names}
+        return problem
