@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60.0  # in which a server answers that it is there
 READ_TIMEOUT_S = 300.0  # of one request by HTTP
 # Runs a command that ends with the process that started it, however that ends
-END_WITH_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
-)
+END_WITH_PARENT = "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class McpServer:
@@ -164,7 +162,9 @@ class _Connection:
         found = shutil.which(program)
         if found is None:
             raise ConfigError(
-                f"there is no program {program}", where=f"{self._field}.command", remedy="install it, or correct it"
+                f"there is no program {program}",
+                where=f"{self._field}.command",
+                remedy="install it, or correct it",
             )
         if sys.platform == "linux":
             found, args = sys.executable, ["-ISc", END_WITH_PARENT, found, *args]

@@ -52,7 +52,9 @@ async def _listed(servers: Sequence[McpServer]) -> list[list[dict[str, Any]]]:
 
 def _servers(tools: Sequence[AnyTool]) -> list[McpServer]:
     return [
-        McpServer(tool.mcp, f"{FIELD}.{at}.mcp") for at, tool in enumerate(tools) if isinstance(tool, McpTools)
+        McpServer(tool.mcp, f"{FIELD}.{at}.mcp")
+        for at, tool in enumerate(tools)
+        if isinstance(tool, McpTools)
     ]
 
 

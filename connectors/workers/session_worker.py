@@ -22,7 +22,7 @@ from millrace.connectors.workers.mcp_tools import WorkerTools
 from millrace.connectors.workers.process import detach
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.errors import described
-from millrace.core.hooks import load, load_function
+from millrace.core.hooks import load_function
 from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
@@ -167,8 +167,8 @@ class _Worker:
         if settings.function:
             return await load_function(settings.function, "rollout.session.function")(session)
         if settings.environment:
-            make = load(settings.environment.function, "rollout.session.environment.function")
-            return await act_in(session, make, **settings.environment.options)
+            make = load_function(settings.environment, "rollout.session.environment")
+            return await act_in(session, make)
         return await use_tools(session)
 
     async def _ask(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,9 @@ def address() -> Iterator[str]:
 
 async def test_a_server_at_a_url_is_called(pool: Any, address: str) -> None:
     made = pool({"mcp": {"url": address, "headers": {"x-from": "tests"}}})
-    found = await answers(made, ("add", {"a": 1, "b": 2}), ("fail", {}), ("die", {}), ("add", {"a": 1, "b": 2}))
+    found = await answers(
+        made, ("add", {"a": 1, "b": 2}), ("fail", {}), ("die", {}), ("add", {"a": 1, "b": 2})
+    )
     assert found[0] == "3"
     assert [text.partition(" failed: ")[0] for text in found[1:]] == ["fail", "die", "add"]
 

@@ -1,0 +1,92 @@
+"""Environments of OpenEnv: a server at a URL holds the episode, and each rollout has a session of its own there.
+
+An episode is made again after a restart, with the seed and the arguments that it had: a server that does not heed the seed
+may show something else, and generation goes on from the first difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from millrace.connectors.environments.extras import number, package
+from millrace.core.sessions.interface import Done, Observation, Task, Turn
+
+SEEDS = 1 << 31
+MESSAGE_TIMEOUT_S = 3600.0  # the step's own limit is rollout.session.timeout_s
+SERVER_ONLY = ("done", "reward", "metadata")  # of an observation, which the policy is not shown
+
+
+class OpenEnv:
+    """One episode on a server."""
+
+    recovery: Literal["restart"] = "restart"
+
+    def __init__(
+        self,
+        url: str,
+        action: str | None = None,
+        show: str | None = None,
+        reward: Literal["sum", "last"] = "sum",
+        reset: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """url: of the server, whose environments must run several sessions side by side.
+
+        action: field of the server's action that takes the text of a turn; null: the turn is the action, as JSON.
+        show: field of an observation that is shown as text; null: all of it, as JSON.
+        reward: of an episode: the sum of its steps' rewards, or the last one.
+        reset: arguments of the server's reset, besides `reset` of a row's metadata and the seed.
+        """
+        generic = package("openenv.core.generic_client", "openenv").GenericEnvClient
+        self._client = generic(
+            base_url=url, message_timeout_s=MESSAGE_TIMEOUT_S, headers=dict(headers) if headers else None
+        )
+        self._action, self._show, self._last = action, show, reward == "last"
+        self._reset = dict(reset or {})
+        self._rewards: list[float] = []
+
+    async def reset(self, task: Task) -> Observation | None:
+        """Begin an episode with `seed` of the row's metadata, or one that follows from its prompt."""
+        await self._client.connect()
+        seed = number(task, "seed") % SEEDS
+        arguments = {"seed": seed, **self._reset, **task.metadata.get("reset", {})}
+        result = await self._client.reset(**arguments)
+        self._rewards = []
+        text = self._text(result.observation)
+        return Observation(text) if text else None
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        """Send the turn as an action. What the server refuses is shown to the policy."""
+        if self._action is not None:
+            action: Any = {self._action: turn.content}
+        else:
+            try:
+                action = json.loads(turn.content)
+            except ValueError as error:
+                return Observation(f"The action is not JSON: {error}")
+            if not isinstance(action, dict):
+                return Observation("The action is not a JSON object.")
+        try:
+            result = await self._client.step(action)
+        except RuntimeError as error:
+            if "VALIDATION_ERROR" not in str(error):
+                raise
+            return Observation(f"The action is refused: {error}")
+        self._rewards.append(float(result.reward or 0.0))
+        if result.done:
+            total = self._rewards[-1] if self._last else sum(self._rewards)
+            return Done(total, {"steps": float(len(self._rewards))})
+        return Observation(self._text(result.observation))
+
+    async def close(self) -> None:
+        """End the session on the server."""
+        await self._client.close()
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if self._show is not None:
+            shown = observation.get(self._show, "")
+            return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+        rest = {name: value for name, value in observation.items() if name not in SERVER_ONLY}
+        return json.dumps(rest, ensure_ascii=False) if rest else ""

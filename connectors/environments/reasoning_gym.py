@@ -1,0 +1,108 @@
+"""Questions of Reasoning Gym: every generator by its name, scored by the package.
+
+A row says which question is its own by `index` in its metadata, and may name `generator` and `config` besides. `write_prompts`
+writes such rows; so does `python -m millrace.connectors.environments.reasoning_gym leg_counting 1000 prompts.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace.connectors.environments.extras import last_message, number, package
+from millrace.core.errors import ConfigError
+from millrace.core.sessions.interface import Done, Observation, Task, Turn
+
+FIELD = "rollout.session.environment.options"
+HOW = "Give the final answer between <answer> and </answer>."
+
+
+class ReasoningGym:
+    """One question and its answer."""
+
+    recovery: Literal["stateless"] = "stateless"
+
+    def __init__(
+        self, generator: str = "", config: Mapping[str, Any] | None = None, size: int = 10_000
+    ) -> None:
+        """generator, config: of rows that name none. size: questions of a generator; an index beyond begins again."""
+        self._generator, self._config, self._size = generator, dict(config or {}), size
+
+    async def reset(self, task: Task) -> Observation | None:
+        """Show the question, unless the prompt ends with it."""
+        generator = str(task.metadata.get("generator", self._generator))
+        config = task.metadata.get("config", self._config)
+        self._questions = _questions(generator, json.dumps(config, sort_keys=True), self._size)
+        self._entry = self._questions[number(task, "index") % self._size]
+        question = self._entry["question"]
+        return None if question in last_message(task) else Observation(f"{question}\n\n{HOW}")
+
+    async def step(self, turn: Turn) -> Done:
+        """Score what stands in the last <answer>, or else all of the turn."""
+        extract = package("reasoning_gym.utils", "reasoning-gym").extract_answer
+        answer = extract(turn.content)
+        found = turn.content.strip() if answer is None else answer
+        score = float(self._questions.score_answer(found, self._entry))
+        return Done(score, {"tagged": float(answer is not None)})
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
+@lru_cache(maxsize=64)
+def _questions(generator: str, config: str, size: int) -> Any:
+    """A generator's questions; with the seed of its config, else 0."""
+    package("reasoning_gym", "reasoning-gym")
+    factory = package("reasoning_gym.factory", "reasoning-gym")
+    if generator not in factory.DATASETS:
+        raise ConfigError(
+            f"Reasoning Gym has no generator of this name; it has {', '.join(sorted(factory.DATASETS))}",
+            where=f"{FIELD}.generator = {generator}",
+            remedy="choose one of these, here or in a row's metadata",
+        )
+    try:
+        return factory.create_dataset(generator, **{"seed": 0, **json.loads(config), "size": size})
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"the generator {generator} does not take it: {error}",
+            where=f"{FIELD}.config",
+            remedy="give it the fields of the generator's own config",
+        ) from error
+
+
+def write_prompts(
+    path: str | Path,
+    generator: str,
+    count: int,
+    config: Mapping[str, Any] | None = None,
+    first: int = 0,
+    size: int = 10_000,
+) -> None:
+    """Write `count` questions of a generator as prompts, from the question `first` on. `size` as in the environment's options."""
+    if first + count > size:
+        raise ValueError(f"questions {first} to {first + count - 1} of a generator with size={size}")
+    config = dict(config or {})
+    questions = _questions(generator, json.dumps(config, sort_keys=True), size)
+    with Path(path).open("w", encoding="utf-8") as file:
+        for index in range(first, first + count):
+            entry = questions[index]
+            row = {
+                "prompt": f"{entry['question']}\n\n{HOW}",
+                "metadata": {"generator": generator, "config": config, "index": index},
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    """Write a file of prompts."""
+    if len(sys.argv) != 4 or not sys.argv[2].isdigit():
+        sys.exit("usage: python -m millrace.connectors.environments.reasoning_gym GENERATOR COUNT FILE.jsonl")
+    write_prompts(sys.argv[3], sys.argv[1], int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
