@@ -187,3 +187,53 @@ async def test_the_text_of_a_turn_may_be_one_field_of_the_action(play: Play, ser
     end, shown = await play(f"{HERE}.openenv:OpenEnv", options, ["1", "3"], metadata={"reset": {"seed": 3}})
     assert shown == ['{"hint": "a number below ten"}', '{"hint": "too low"}']
     assert reward_of(end) == 1.0
+
+
+# verifiers
+
+RUN = f"{HERE}.verifiers:run"
+
+
+@pytest.fixture
+def taskset(monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("verifiers.v1")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "support"))
+    return "verifiers-numbers"
+
+
+async def test_verifiers_runs_its_turns_in_the_session(play: Play, taskset: str, tmp_path: Path) -> None:
+    from millrace.connectors.environments.verifiers import write_prompts
+
+    write_prompts(tmp_path / "p.jsonl", taskset, 8)
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 8
+    assert [message["role"] for message in rows[7]["prompt"]] == ["system", "user"]
+    end, shown = await play(RUN, {"taskset": taskset}, ["2", "9", "7"], wired="function", **rows[7])
+    assert end["status"] == "completed", end
+    assert end["rewards"] == {"0": {"value": 1.0, "parts": {"guesses": 3.0, "right": 1.0}}}
+    assert shown == ["", "too low", "too high"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "Guess.", "metadata": {"index": 1}}, "begins with other messages than the row's prompt"),
+        ({"metadata": {"index": 99}}, "index = 99 in a row's metadata: there are 10 tasks"),
+    ],
+)
+async def test_a_row_of_another_taskset_fails_its_rollout(
+    play: Play, taskset: str, row: dict[str, Any], reason: str
+) -> None:
+    end, _ = await play(RUN, {"taskset": taskset}, ["1"], wired="function", **row)
+    assert end["status"] == "failed"
+    assert reason in end["reason"]
+
+
+async def test_what_verifiers_raises_fails_the_rollout(play: Play, taskset: str, tmp_path: Path) -> None:
+    from millrace.connectors.environments.verifiers import write_prompts
+
+    write_prompts(tmp_path / "p.jsonl", taskset, 1)
+    row = json.loads((tmp_path / "p.jsonl").read_text(encoding="utf-8"))
+    end, _ = await play(RUN, {"taskset": taskset}, ["no number"], wired="function", **row)
+    assert end["status"] == "failed"
+    assert "invalid literal for int()" in end["reason"]

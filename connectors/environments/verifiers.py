@@ -1,0 +1,125 @@
+"""Environments of verifiers: the package runs the episode and scores it, and asks the rollout's session for every turn.
+
+A row says which task is its own by `index` in its metadata; `write_prompts` writes such rows. `run` is a rollout function:
+verifiers owns the loop. After a restart it runs again, and turns that were recorded are not generated again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from millrace.connectors.environments.chat_endpoint import ChatEndpoint
+from millrace.connectors.environments.extras import number, package
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import RewardResult
+from millrace.core.sessions.interface import Session
+
+FIELD = "rollout.session.function.options"
+EXTRA = "verifiers"
+NO_KEY = "MILLRACE_NO_KEY"  # a variable that is not set: the address itself is the secret
+
+
+async def run(session: Session, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
+    """One episode of a taskset by its id, and the reward that verifiers gives it.
+
+    config: of the environment, as verifiers has it under `env`. A seat without a harness of its own has a plain dialogue, and
+    without a runtime it is this process. One seat, without a client of its own, is the policy's.
+    """
+    vf = package("verifiers.v1", EXTRA)
+    environment = _environment(taskset, config or {})
+    index = number(session.task, "index")
+    tasks = _tasks(taskset, _key(config))
+    if "index" not in session.task.metadata:
+        index %= len(tasks)
+    if index >= len(tasks):
+        raise ConfigError(
+            f"there are {len(tasks)} tasks",
+            where=f"index = {index} in a row's metadata",
+            remedy="write the rows again with write_prompts",
+        )
+    async with ChatEndpoint(session) as endpoint, environment.serving():
+        client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var=NO_KEY)
+        episode = await environment.run_episode(tasks[index], vf.ModelContext(model="policy", client=client))
+    if endpoint.problem:
+        raise endpoint.problem
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError(
+            "; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end"
+        )
+    (trace,) = (
+        trace for trace in episode.traces if trace.agent.name in ("", None, *_policies(environment.config))
+    )
+    scored = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    measured = {name: value for name, value in trace.metrics.items() if value is not None}
+    return RewardResult(float(trace.reward), {**measured, **scored})
+
+
+def write_prompts(
+    path: str | Path, taskset: str, count: int | None = None, config: Mapping[str, Any] | None = None
+) -> None:
+    """Write the first `count` tasks of a taskset as prompts; None: all."""
+    chat = _chat()
+    harness = chat.MillraceChat(chat.MillraceChatConfig())
+    with Path(path).open("w", encoding="utf-8") as file:
+        for index, task in enumerate(_tasks(taskset, _key(config))[:count]):
+            row = {"prompt": chat.opening(harness, task.data), "metadata": {"index": index}}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _chat() -> Any:
+    """The harness's module, where verifiers finds it: it looks for modules that are at the top."""
+    chat = package("millrace.connectors.environments.verifiers_chat", EXTRA)
+    sys.modules.setdefault(chat.NAME, chat)
+    return chat
+
+
+def _environment(taskset: str, config: Mapping[str, Any]) -> Any:
+    loaders = package("verifiers.v1.utils.loaders", EXTRA)
+    configs = package("verifiers.v1.configs.agent", EXTRA)
+    given = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
+    try:
+        kind = loaders.env_config_type(taskset, str(config.get("id", "")))
+        for seat, declared in configs.agent_config_fields(kind(taskset=given["taskset"])).items():
+            plain = {"runtime": {"type": "subprocess"}, "network_notice": False}
+            if declared.harness is None:
+                plain["harness"] = {"id": _chat().NAME}
+            given[seat] = {**plain, **config.get(seat, {})}
+        environment = loaders.load_environment(loaders.resolve_env_config(given))
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"verifiers cannot load it: {error}",
+            where=f"{FIELD}.taskset = {taskset}",
+            remedy="install the taskset's package, and correct config",
+        ) from error
+    policies = _policies(environment.config)
+    if len(policies) != 1:
+        raise ConfigError(
+            f"its seats {', '.join(policies) or '(none)'} have no client of their own, and one is the policy's",
+            where=f"{FIELD}.config",
+            remedy="give each other seat its client",
+        )
+    return environment
+
+
+def _policies(config: Any) -> list[str]:
+    """The seats that the policy would play."""
+    seats = package("verifiers.v1.configs.agent", EXTRA).agent_config_fields(config)
+    return [name for name, seat in seats.items() if seat.client is None]
+
+
+def _key(config: Mapping[str, Any] | None) -> str:
+    return json.dumps(config or {}, sort_keys=True)
+
+
+@lru_cache(maxsize=8)
+def _tasks(taskset: str, config: str, most: int = 1_000_000) -> list[Any]:
+    """All tasks of a taskset; of one without an end the first ones."""
+    found = _environment(taskset, json.loads(config)).taskset
+    return list(islice(found, most if found.bounded else 10_000))
