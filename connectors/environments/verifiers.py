@@ -123,3 +123,14 @@ def _tasks(taskset: str, config: str, most: int = 1_000_000) -> list[Any]:
     """All tasks of a taskset; of one without an end the first ones."""
     found = _environment(taskset, json.loads(config)).taskset
     return list(islice(found, most if found.bounded else 10_000))
+
+
+def main() -> None:
+    """Write a file of prompts."""
+    if len(sys.argv) != 4 or not sys.argv[2].isdigit():
+        sys.exit("usage: python -m millrace.connectors.environments.verifiers TASKSET COUNT FILE.jsonl")
+    write_prompts(sys.argv[3], sys.argv[1], int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

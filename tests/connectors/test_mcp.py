@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -117,10 +118,8 @@ async def test_secrets_are_referred_to(pool: Any, monkeypatch: pytest.MonkeyPatc
     assert said.endswith(" open sesame")
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        port = place.getsockname()[1]
+@contextlib.contextmanager
+def served(port: int) -> Iterator[str]:
     process = subprocess.Popen([*SERVER, "http", str(port)])
     try:
         for _ in range(300):
@@ -134,13 +133,17 @@ def address() -> Iterator[str]:
         process.wait()
 
 
-async def test_a_server_at_a_url_is_called(pool: Any, address: str) -> None:
-    made = pool({"mcp": {"url": address, "headers": {"x-from": "tests"}}})
-    found = await answers(
-        made, ("add", {"a": 1, "b": 2}), ("fail", {}), ("die", {}), ("add", {"a": 1, "b": 2})
-    )
+async def test_a_server_at_a_url_is_called_and_found_again_when_it_was_away(pool: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        port = place.getsockname()[1]
+    with served(port) as address:
+        made = pool({"mcp": {"url": address, "headers": {"x-from": "tests"}}})
+        add = ("add", {"a": 1, "b": 2})
+        found = await answers(made, add, ("fail", {}), ("die", {}), add)
     assert found[0] == "3"
     assert [text.partition(" failed: ")[0] for text in found[1:]] == ["fail", "die", "add"]
+    with served(port):
+        assert await answers(made, add) == ["3"]
 
 
 def schemas(*tools: Any) -> list[dict[str, Any]]:

@@ -35,6 +35,20 @@ async def test_a_calculator_by_hand(play: Play) -> None:
     assert shown == ["", "write compute and a sum, or answer and a number", "51"]
 
 
+async def test_the_environment_of_the_page_is_played(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "environments.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "games_of_the_page.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    end, shown = await play(
+        "games_of_the_page:Calculator", {"word": "add"}, ["add 1 2 3", "answer 6"], label=6
+    )
+    assert reward_of(end) == 1.0
+    assert shown == ["", "6"]
+
+
 async def test_an_option_may_refer_to_a_secret(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORD_OF_OURS", "sesame")
     end, shown = await play(
