@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.connectors.workers.mcp_server import McpServer
 from millrace.core.config.rollout import AnyTool, McpTools
+from millrace.core.config.rollout import McpServer as Settings
 from millrace.core.errors import ConfigError
 from millrace.core.sessions.interface import ToolError
 from millrace.core.sessions.tools import LoadedTool, NamedCall, caller, load_tools
@@ -41,6 +42,12 @@ def tool_schemas(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
                 )
             schemas[name] = schema
     return list(schemas.values())
+
+
+def server_schemas(settings: Settings, field: str) -> list[dict[str, Any]]:
+    """What the model is shown of one server's tools. Raises ConfigError."""
+    with ThreadPoolExecutor(1) as thread:  # as above
+        return thread.submit(asyncio.run, _listed([McpServer(settings, field)])).result()[0]
 
 
 async def _listed(servers: Sequence[McpServer]) -> list[list[dict[str, Any]]]:

@@ -16,6 +16,7 @@ from typing import Any
 from millrace.connectors.sglang.server_args import option_problems
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
+from millrace.core.config.rollout import Tool
 from millrace.core.config.rules.passthrough import (
     ROUTER_OWNED,
     ROUTER_REFUSED,
@@ -34,7 +35,8 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
     for place, function, arguments in _functions(config):
         yield from _hook(place, function, arguments)
     for at, tool in enumerate(config.rollout.session.tools if config.rollout.session else ()):
-        yield from _hook(f"rollout.session.tools.{at}", tool, None)
+        if isinstance(tool, Tool):
+            yield from _hook(f"rollout.session.tools.{at}", tool, None)
 
 
 def hidden_modules(config: RunConfig) -> Iterator[str]:

@@ -13,8 +13,9 @@ from millrace.connectors.huggingface.dialogues import Follows, dialogues
 from millrace.connectors.huggingface.response_templates import template_for
 from millrace.connectors.huggingface.suffix import Message, first_difference
 from millrace.connectors.huggingface.template import ChatTemplate
+from millrace.connectors.workers.mcp_tools import server_schemas
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import McpTools, Session
 from millrace.core.errors import ConfigError
 from millrace.core.sessions.tools import LoadedTool
 from millrace.flows.preflight.check_model import Checkpoint
@@ -30,9 +31,17 @@ def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
     for at, tool in enumerate(session.tools):
         field = f"rollout.session.tools.{at}"
         try:
-            model.tools.append(LoadedTool(tool, field).schema)
+            if isinstance(tool, McpTools):
+                model.tools += server_schemas(tool.mcp, f"{field}.mcp")
+            else:
+                model.tools.append(LoadedTool(tool, field).schema)
         except ConfigError as error:
-            yield Problem(f"{field}.function", tool.function, error.reason, error.remedy or "correct it")
+            place, value = (
+                (f"{field}.mcp", tool.mcp.url or " ".join(tool.mcp.command))
+                if isinstance(tool, McpTools)
+                else (f"{field}.function", tool.function)
+            )
+            yield Problem(place, value, error.reason, error.remedy or "correct it")
     if model.template is None:
         return
     if session.tools and not session.function:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rollout import Tool
 from millrace.core.config.run_config import RunConfig
 
 
@@ -71,11 +72,13 @@ def _session(config: RunConfig) -> Iterator[Problem]:
     if session.environment and session.tools:
         yield Problem(
             "rollout.session.tools",
-            [tool.function for tool in session.tools],
+            [tool.function if isinstance(tool, Tool) else "mcp" for tool in session.tools],
             "in an environment nothing calls them",
             "have the environment's steps do what they do, or name rollout.session.function",
         )
-    names = [tool.name or tool.function.rpartition(":")[2] for tool in session.tools]
+    names = [
+        tool.name or tool.function.rpartition(":")[2] for tool in session.tools if isinstance(tool, Tool)
+    ]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Problem(
             "rollout.session.tools",
