@@ -20,6 +20,8 @@ from millrace.connectors.workers.mcp_tools import tool_schemas
 from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.config.rollout import Session
 from millrace.core.errors import ConfigError
+from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_session import check_session
 from tests.support.session_driver import Driver, start
 
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_server.py")]
@@ -84,11 +86,12 @@ async def test_a_server_that_dies_fails_its_call_and_is_started_again(pool: Any)
     assert before.split()[0] != after.split()[0]
 
 
-async def test_a_server_that_died_between_calls_fails_none(pool: Any) -> None:
+async def test_a_server_that_died_between_calls_is_started_again(pool: Any) -> None:
     made = pool(started(), workers=1)
     (before,) = await answers(made, ("whoami", {}))
     os.kill(int(before.split()[0]), 9)
-    (after,) = await answers(made, ("whoami", {}))
+    # the first of these may be made before its death is noticed
+    _, after = await answers(made, ("whoami", {}), ("whoami", {}))
     assert int(after.split()[0]) != int(before.split()[0])
 
 
@@ -144,6 +147,25 @@ async def test_a_server_at_a_url_is_called_and_found_again_when_it_was_away(pool
     assert [text.partition(" failed: ")[0] for text in found[1:]] == ["fail", "die", "add"]
     with served(port):
         assert await answers(made, add) == ["3"]
+
+
+async def test_calls_under_way_when_their_server_dies_are_answered(pool: Any) -> None:
+    made = pool(started(), workers=1)
+    await answers(made, ("whoami", {}))
+    waiting = [asyncio.ensure_future(answers(made, ("wait", {"seconds": 600}))) for _ in range(4)]
+    await asyncio.sleep(1)
+    await answers(made, ("die", {}))
+    found = [text for each in await asyncio.gather(*waiting) for text in each]
+    assert all(text.startswith("wait failed: ") for text in found), found
+    assert len(await answers(made, ("whoami", {}), ("add", {"a": 2, "b": 2}))) == 2
+
+
+def test_check_lists_a_servers_tools_and_names_what_is_wrong() -> None:
+    model = Checkpoint()
+    given = settings(started(only=["add"]), {"mcp": {"command": ["no-such-program"]}}, history="append")
+    (problem,) = check_session(given, model)
+    assert names(model.tools) == ["add"]
+    assert (problem.field, problem.value) == ("rollout.session.tools.1.mcp", "no-such-program")
 
 
 def schemas(*tools: Any) -> list[dict[str, Any]]:
