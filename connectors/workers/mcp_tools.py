@@ -79,7 +79,9 @@ class WorkerTools:
     """The tools in a process of rollouts."""
 
     def __init__(self, tools: Sequence[AnyTool]) -> None:
-        self._tools: dict[str, NamedCall] = {**load_tools(tools)}
+        loaded = load_tools(tools)
+        self._tools: dict[str, NamedCall] = {**loaded}
+        self.schemas = [tool.schema for tool in loaded.values()]  # of functions, and of servers that were reached
         self._unlisted = _servers(tools)
         self._listing: asyncio.Task[str] | None = None
 
@@ -111,6 +113,7 @@ class WorkerTools:
                 raise schemas
             else:
                 self._unlisted.remove(server)
+                self.schemas += schemas
                 names = [schema["function"]["name"] for schema in schemas]
                 self._tools |= {name: _ServerTool(server, name) for name in names}
         return problem

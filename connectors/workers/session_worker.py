@@ -16,7 +16,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.workers.mcp_tools import WorkerTools
 from millrace.connectors.workers.process import detach
@@ -26,8 +26,11 @@ from millrace.core.hooks import load_function
 from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
-from millrace.core.sessions.live import LiveSession, Shared
+from millrace.core.sessions.live import LiveSession, Served, Shared
 from millrace.core.sessions.tools import unended
+
+if TYPE_CHECKING:  # most rollouts need no server: aiohttp is imported for those that do
+    from millrace.connectors.workers.session_server import SessionServer
 
 LINE = 1 << 28  # bytes of the longest message
 _session = contextvars.ContextVar("session", default=0)
@@ -93,6 +96,7 @@ class _Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._asked = 0
+        self._server: SessionServer | None = None
 
     async def serve(self, connection: socket.socket) -> None:
         """Take messages until there are no more."""
@@ -134,11 +138,14 @@ class _Worker:
                 task.cancel()
 
     async def _run(self, number: int, start: Mapping[str, Any]) -> None:
+        served = Served(start["sampling"])
         shared = Shared(
             task=Task(**start["task"]),
+            messages=start["messages"],
             seed=start["seed"],
             ask=lambda request: self._ask(number, request),
             make_call=self._tools.call,
+            serve=lambda session: self._serve(session, served),
             timeout_s=self.settings.timeout_s,
             over=lambda: self._send({"stuck": number}) if unended else None,
         )
@@ -155,12 +162,23 @@ class _Worker:
             end = {"status": "failed", "reason": "CancelledError"}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is the end of its rollout
             end = {"status": "failed", "reason": described(error)}
+            if served.limit and isinstance(error, Exception):  # a client raises errors of its own for it
+                end = {"status": "truncated", "reason": served.limit}
         del self._tasks[number]
+        if self._server:
+            self._server.close(served)
         try:
-            rewards = {branch: _numbers(given) for branch, given in shared.rewards.items()}
+            rewards = {branch: _numbers(given) for branch, given in shared.all_rewards().items()}
         except (TypeError, ValueError) as error:
             rewards, end = {}, {"status": "failed", "reason": described(error)}
         self._send({"session": number, "end": {**end, "rewards": rewards}})
+
+    def _serve(self, session: LiveSession, served: Served) -> tuple[str, str]:
+        if self._server is None:
+            from millrace.connectors.workers.session_server import SessionServer
+
+            self._server = SessionServer(self._tools.schemas)
+        return self._server.serve(session, served)
 
     async def _made(self, session: LiveSession) -> Any:
         settings = self.settings

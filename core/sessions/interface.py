@@ -50,6 +50,7 @@ class Turn:
     thinking: str = ""
     tool_calls: Sequence[ToolCall] = ()
     problem: str | None = None  # why its tool calls cannot be read
+    prompt_tokens: int = 0  # what it was generated after
 
     @property
     def truncated(self) -> bool:
@@ -76,6 +77,24 @@ class Session(Protocol):
     @property
     def task(self) -> Task:
         """The row of the data."""
+        ...
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The prompt as messages, the source's system message among them: what a client's history begins with."""
+        ...
+
+    @property
+    def base_url(self) -> str:
+        """Where a client of yours reaches this branch by OpenAI's chat completions: OpenAI(base_url=..., api_key=...).
+
+        It sends whole histories. One that goes on from what was said so far is the next turn; any other begins a new branch.
+        """
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The key of `base_url`. Each branch has its own, valid as long as the rollout lasts."""
         ...
 
     @property

@@ -7,14 +7,17 @@ and returns its answer.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.sessions.history import Again, Begin, History, Place, Said, compared
 from millrace.core.sessions.interface import (
     Content,
     LimitReachedError,
+    Message,
     SessionError,
     Task,
     ToolCall,
@@ -26,6 +29,7 @@ Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Sends a request to the driver and returns its answer."""
 Make = Callable[[str, Mapping[str, Any]], Awaitable[str]]
 """Makes a call of a tool in this process."""
+Answer = asyncio.Future[Turn]
 
 
 @dataclass
@@ -33,36 +37,85 @@ class Shared:
     """What the branches of one rollout share."""
 
     task: Task
+    messages: Sequence[Message]  # of the prompt
     seed: int
     ask: Ask
     make_call: Make
+    serve: Callable[[LiveSession], tuple[str, str]]  # opens a door over HTTP: its URL and key
     timeout_s: float  # of a call
     over: Callable[
         [], None
     ]  # says that nobody waits for a call any more; where it goes on all the same, its process ends
     rewards: dict[int, dict[str, Any]] = field(default_factory=dict)  # by branch
     rng: random.Random = field(init=False)
-    branches: int = 1
+    sessions: list[LiveSession] = field(default_factory=list)  # by number
+    history: History = field(default_factory=History)
+    answers: dict[Place, Answer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
+
+    def all_rewards(self) -> dict[int, dict[str, Any]]:
+        """Rewards by branch. One that a client began has the reward of the branch behind whose door it is."""
+        doors = {each.number: each.door for each in self.sessions if each.door != each.number}
+        return {
+            **{number: self.rewards[door] for number, door in doors.items() if door in self.rewards},
+            **self.rewards,
+        }
+
+
+@dataclass(eq=False)
+class Served:
+    """One rollout, as its clients reach it over HTTP."""
+
+    sampling: Mapping[str, Any]
+    keys: list[str] = field(default_factory=list)
+    limit: str | None = None  # the newest answer was that this limit is reached
+    created: dict[Place, int] = field(default_factory=dict)
+    working: set[asyncio.Task[Turn]] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A turn that is asked for."""
+
+    place: Place
+    request: dict[str, Any]
 
 
 class LiveSession:
     """One branch of a rollout. The first one is the rollout's session."""
 
-    def __init__(self, shared: Shared, number: int = 0, turns: Sequence[Turn] = ()) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        begin: dict[str, Any] | None = None,
+        turns: Sequence[Turn] = (),
+        door: int | None = None,
+    ) -> None:
+        """begin: how it began, of a branch. door: the branch whose client began it; None: the rollout's function did."""
+        self.number = len(shared.sessions)
+        self.door = self.number if door is None else door
+        self.name: str | None = begin["name"] if begin else None
+        shared.sessions.append(self)
         self._shared = shared
-        self._number = number
         self._new: list[Any] = []  # observed since the last turn
-        self._begin: dict[str, Any] | None = None  # how it began, until the driver knows
+        self._begin = begin  # until the driver knows
         self._made = 0  # turns that were generated here
         self._turns = list(turns)
+        self._served: tuple[str, str] | None = None
+        if begin is None:
+            shared.history.begin(self.number, self.door, compared(shared.messages))
 
     @property
     def task(self) -> Task:
         """The row of the data."""
         return self._shared.task
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The prompt as messages."""
+        return [dict(message) for message in self._shared.messages]
 
     @property
     def rng(self) -> random.Random:
@@ -74,25 +127,97 @@ class LiveSession:
         """The turns so far, those before it branched among them."""
         return tuple(self._turns)
 
+    @property
+    def base_url(self) -> str:
+        """Where a client of yours reaches this branch."""
+        return self._door()[0]
+
+    @property
+    def api_key(self) -> str:
+        """What lets it in there."""
+        return self._door()[1]
+
+    def _door(self) -> tuple[str, str]:
+        if self._served is None:
+            self._served = self._shared.serve(self)
+        return self._served
+
     async def generate(
         self, new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
         """Let the policy go on, after what was observed and `new`."""
         if new is not None:
             self.observe(new, "user")
-        new_pieces, self._new = self._new, []
-        turn = _turn(
-            await self._ask(
-                {"do": "generate", "new": new_pieces, "max_new_tokens": max_new_tokens, "stop": list(stop)}
-            )
+        return await self._made_turn(self._next(compared(self._new), max_new_tokens, stop))
+
+    def turn_of(
+        self,
+        messages: Sequence[Message],
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+        spawn: Callable[[Coroutine[Any, Any, Turn]], Any],
+    ) -> tuple[Place, Answer]:
+        """The turn that answers a whole history: made before, under way, or from now on. spawn: runs what makes it.
+
+        The rollout's branches go on, or begin, before it returns: no other request can come between.
+        """
+        said, history = compared(messages), self._shared.history
+        found = history.decide(self.number, said, _options(max_new_tokens, stop))
+        if isinstance(found, Again):
+            return found.place, self._shared.answers[found.place]
+        if isinstance(found, Begin):
+            session, known = self._begun(found.after, messages), found.known
+            new = [] if found.after is None else messages[known:]
+        else:
+            session, known = self._shared.sessions[found.branch], found.known
+            new = messages[known:]
+        session._new += pieces(new, "user")
+        asked = session._next(said[known:], max_new_tokens, stop)
+        spawn(session._made_turn(asked))
+        return asked.place, self._shared.answers[asked.place]
+
+    def _begun(self, after: Place | None, messages: Sequence[Message]) -> LiveSession:
+        """A branch that this door's client begins, after a turn or with messages of its own."""
+        if after is None:
+            begin = {**self._standing(), "parent_turns": 0, "prompt": pieces(messages, "user")}
+        else:
+            begin = {"parent": after.branch, "parent_turns": after.index + 1, "prompt": None}
+        turns = [place.turn for place in after.path if place.turn] if after else []
+        made = LiveSession(self._shared, {**begin, "name": self.name}, turns, self.door)
+        self._shared.history.begin(made.number, made.door, after=after)
+        return made
+
+    def _next(self, said: Sequence[Said], max_new_tokens: int | None, stop: Sequence[str]) -> _Asked:
+        new, self._new = self._new, []
+        place = self._shared.history.ask(self.number, said, _options(max_new_tokens, stop))
+        self._shared.answers[place] = asyncio.get_running_loop().create_future()
+        return _Asked(
+            place, {"do": "generate", "new": new, "max_new_tokens": max_new_tokens, "stop": list(stop)}
         )
+
+    async def _made_turn(self, asked: _Asked) -> Turn:
+        answer = self._shared.answers[asked.place]
+        try:
+            turn = _turn(await self._ask(asked.request))
+        except Exception as error:
+            answer.set_exception(error)
+            answer.exception()  # it is raised here; who asks again gets it too
+            raise
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
         self._turns.append(turn)
         self._made += 1
+        self._shared.history.answered(asked.place, turn)
+        if self._new:
+            self._shared.history.touch(self.number)
+        answer.set_result(turn)
         return turn
 
     def observe(self, content: Content, role: str = "tool") -> None:
         """Add to the next prompt."""
         self._new += pieces(content, role)
+        self._shared.history.touch(self.number)
 
     async def call(self, tool: str, **arguments: Any) -> str:
         """Call a tool and return its answer, or what went wrong, as text."""
@@ -128,21 +253,29 @@ class LiveSession:
 
     def branch(self, name: str | None = None, prompt: Content | None = None) -> LiveSession:
         """Another sample of the same rollout."""
-        number = self._shared.branches
-        self._shared.branches += 1
-        made = LiveSession(self._shared, number, self._turns if prompt is None else ())
-        made._begin = {
-            "parent": self._number,
-            "parent_turns": self._made if prompt is None else 0,
-            "name": name,
-            "prompt": None if prompt is None else pieces(prompt, "user"),
-        }
-        made._new = list(self._new) if prompt is None else []
+        begin = {**self._standing(), "name": self.name if name is None else name}
+        history = self._shared.history
+        if prompt is None:
+            made = LiveSession(self._shared, begin, self._turns)
+            history.fork(made.number, self.number)
+            made._new = list(self._new)
+            if made._new:
+                history.touch(made.number)
+        else:
+            own = pieces(prompt, "user")
+            made = LiveSession(self._shared, {**begin, "parent_turns": 0, "prompt": own})
+            history.begin(made.number, made.number, compared(own))
         return made
+
+    def _standing(self) -> dict[str, Any]:
+        """How a branch begins that begins here. One that the driver does not know yet stands where it began itself."""
+        if self._begin is not None:
+            return self._begin
+        return {"parent": self.number, "parent_turns": self._made, "name": self.name, "prompt": None}
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         begin, self._begin = self._begin, None
-        answer = await self._shared.ask({**request, "branch": self._number, "begin": begin})
+        answer = await self._shared.ask({**request, "branch": self.number, "begin": begin})
         if "refused" in answer:
             raise SessionError(answer["refused"])
         if "limit" in answer:
@@ -151,7 +284,7 @@ class LiveSession:
 
     def reward(self, value: float, **parts: float) -> None:
         """Give this branch its reward."""
-        self._shared.rewards[self._number] = {"reward": value, **parts}
+        self._shared.rewards[self.number] = {"reward": value, **parts}
 
 
 def pieces(content: Content, role: str) -> list[Any]:
@@ -170,6 +303,10 @@ def pieces(content: Content, role: str) -> list[Any]:
     raise TypeError(
         f"a prompt grows by text, a message, messages or token ids, not by {type(content).__name__}"
     )
+
+
+def _options(max_new_tokens: int | None, stop: Sequence[str]) -> str:
+    return json.dumps([max_new_tokens, list(stop)])
 
 
 def _turn(answer: Mapping[str, Any]) -> Turn:

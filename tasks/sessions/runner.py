@@ -93,7 +93,12 @@ class SessionRunner:
                 RolloutRecord(rows),
                 keep,
             )
-            start = {"task": task, "seed": opening.seed}
+            start = {
+                "task": task,
+                "messages": list(opening.messages),
+                "seed": opening.seed,
+                "sampling": self._sampling.model_dump(mode="json"),
+            }
             for attempt in range(TRIES):
                 try:
                     end = await self._pool.run(start, rollout.handle, alone=attempt >= TOGETHER)

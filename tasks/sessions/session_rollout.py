@@ -41,6 +41,14 @@ class _Said:
 
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)  # messages after each turn
+
+    def __post_init__(self) -> None:
+        self._first = len(self.messages)
+
+    def after(self, turns: int) -> list[Message]:
+        """The messages as they were after so many turns of its own."""
+        return self.messages[: self.cuts[turns - 1] if turns else self._first]
 
 
 class SessionRollout:
@@ -114,11 +122,13 @@ class SessionRollout:
         number, begin = request["branch"], request["begin"]
         if number in self.tree:
             return self.tree[number]
+        if begin is None or begin["parent"] not in self.tree:
+            raise ValueError("its branch could not begin")
         own = begin["prompt"]
         ids = None if own is None else self._opening_ids([], own)
         branch = self.tree.branch(number, begin["parent"], begin["parent_turns"], begin["name"], ids)
         origin = self.said[begin["parent"]]
-        self.said[number] = _Said(_messages(own) if own is not None else list(origin.messages))
+        self.said[number] = _Said(_messages(own) if own is not None else origin.after(begin["parent_turns"]))
         return branch
 
     async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +167,7 @@ class SessionRollout:
             "thinking": turn.thinking,
             "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in turn.tool_calls],
             "problem": turn.problem,
+            "prompt_tokens": len(ids),
         }
 
     async def _ask(self, branch: Branch, ids: Sequence[int], room: int, stop: Sequence[str]) -> Answer:
@@ -187,6 +198,7 @@ class SessionRollout:
         said = self.said[branch.number]
         said.turns.append(turn)
         said.messages.append(_said(turn))
+        said.cuts.append(len(said.messages))
         return turn
 
     def _observe(self, branch: Branch, new: Sequence[Any]) -> None:

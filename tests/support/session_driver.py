@@ -37,4 +37,4 @@ class Driver:
 
 def start(**task: Any) -> dict[str, Any]:
     """What a session begins with."""
-    return {"task": {"prompt": "1+1=", **task}, "seed": 7}
+    return {"task": {"prompt": "1+1=", **task}, "messages": [], "seed": 7, "sampling": {}}

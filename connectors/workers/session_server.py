@@ -1,0 +1,152 @@
+"""The HTTP face of sessions, for rollout functions that bring a client of their own: OpenAI's chat completions.
+
+Owns one server on the loopback of this process, and who may ask: holders of the key of a rollout that is under way, from no web
+page, in JSON. Knows nothing of what a request means: core/sessions reads it, and finds its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import secrets
+import socket
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from millrace.core.sessions.completions import BadRequestError, chunks, completion, models, read_request
+from millrace.core.sessions.interface import LimitReachedError, SessionError, Turn
+from millrace.core.sessions.live import LiveSession, Served
+
+HERE = "127.0.0.1"
+NAMES = (HERE, "localhost", "[::1]")
+BODY_LIMIT = 1 << 26
+
+
+@dataclass(frozen=True)
+class _Door:
+    session: LiveSession
+    rollout: Served
+    context: contextvars.Context  # of the rollout: what it makes is noted as the rollout's
+
+
+class SessionServer:
+    """The server of one process, which starts when a session is first served."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """tools: schemas of the configured tools."""
+        self._tools = tools
+        self._doors: dict[str, _Door] = {}  # by key
+        self._address: str | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    def serve(self, session: LiveSession, rollout: Served) -> tuple[str, str]:
+        """Open a door to a session: its URL and key. To be called in the loop's thread."""
+        if self._address is None:
+            # it listens from here on; whoever connects waits until the server runs
+            listening = socket.create_server((HERE, 0), backlog=1024)
+            # the server is no session's: whose code runs in it is nobody's
+            self._starting = asyncio.get_running_loop().create_task(
+                self._start(listening), context=contextvars.Context()
+            )
+            self._address = f"http://{HERE}:{listening.getsockname()[1]}/v1"
+        key = secrets.token_urlsafe(32)
+        self._doors[key] = _Door(session, rollout, contextvars.copy_context())
+        rollout.keys.append(key)
+        return self._address, key
+
+    def close(self, rollout: Served) -> None:
+        """A rollout has ended: its keys open nothing any more, and what its clients wait for does not come."""
+        for key in rollout.keys:
+            del self._doors[key]
+        for task in list(rollout.working):
+            task.cancel()
+
+    async def _start(self, listening: socket.socket) -> None:
+        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[self._check])
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+
+    @web.middleware
+    async def _check(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """The door in front of every handler, those for unknown paths too."""
+        try:
+            if http.headers.get("Host", "").rpartition(":")[0].lower() not in NAMES:
+                return _error(403, "Host: it names another machine")
+            if "Origin" in http.headers:
+                return _error(403, "Origin: web pages may not ask")
+            key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+            if key not in self._doors:
+                return _error(401, "Authorization: the api_key of a session is wanted as a Bearer token")
+            if http.body_exists and http.content_type != "application/json":
+                return _error(415, "Content-Type: application/json is wanted")
+            http["door"] = self._doors[key]
+            return await handler(http)
+        except BadRequestError as error:
+            return _error(400, str(error), param=error.field)
+        except LimitReachedError as error:
+            return _error(400, f"a limit of the rollout is reached: {error}", code="limit_reached")
+        except SessionError as error:
+            return _error(400, f"the rollout cannot go on: {error}", code="refused")
+        except web.HTTPException as error:
+            return _error(error.status, error.reason)
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response(models())
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        door: _Door = http["door"]
+        rollout = door.rollout
+        try:
+            body = json.loads(await http.read())
+        except ValueError as error:
+            raise BadRequestError("body", f"it is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise BadRequestError("body", "an object is wanted")
+        request = read_request(body, self._tools, rollout.sampling)
+
+        def spawn(work: Coroutine[Any, Any, Turn]) -> None:
+            # a task of its own: it goes on where the client hangs up and asks again
+            task = asyncio.get_running_loop().create_task(work, context=door.context.copy())
+            rollout.working.add(task)
+            task.add_done_callback(rollout.working.discard)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        place, answer = door.session.turn_of(request.messages, request.max_tokens, request.stop, spawn)
+        created = rollout.created.setdefault(place, int(time.time()))
+        try:
+            turn = await asyncio.shield(answer)
+        except LimitReachedError as error:
+            rollout.limit = str(error)
+            raise
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                return _error(410, "the rollout has ended")
+            raise
+        rollout.limit = None
+        found = completion(place, turn, request.model, created)
+        if not request.stream:
+            return web.json_response(found)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(http)
+        for chunk in chunks(found, request.usage):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}, status=status
+    )

@@ -1,0 +1,218 @@
+"""Where a whole history of messages stands among the turns of a rollout: the same request again, the next turn of a branch, or
+the beginning of a new branch. Pure.
+
+Owns what counts as the same message. A client that speaks over HTTP sends all messages with each request. They are compared with
+what was sent and answered before, message by message; whatever differs begins a new branch, and nothing is ever repaired. The
+answer depends on nothing but the order of the requests. Knows nothing of HTTP, tokens or processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.core.sessions.interface import Message, Turn
+
+KNOWN = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message as it is compared."""
+
+    role: str
+    content: str = ""
+    calls: tuple[tuple[str, str], ...] = ()  # name and arguments
+    answers: str = ""  # which call of which assistant message a tool answers, by place: ids are the client's
+    thinking: str | None = None  # None: not sent
+    more: str = ""  # other keys, as JSON
+
+    def repeats(self, turn: Said) -> bool:
+        """Whether it is what a turn said. Thinking counts where it was sent."""
+        thinking = turn.thinking if self.thinking is None else self.thinking
+        return Said(self.role, self.content, self.calls, self.answers, thinking, self.more) == turn
+
+
+def compared(messages: Sequence[Message]) -> tuple[Said, ...]:
+    """Messages from the first on, as they are compared. Contents are text."""
+    calls: dict[str, str] = {}  # place of a call by its id
+    found: list[Said] = []
+    for number, message in enumerate(messages):
+        if "ids" in message:  # token ids: no message is like them
+            found.append(Said("", json.dumps(message["ids"])))
+            continue
+        asked = message.get("tool_calls") or ()
+        calls |= {call["id"]: f"{number}.{at}" for at, call in enumerate(asked) if call.get("id")}
+        answered = message.get("tool_call_id") or ""
+        more = {
+            key: value for key, value in message.items() if key not in KNOWN and value not in (None, [], {})
+        }
+        found.append(
+            Said(
+                role=str(message["role"]),
+                content=str(message.get("content") or ""),
+                calls=tuple((call["function"]["name"], _arguments(call["function"])) for call in asked),
+                answers=calls.get(answered, answered),
+                thinking=message.get("reasoning_content"),
+                more=_text(more) if more else "",
+            )
+        )
+    return tuple(found)
+
+
+def said_by(turn: Turn) -> Said:
+    """A turn as it is compared."""
+    calls = tuple((call.name, _text(call.arguments)) for call in turn.tool_calls)
+    return Said("assistant", turn.content, calls, thinking=turn.thinking)
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    given = function.get("arguments") or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return given
+    return _text(given)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+@dataclass(eq=False)
+class Place:
+    """A turn that was asked for: after the one before it and some messages, with some options."""
+
+    branch: int
+    index: int  # among the turns of its branch
+    door: int
+    before: Place | None
+    new: tuple[Said, ...]
+    options: str
+    turn: Turn | None = None  # once it is there
+    after: list[Place] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Place]:
+        """The turns up to it."""
+        place: Place | None = self
+        found: list[Place] = []
+        while place is not None:
+            found.append(place)
+            place = place.before
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class Again:
+    """The same was asked before."""
+
+    place: Place
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The next turn of a branch. The messages before `known` are in it."""
+
+    branch: int
+    known: int
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A new branch after a turn, with the messages from `known` on. None: the whole history is its own prompt."""
+
+    after: Place | None
+    known: int
+
+
+@dataclass
+class _Line:
+    """A branch as far as it got."""
+
+    door: int
+    tip: Place | None  # its newest turn, or the one that it began after
+    opening: tuple[Said, ...]  # before its first turn
+    open: bool = (
+        True  # it can go on: no turn is under way, none failed, and its function observed nothing itself
+    )
+
+
+class History:
+    """The turns of one rollout, and the doors to them.
+
+    A door is a branch that the rollout's function made, by its number. A client behind a door sees the turns that its branch
+    began with and those that were made through the door, no others: the same messages from two agents are two branches.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[Place] = []
+        self._lines: dict[int, _Line] = {}
+        self._before: dict[int, list[Place]] = {}  # what a door's branch began with
+
+    def begin(self, branch: int, door: int, opening: Sequence[Said] = (), after: Place | None = None) -> None:
+        """A branch begins: with a prompt, after a turn, or both."""
+        self._lines[branch] = _Line(door, after, tuple(opening))
+        if branch == door:
+            self._before[door] = after.path if after else []
+
+    def fork(self, branch: int, parent: int) -> None:
+        """A branch that is a door of its own begins where its parent stands."""
+        line = self._lines[parent]
+        tip = line.tip.before if line.tip and line.tip.turn is None else line.tip
+        self.begin(branch, branch, line.opening, tip)
+
+    def touch(self, branch: int) -> None:
+        """The function itself adds to a branch: no client can know what it stands at."""
+        self._lines[branch].open = False
+
+    def ask(self, branch: int, new: Sequence[Said], options: str) -> Place:
+        """A turn of a branch is asked for, after new messages."""
+        line = self._lines[branch]
+        index = line.tip.index + 1 if line.tip and line.tip.branch == branch else 0
+        place = Place(branch, index, line.door, line.tip, (*line.opening, *new), options)
+        (line.tip.after if line.tip else self._first).append(place)
+        line.tip, line.opening, line.open = place, (), False
+        return place
+
+    def answered(self, place: Place, turn: Turn) -> None:
+        """The turn is there, and its branch can go on."""
+        place.turn = turn
+        self._lines[place.branch].open = True
+
+    def decide(self, door: int, history: Sequence[Said], options: str) -> Again | GoOn | Begin:
+        """What a request is, by its history and options."""
+        reached = list(self._reached(door, history))
+        for known, before in reached:
+            for place in self._visible(door, before):
+                if place.new == tuple(history[known:]) and place.options == options:
+                    return Again(place)
+        farthest = max(known for known, _ in reached)
+        ends = [before for known, before in reached if known == farthest]
+        for number, line in self._lines.items():
+            if line.open and line.door == door and line.tip in ends and (line.tip or line.opening):
+                known = farthest + len(line.opening)
+                if tuple(history[farthest:known]) == line.opening:
+                    return GoOn(number, known)
+        return Begin(ends[0], farthest)
+
+    def _reached(self, door: int, history: Sequence[Said]) -> Iterator[tuple[int, Place | None]]:
+        """The turns that the history holds, each after how many messages; the oldest of equal ones first."""
+        waiting: list[tuple[int, Place | None]] = [(0, None)]
+        while waiting:
+            known, before = waiting.pop()
+            yield known, before
+            found: list[tuple[int, Place | None]] = []
+            for place in self._visible(door, before):
+                end = known + len(place.new)
+                if place.turn and end < len(history) and place.new == tuple(history[known:end]):
+                    if history[end].repeats(said_by(place.turn)):
+                        found.append((end + 1, place))
+            waiting += found[::-1]
+
+    def _visible(self, door: int, before: Place | None) -> list[Place]:
+        places = before.after if before else self._first
+        return [place for place in places if place.door == door or place in self._before[door]]
