@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from millrace.core.sessions.completions import BadRequestError, chunks, completion, models, read_request
 from millrace.core.sessions.interface import LimitReachedError, SessionError, Turn
@@ -68,42 +68,40 @@ class SessionServer:
             task.cancel()
 
     async def _start(self, listening: socket.socket) -> None:
-        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[self._check])
+        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_errors, self._middleware()])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.SockSite(runner, listening).start()
 
-    @web.middleware
-    async def _check(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    def _middleware(self) -> Middleware:
         """The door in front of every handler, those for unknown paths too."""
-        try:
-            if http.headers.get("Host", "").rpartition(":")[0].lower() not in NAMES:
-                return _error(403, "Host: it names another machine")
-            if "Origin" in http.headers:
-                return _error(403, "Origin: web pages may not ask")
-            key = http.headers.get("Authorization", "").removeprefix("Bearer ")
-            if key not in self._doors:
-                return _error(401, "Authorization: the api_key of a session is wanted as a Bearer token")
-            if http.body_exists and http.content_type != "application/json":
-                return _error(415, "Content-Type: application/json is wanted")
-            http["door"] = self._doors[key]
-            return await handler(http)
-        except BadRequestError as error:
-            return _error(400, str(error), param=error.field)
-        except LimitReachedError as error:
-            return _error(400, f"a limit of the rollout is reached: {error}", code="limit_reached")
-        except SessionError as error:
-            return _error(400, f"the rollout cannot go on: {error}", code="refused")
-        except web.HTTPException as error:
-            return _error(error.status, error.reason)
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            refusal = self._refusal(request)
+            return _error(*refusal) if refusal else await handler(request)
+
+        return check
+
+    def _refusal(self, http: web.Request) -> tuple[int, str] | None:
+        """Status and reason if a request may not come in."""
+        if http.headers.get("Host", "").rpartition(":")[0].lower() not in NAMES:
+            return 403, "Host: it names another machine"
+        if "Origin" in http.headers:
+            return 403, "Origin: web pages may not ask"
+        if _key(http) not in self._doors:
+            return 401, "Authorization: the api_key of a session is wanted as a Bearer token"
+        if http.body_exists and http.content_type != "application/json":
+            return 415, "Content-Type: application/json is wanted"
+        return None
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         return web.json_response(models())
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        door: _Door = http["door"]
+        door = self._doors[_key(http)]
         rollout = door.rollout
         try:
             body = json.loads(await http.read())
@@ -113,12 +111,13 @@ class SessionServer:
             raise BadRequestError("body", "an object is wanted")
         request = read_request(body, self._tools, rollout.sampling)
 
-        def spawn(work: Coroutine[Any, Any, Turn]) -> None:
+        def spawn(work: Coroutine[Any, Any, Turn]) -> asyncio.Task[Turn]:
             # a task of its own: it goes on where the client hangs up and asks again
             task = asyncio.get_running_loop().create_task(work, context=door.context.copy())
             rollout.working.add(task)
             task.add_done_callback(rollout.working.discard)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return task
 
         place, answer = door.session.turn_of(request.messages, request.max_tokens, request.stop, spawn)
         created = rollout.created.setdefault(place, int(time.time()))
@@ -143,6 +142,26 @@ class SessionServer:
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What a handler raises, as an answer in OpenAI's form. 400: a client does not ask again."""
+    try:
+        return await handler(request)
+    except BadRequestError as error:
+        return _error(400, str(error), param=error.field)
+    except LimitReachedError as error:
+        return _error(400, f"a limit of the rollout is reached: {error}", code="limit_reached")
+    except SessionError as error:
+        return _error(400, f"the rollout cannot go on: {error}", code="refused")
+    except web.HTTPException as error:
+        return _error(error.status, error.reason)
+
+
+def _key(http: web.Request) -> str:
+    scheme, _, key = http.headers.get("Authorization", "").partition(" ")
+    return key if scheme == "Bearer" else ""
 
 
 def _error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> web.Response:

@@ -6,6 +6,7 @@ instead: training counts on one way of sampling. Knows nothing of HTTP or of whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,10 @@ def read_messages(given: Any) -> list[Message]:
     """Messages with text as content and calls with arguments as objects. Raises BadRequestError."""
     if not isinstance(given, list) or not given:
         raise BadRequestError("messages", "a list of messages is wanted")
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half a character, which JSON can escape
+        raise BadRequestError("messages", f"there is text that is no Unicode: {error}") from error
     found = [_message(item, f"messages.{at}") for at, item in enumerate(given)]
     if found[-1]["role"] == "assistant":
         raise BadRequestError("messages", "the last one is the assistant's: add what the policy is to answer")
@@ -101,6 +106,8 @@ def _message(given: Any, field: str) -> Message:
         raise BadRequestError(field, f"an object with a role is wanted, one of {', '.join(ROLES)}")
     message = {key: value for key, value in given.items() if value not in (None, [], {})}
     message["content"] = _content(given.get("content"), field)
+    if "ids" in message:
+        raise BadRequestError(f"{field}.ids", "token ids are not taken here")
     for key in ("reasoning_content", "tool_call_id", "name"):
         if not isinstance(message.get(key, ""), str):
             raise BadRequestError(f"{field}.{key}", "text is wanted")
@@ -117,10 +124,11 @@ def _content(given: Any, field: str) -> str:
         return ""
     if isinstance(given, str):
         return given
-    texts = (
-        [part.get("text") for part in given if isinstance(part, Mapping)] if isinstance(given, list) else []
-    )
-    if not isinstance(given, list) or len(texts) < len(given) or not all(isinstance(t, str) for t in texts):
+    parts = given if isinstance(given, list) else [given]
+    texts = [
+        part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+    ]
+    if len(texts) < len(parts):
         raise BadRequestError(f"{field}.content", "text is wanted, or parts of type text")
     return "".join(texts)
 
@@ -131,10 +139,8 @@ def _call(given: Any, field: str) -> dict[str, Any]:
         raise BadRequestError(field, "an object with a function is wanted, which has a name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # a history may quote what no one can read
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # a history may quote what no one can read
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": str(given["id"]), **call} if given.get("id") else call
 

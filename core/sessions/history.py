@@ -208,9 +208,9 @@ class History:
             found: list[tuple[int, Place | None]] = []
             for place in self._visible(door, before):
                 end = known + len(place.new)
-                if place.turn and end < len(history) and place.new == tuple(history[known:end]):
-                    if history[end].repeats(said_by(place.turn)):
-                        found.append((end + 1, place))
+                same = end < len(history) and place.new == tuple(history[known:end])
+                if same and place.turn and history[end].repeats(said_by(place.turn)):
+                    found.append((end + 1, place))
             waiting += found[::-1]
 
     def _visible(self, door: int, before: Place | None) -> list[Place]:

@@ -155,7 +155,7 @@ class LiveSession:
         messages: Sequence[Message],
         max_new_tokens: int | None,
         stop: Sequence[str],
-        spawn: Callable[[Coroutine[Any, Any, Turn]], Any],
+        spawn: Callable[[Coroutine[Any, Any, Turn]], asyncio.Task[Turn]],
     ) -> tuple[Place, Answer]:
         """The turn that answers a whole history: made before, under way, or from now on. spawn: runs what makes it.
 
@@ -173,8 +173,10 @@ class LiveSession:
             new = messages[known:]
         session._new += pieces(new, "user")
         asked = session._next(said[known:], max_new_tokens, stop)
-        spawn(session._made_turn(asked))
-        return asked.place, self._shared.answers[asked.place]
+        answer = self._shared.answers[asked.place]
+        work = spawn(session._made_turn(asked))
+        work.add_done_callback(lambda _: answer.done() or answer.cancel())  # it may end before it begins
+        return asked.place, answer
 
     def _begun(self, after: Place | None, messages: Sequence[Message]) -> LiveSession:
         """A branch that this door's client begins, after a turn or with messages of its own."""

@@ -30,6 +30,7 @@ SHORT = [  # the quickstart's recipe, cut down to two iterations of two steps th
     "evaluation.sets.0.path=held_out.jsonl",
 ]
 SOME_REWARD = ["reward.function=millrace.core.rewards.text:contains"]
+SESSION_LENGTH = "rollout.session.max_tokens=64"
 NO_WARM_UP = "trainer.schedule.warmup_steps=0"  # a warm-up begins at rate 0, and its first step moves nothing
 
 
@@ -108,3 +109,17 @@ def test_a_second_try_is_a_second_turn_of_the_same_rollout(workplace: Workplace)
             assert row["response_length"] - sum(row["loss_mask"]) in ((5, 6) if second else (0,))
             roles = [message["role"] for message in json.loads(row["messages"])]
             assert roles == ["user", "assistant"] * row["turns"]
+
+
+def test_a_client_of_your_own_makes_turns_that_go_on_from_one_another(workplace: Workplace) -> None:
+    for iteration in iterations(workplace, "openai_client", "two_tries", SESSION_LENGTH):
+        batch = rows(iteration)
+        assert len(batch) == 8 * 4  # a sample of each rollout: no request was taken for a branch
+        for row in batch:
+            assert row["reward"] == {1: 1.0, 2: row["reward"]}[row["turns"]]
+            assert row["reward"] in (0.0, 0.5, 1.0)
+            assert [message["role"] for message in json.loads(row["messages"])] == [
+                "user",
+                "assistant",
+            ] * row["turns"]
+        assert {row["turns"] for row in batch} >= {2}

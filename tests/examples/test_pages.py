@@ -12,7 +12,7 @@ import torch
 from millrace import GroupSample, RewardInput, TokenBatch
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ["reward", "group_filter", "advantage", "loss", "generation"]
+FOLDERS = ["reward", "group_filter", "advantage", "loss", "generation", "openai_client"]
 
 
 def blocks(page: Path, language: str) -> list[str]:
