@@ -243,6 +243,8 @@ class _SessionProcess:
         limit = self._settings.timeout_s
         while not self.ended:
             await asyncio.sleep(LOOK_S)
+            if not self._ready.done():
+                continue  # its start has a limit of its own
             now = time.monotonic()
             if self._pinged is None:
                 self._pinged = now
