@@ -81,7 +81,9 @@ class WorkerTools:
     def __init__(self, tools: Sequence[AnyTool]) -> None:
         loaded = load_tools(tools)
         self._tools: dict[str, NamedCall] = {**loaded}
-        self.schemas = [tool.schema for tool in loaded.values()]  # of functions, and of servers that were reached
+        self.schemas = [
+            tool.schema for tool in loaded.values()
+        ]  # of functions, and of servers that were reached
         self._unlisted = _servers(tools)
         self._listing: asyncio.Task[str] | None = None
 
