@@ -34,6 +34,12 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     ratio = f"{engine['ratio']:.1f} times; {engine['ratio_on_busy_cores']:.1f} on busy cores"
     what = "embedded engine, 64 requests at once, against one `generate` after the other"
     yield Row(what, (ratio,), "≥ 5", "python -m benchmarks.embedded_engine")
+    sessions = kept.get("cpu", "sessions")
+    what = f"engine busy in {sessions['rollouts']} rollouts of {sessions['turns']} turns with calls of {sessions['wait']:g} s"
+    busy = f"{sessions['busy_ratio']:.2f} of what single answers keep it"
+    yield Row(what, (busy,), "≥ 0.9", sessions["command"])
+    what = "single answers through a session, time against those without one"
+    yield Row(what, (f"{sessions['single_ratio']:.2f} times",), "≤ 1.05", sessions["command"])
     for case in kept.get("cpu", "trainer_step"):
         what = f"trainer's step against plain Hugging Face and AdamW, {case['case']} batch"
         command = "python -m benchmarks.trainer_step --threads 2"

@@ -46,9 +46,22 @@ class Answers:
         return {**plain, "thinking": "", "tool_calls": [], "problem": None}
 
     def session(self) -> LiveSession:
-        shared = Shared(Task("2+2", "4"), 7, self.ask, None, 5.0, lambda: None)  # type: ignore[arg-type]
+        shared = Shared(
+            task=Task("2+2", "4"),
+            messages=[],
+            seed=7,
+            ask=self.ask,
+            make_call=_nothing,
+            serve=lambda session: ("", ""),
+            timeout_s=5.0,
+            over=lambda: None,
+        )
         self.rewards = shared.rewards
         return LiveSession(shared)
+
+
+async def _nothing(tool: str, arguments: Any) -> str:
+    return ""
 
 
 @pytest.mark.parametrize(("texts", "reward"), [(["4"], 1.0), (["5", "4"], 0.5), (["5", "6"], 0.0)])
