@@ -147,7 +147,7 @@ class _Place:
             "response": "",
             "response_length": 0,
             "status": "failed",
-            "messages": None,
+            "dialogue": None,
             "session_reward": None,
             "session_parts": None,
         }
@@ -188,7 +188,7 @@ def _in_sessions(
         first = samples[0]
         found["response"], found["status"] = first.response, first.status
         found["response_length"] = len(first.response_ids)
-        found["messages"], found["session_reward"] = first.messages, first.reward
+        found["dialogue"], found["session_reward"] = first.dialogue, first.reward
         found["session_parts"] = first.parts
         return found
 

@@ -212,7 +212,7 @@ def session_sample(
         timings=timings,
         samples=made.samples,
         role=made.role,
-        messages=made.messages,
+        dialogue=made.dialogue,
         session_reward=made.reward,
         session_parts=made.parts,
     )

@@ -245,6 +245,11 @@ class _SessionProcess:
             await asyncio.sleep(LOOK_S)
             if not self._ready.done():
                 continue  # its start has a limit of its own
+            if _in_session(self._process.pid or 0) > self._settings.max_processes + 1:
+                self._blame_running(
+                    f"it started more than rollout.session.max_processes = {self._settings.max_processes} processes"
+                )
+                return
             now = time.monotonic()
             if self._pinged is None:
                 self._pinged = now
@@ -268,9 +273,7 @@ class _SessionProcess:
 
     def _blame_running(self, why: str) -> None:
         """Kill it, for what the session that runs now does."""
-        running = int(self._note.value)
-        if running in self.sessions:
-            self._blamed.add(running)
+        self._blamed = self._suspected()
         self.kill(why)
 
     async def _bury(self) -> None:
@@ -279,9 +282,7 @@ class _SessionProcess:
         died = f"its process died of signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else ""
         why = self._why or died or f"its process ended itself with exit code {code}"
         if not self._why:
-            running = int(self._note.value)
-            suspects = {running} if running in self.sessions else self._at_work()
-            self._blamed = suspects if len(suspects) == 1 else set()
+            self._blamed = self._suspected()
         self.kill(why)
         if not self._ready.done():
             self._ready.set_exception(OSError(why))
@@ -291,6 +292,21 @@ class _SessionProcess:
                 session.end.set_exception(SessionLostError(why, number in self._blamed))
         self._writer.close()
 
-    def _at_work(self) -> set[int]:
-        """Sessions whose code may run in another thread."""
-        return {number for number, session in self.sessions.items() if session.calling and not session.open}
+    def _suspected(self) -> set[int]:
+        """The session whose code runs; where none does, the one that may run in another thread, if there is but one."""
+        running = int(self._note.value)
+        if running in self.sessions:
+            return {running}
+        at_work = {n for n, session in self.sessions.items() if session.calling and not session.open}
+        return at_work if len(at_work) == 1 else set()
+
+
+def _in_session(leader: int) -> int:
+    """Processes of a session, by its leader; 0 where the system does not show them."""
+    found = 0
+    with contextlib.suppress(FileNotFoundError):  # no Linux
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(ProcessLookupError):
+                    found += os.getsid(int(name)) == leader
+    return found

@@ -73,7 +73,7 @@ class GeneratedSample:
     timings: Figures  # seconds
     samples: Int32 | None = None  # of its rollout; None: it is the only one
     role: str | None = None  # name of its branch
-    messages: JsonText | None = None  # the dialogue after the prompt, of a rollout of several turns
+    dialogue: JsonText | None = None  # messages, the prompt's among them, of a rollout of several turns
     session_reward: float | None = None  # that the rollout gave itself
     session_parts: Figures | None = None
 
@@ -144,7 +144,7 @@ class Scorable(TypedDict):
     response: str
     response_length: int
     status: Status
-    messages: JsonText | None
+    dialogue: JsonText | None
     session_reward: float | None
     session_parts: Figures | None
 

@@ -38,7 +38,7 @@ ROWS: dict[str, type[Any]] = {
 }
 
 
-SESSION = ["samples", "role", "messages", "session_reward", "session_parts"]
+SESSION = ["samples", "role", "dialogue", "session_reward", "session_parts"]
 ADDED = {  # nullable columns that a stored table of this version may lack
     "rollouts": SESSION,
     "rewards": ["samples", "role"],

@@ -26,7 +26,7 @@ def sample_input(row: Mapping[str, Any]) -> RewardInput:
         metadata=json.loads(row["metadata"]) if row["metadata"] else {},
         response_length=row["response_length"],
         status=row["status"],
-        messages=json.loads(row["messages"]) if row.get("messages") else (),
+        messages=json.loads(row["dialogue"]) if row.get("dialogue") else (),
     )
 
 

@@ -248,7 +248,8 @@ class LiveSession:
             answer, failed = str(error), True
         except TimeoutError:
             answer, failed, over = f"{name} gave no answer within {self._shared.timeout_s:g} s", True, True
-        await self._ask({"do": "called", **place, "answer": answer, "failed": failed})
+        event = known["event"]  # calls may be under way side by side
+        await self._ask({"do": "called", **place, "event": event, "answer": answer, "failed": failed})
         if over:
             self._shared.over()
         return answer, False

@@ -36,7 +36,11 @@ class Branch:
     logprobs: list[float] = field(default_factory=list)
     spans: list[PolicySpan] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)  # response tokens after each turn
+    first_ids: list[int] = field(init=False)  # before anything was observed
     events: int = 0  # turns and calls
+
+    def __post_init__(self) -> None:
+        self.first_ids = list(self.prompt_ids)
 
     @property
     def ids(self) -> list[int]:
@@ -50,7 +54,9 @@ class Branch:
 
     def ids_after(self, turns: int) -> list[int]:
         """All tokens as they were after so many turns."""
-        return [*self.prompt_ids, *self.response_ids[: self.cuts[turns - 1] if turns else 0]]
+        if not turns:
+            return list(self.first_ids)
+        return [*self.prompt_ids, *self.response_ids[: self.cuts[turns - 1]]]
 
     @property
     def generated(self) -> int:

@@ -98,7 +98,7 @@ def _sample(row: PromptRow, response: str) -> Scorable:
         response=response,
         response_length=len(response.split()),
         status="completed",
-        messages=None,
+        dialogue=None,
         session_reward=None,
         session_parts=None,
     )

@@ -27,6 +27,7 @@ from millrace.core.lineage import (
     Drawn,
     Generated,
     Judged,
+    Said,
     Scored,
     StoredIteration,
     Trained,
@@ -133,6 +134,7 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
         verdicts=_rows(files.read_table, "verdicts", Judged),
         batch=_rows(files.read_table, "batch", Trained),
         steps=files.read_json("step.json")["steps"],
+        turns=[] if supervised else _rows(files.read_parts, "turns", Said),
     )
     verdict.trained_samples += len(stored.batch)
     return inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))

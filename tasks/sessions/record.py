@@ -19,7 +19,7 @@ class RolloutRecord:
 
     def __init__(self, rows: Iterable[TurnRow] = ()) -> None:
         """rows: in their order, without gaps."""
-        self._events: dict[int, list[list[TurnRow]]] = defaultdict(list)
+        self._events: dict[int, dict[int, list[TurnRow]]] = defaultdict(dict)  # by branch and number
         self.diverged = 0  # branches that went on otherwise
         self.found = 0  # events that were found
         self.rows = 0
@@ -30,12 +30,10 @@ class RolloutRecord:
         self.rows += 1
         events = self._events[row.branch]
         if row.kind == "diverged":
-            del events[row.event :]
-        elif row.event == len(events):
-            events.append([row])
+            for event in [event for event in events if event >= row.event]:
+                del events[event]
         else:
-            assert row.event == len(events) - 1, f"{row.rollout_id}: event {row.event} of branch {row.branch}"
-            events[row.event].append(row)
+            events.setdefault(row.event, []).append(row)
 
     def turn(self, branch: int, event: int, prompt: str) -> list[TurnRow] | None:
         """The segments of a recorded turn. prompt: hash of all ids before it."""
@@ -49,7 +47,7 @@ class RolloutRecord:
 
     def differs(self, branch: int, event: int) -> bool:
         """Whether something else is recorded there: it does not count from now on."""
-        return event < len(self._events[branch])
+        return event in self._events[branch]
 
     def note(self, row: TurnRow) -> None:
         """Add an event that happens now."""
@@ -58,11 +56,11 @@ class RolloutRecord:
         self._add(row)
 
     def _find(self, branch: int, event: int, same: Any) -> list[TurnRow] | None:
-        events = self._events[branch]
-        if event < len(events) and same(events[event][0]):
-            self.found += 1
-            return events[event]
-        return None
+        rows = self._events[branch].get(event)
+        if rows is None or not same(rows[0]):
+            return None
+        self.found += 1
+        return rows
 
 
 def stored_events(rows: Iterable[TurnRow]) -> dict[str, list[TurnRow]]:

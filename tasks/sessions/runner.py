@@ -47,7 +47,7 @@ class MadeSample:
     status: Status
     reason: str | None
     response: str  # text of the last turn
-    messages: str | None
+    dialogue: str | None
     reward: float | None
     parts: list[tuple[str, float]] | None
 
@@ -175,7 +175,7 @@ def _sample(
         status="truncated" if cut else "completed",
         reason=end["reason"],
         response=said.turns[-1].content if said.turns else "",
-        messages=json.dumps(said.messages, ensure_ascii=False),
+        dialogue=json.dumps(said.messages, ensure_ascii=False),
         reward=reward.value if reward else None,
         parts=list(reward.parts.items()) if reward else None,
     )
@@ -196,7 +196,7 @@ def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
         status="failed",
         reason=reason,
         response="",
-        messages=json.dumps(rollout.said[0].messages, ensure_ascii=False),
+        dialogue=json.dumps(rollout.said[0].messages, ensure_ascii=False),
         reward=None,
         parts=None,
     )

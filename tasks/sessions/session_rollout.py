@@ -76,17 +76,20 @@ class SessionRollout:
         self._settings, self._sampling = settings, sampling
         self._dialogues, self._generator = dialogues, generator
         self._places, self._write = places, write
-        self._calls: dict[int, tuple[dict[str, Any], float]] = {}  # under way, by branch
+        self._calls: dict[
+            tuple[int, int], tuple[dict[str, Any], float]
+        ] = {}  # under way, by branch and event
+        self._generating: set[int] = set()  # branches
 
     async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request of the session."""
         try:
             branch = self._branch(request)
             if request["do"] == "generate":
-                return await self._generate(branch, request)
+                return await self._generate_alone(branch, request)
             if request["do"] == "call":
                 return await self._call(branch, request)
-            return await self._called(branch, request["answer"], request["failed"])
+            return await self._called(branch, request["event"], request["answer"], request["failed"])
         except ValueError as error:
             return {"refused": str(error)}
 
@@ -109,12 +112,12 @@ class SessionRollout:
         Returns whether the rollout may be run again.
         """
         calls, blamed_call = list(self._calls), blamed and bool(self._calls)
-        for number in calls:
+        for number, event in calls:
             if blamed_call:
-                request, _ = self._calls[number]
-                await self._called(self.tree[number], f"{request['tool']} failed: {reason}", True)
+                request, _ = self._calls[number, event]
+                await self._called(self.tree[number], event, f"{request['tool']} failed: {reason}", True)
             else:
-                del self._calls[number]
+                del self._calls[number, event]
                 self._places.release()
         return blamed_call or not blamed
 
@@ -130,6 +133,18 @@ class SessionRollout:
         origin = self.said[begin["parent"]]
         self.said[number] = _Said(_messages(own) if own is not None else origin.after(begin["parent_turns"]))
         return branch
+
+    async def _generate_alone(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A turn, of which a branch makes one at a time."""
+        if branch.number in self._generating:
+            return {
+                "refused": "a branch makes one turn after the other; for turns side by side use session.branch()"
+            }
+        self._generating.add(branch.number)
+        try:
+            return await self._generate(branch, request)
+        finally:
+            self._generating.discard(branch.number)
 
     async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
         new: list[Any] = request["new"]
@@ -149,7 +164,7 @@ class SessionRollout:
         prompt = tokens_hash(ids)
         rows = self.record.turn(branch.number, branch.events, prompt)
         if rows is None:
-            await self._diverge(branch)
+            await self._diverge(branch, branch.events)
             answer = await self._ask(branch, ids, room, request["stop"])
             if answer.generation is None:
                 self.failure = answer.reason
@@ -232,20 +247,22 @@ class SessionRollout:
         return ids
 
     async def _call(self, branch: Branch, request: dict[str, Any]) -> dict[str, Any]:
-        found = self.record.answer(branch.number, branch.events, request["tool"], request["arguments"])
+        event = branch.events
+        branch.events += 1
+        found = self.record.answer(branch.number, event, request["tool"], request["arguments"])
         if found:
-            branch.events += 1
             return {"answer": found.text}
-        await self._diverge(branch)
+        await self._diverge(branch, event)
         await self._places.acquire()
-        self._calls[branch.number] = (request, time.time())
-        return {}
+        self._calls[branch.number, event] = (request, time.time())
+        return {"event": event}
 
-    async def _called(self, branch: Branch, answer: str, failed: bool) -> dict[str, Any]:
-        request, started = self._calls.pop(branch.number)
+    async def _called(self, branch: Branch, event: int, answer: str, failed: bool) -> dict[str, Any]:
+        request, started = self._calls.pop((branch.number, event))
         self._places.release()
         row = self._row(
             branch,
+            event,
             kind="call",
             text=answer,
             tool=request["tool"],
@@ -255,13 +272,12 @@ class SessionRollout:
         )
         self.record.note(row)
         await self._write(row)
-        branch.events += 1
         return {}
 
-    async def _diverge(self, branch: Branch) -> None:
+    async def _diverge(self, branch: Branch, event: int) -> None:
         """Where something else is recorded here, say that it does not count."""
-        if self.record.differs(branch.number, branch.events):
-            row = self._row(branch, kind="diverged")
+        if self.record.differs(branch.number, event):
+            row = self._row(branch, event, kind="diverged")
             self.record.note(row)
             await self._write(row)
 
@@ -272,6 +288,7 @@ class SessionRollout:
         assert generation is not None, "it was generated"
         return self._row(
             branch,
+            branch.events,
             kind="segment",
             prompt=prompt,
             new_ids=list(new_ids),
@@ -288,7 +305,7 @@ class SessionRollout:
             timings=[("started", answer.started), ("generate_s", answer.seconds)],
         )
 
-    def _row(self, branch: Branch, *, kind: TurnKind, **given: Any) -> TurnRow:
+    def _row(self, branch: Branch, event: int, *, kind: TurnKind, **given: Any) -> TurnRow:
         values: dict[str, Any] = {
             "segment": 0,
             "prompt": "",
@@ -315,7 +332,7 @@ class SessionRollout:
             parent=branch.parent,
             parent_turns=branch.parent_turns,
             name=branch.name,
-            event=branch.events,
+            event=event,
             kind=kind,
             **values,
         )

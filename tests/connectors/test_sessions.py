@@ -80,6 +80,7 @@ ENDS = {
     "sleeps": ("no answer within rollout.session.timeout_s = 2 s", False),
     "spins": ("no answer within rollout.session.timeout_s = 2 s", True),
     "hangs_in_c": ("no answer within rollout.session.timeout_s = 2 s", True),
+    "multiplies": ("it started more than rollout.session.max_processes = 64 processes", True),
     "exits": ("its process ended itself with exit code 3", True),
 }
 

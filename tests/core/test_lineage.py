@@ -15,6 +15,7 @@ from millrace.core.lineage import (
     Drawn,
     Generated,
     Judged,
+    Said,
     Scored,
     StoredIteration,
     Trained,
@@ -28,7 +29,8 @@ VERSIONS = range(5, 7)  # two steps, which make versions 5 and 6
 def tables() -> Tables:
     """Two kept groups of one sample each and a returned one."""
     generated = [
-        {"sample_id": sample, "tokens": [1, 2], "rollout_logprobs": [-0.5]} for sample in ("a-0", "b-0")
+        {"sample_id": sample, "tokens": [1, 2], "loss_mask": [1], "rollout_logprobs": [-0.5]}
+        for sample in ("a-0", "b-0")
     ]
     judged = [
         {"sample_id": f"{group}-0", "group_id": group, "verdict": verdict, "train_step": step}
@@ -45,6 +47,24 @@ def tables() -> Tables:
             for row, step in zip(copy.deepcopy(generated), VERSIONS, strict=True)
         ],
         "steps": [{"version": version, "samples": 1} for version in VERSIONS],
+        "turns": [
+            turn(rollout, order, kind, event, ids)
+            for rollout in ("a-0", "b-0")
+            for order, (kind, event, ids) in enumerate(
+                [("segment", 0, [7]), ("diverged", 0, []), ("segment", 0, [2]), ("call", 1, [])]
+            )
+        ],
+    }
+
+
+def turn(rollout: str, order: int, kind: str, event: int, ids: list[int]) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout,
+        "order": order,
+        "branch": 0,
+        "event": event,
+        "kind": kind,
+        "output_ids": ids,
     }
 
 
@@ -61,6 +81,14 @@ def test_a_supervised_iteration_has_neither_rollouts_nor_rewards() -> None:
 
 
 CASES: list[tuple[str, Callable[[Tables], Any]]] = [
+    (
+        "sample a-0 is trained on other tokens than its turns generated",
+        lambda t: t["turns"][2].update(output_ids=[3]),
+    ),
+    (
+        "sample b-0 is trained on other tokens than its turns generated",
+        lambda t: t["turns"].append(turn("b-0", 4, "segment", 2, [2])),
+    ),
     ("group_id a is 2 times in prompts", lambda t: t["prompts"].append({"group_id": "a"})),
     ("sample_id a-0 is 2 times in rollouts", lambda t: t["rollouts"].append(t["rollouts"][0])),
     ("sample_id a-0 is 2 times in rewards", lambda t: t["rewards"].append(t["rewards"][0])),
@@ -110,6 +138,7 @@ def test_what_disagrees_is_named_with_its_iteration(expected: str, break_: Calla
         (Scored, "rewards"),
         (Judged, "verdicts"),
         (Trained, "batch"),
+        (Said, "turns"),
     ],
 )
 def test_the_rows_are_columns_of_their_tables(row: type, kind: str) -> None:

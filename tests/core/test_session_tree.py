@@ -50,7 +50,7 @@ def test_each_generated_token_is_trained_once_and_no_other(actions: list[tuple[s
             assert branch.spans[0]["first_token"] == 0
         origin = branch.parent
         if (
-            origin is not None and branch.parent_turns and branch.prompt_ids[0] == 1
+            origin is not None and branch.prompt_ids[0] == 1
         ):  # what its parent held then stands at its beginning
             held = tree[origin].ids_after(branch.parent_turns)
             assert branch.prompt_ids[: len(held)] == held

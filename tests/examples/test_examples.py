@@ -107,7 +107,7 @@ def test_a_second_try_is_a_second_turn_of_the_same_rollout(workplace: Workplace)
             assert row["reward"] in ((0.0, 0.5) if second else (1.0,))
             # not trained: two role tokens, the three characters between them, and the end of a turn that was cut off
             assert row["response_length"] - sum(row["loss_mask"]) in ((5, 6) if second else (0,))
-            roles = [message["role"] for message in json.loads(row["messages"])]
+            roles = [message["role"] for message in json.loads(row["dialogue"])]
             assert roles == ["user", "assistant"] * row["turns"]
 
 
@@ -118,7 +118,7 @@ def test_a_client_of_your_own_makes_turns_that_go_on_from_one_another(workplace:
         for row in batch:
             assert row["reward"] == {1: 1.0, 2: row["reward"]}[row["turns"]]
             assert row["reward"] in (0.0, 0.5, 1.0)
-            assert [message["role"] for message in json.loads(row["messages"])] == [
+            assert [message["role"] for message in json.loads(row["dialogue"])] == [
                 "user",
                 "assistant",
             ] * row["turns"]

@@ -40,7 +40,7 @@ class Answers:
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(request)
         if request["do"] != "generate":
-            return {}
+            return {"event": 0}
         text = self.texts.pop(0)
         plain = {"text": text, "content": text, "output_ids": [1], "status": "completed"}
         return {**plain, "thinking": "", "tool_calls": [], "problem": None}

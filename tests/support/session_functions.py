@@ -69,6 +69,13 @@ async def hoards(session: Session) -> None:
     bytearray(64 << 30)
 
 
+async def multiplies(session: Session) -> None:
+    """Starts itself again and again."""
+    await session.generate()
+    while True:
+        os.fork()
+
+
 async def gives_text(session: Session) -> Any:
     """Returns what is no reward."""
     await session.generate()
@@ -90,6 +97,21 @@ async def calls_in_order(session: Session) -> None:
     for tool, arguments in session.task.metadata["calls"]:
         session.observe(await session.call(tool, **arguments))
     await session.generate()
+
+
+async def calls_side_by_side(session: Session, *, path: str) -> float:
+    """Three calls at once, of which the first ends last, between two turns."""
+    await session.generate()
+    waits = (session.call("count_later", path=path, seconds=0.2 - 0.1 * n) for n in range(3))
+    answers = await asyncio.gather(*waits)
+    session.observe(" ".join(answers))
+    await session.generate()
+    return float(len(answers))
+
+
+async def two_turns_at_once(session: Session) -> None:
+    """What a branch does not do."""
+    await asyncio.gather(session.generate(), session.generate())
 
 
 async def branches(session: Session) -> None:
@@ -125,6 +147,12 @@ def count(path: str) -> str:
     with Path(path).open("a") as file:
         file.write("x")
     return "noted"
+
+
+async def count_later(path: str, seconds: float) -> str:
+    """Note that it was called, after a while."""
+    await asyncio.sleep(seconds)
+    return count(path)
 
 
 def spin() -> str:

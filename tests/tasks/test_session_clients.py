@@ -94,8 +94,8 @@ async def test_what_was_generated_stays_as_it_is_and_is_trained_once(run: Run) -
 
 async def test_the_messages_of_a_branch_end_where_it_began(run: Run) -> None:
     samples, _, _ = await run()
-    assert '"otherwise"' in samples[2].messages
-    assert '"two"' not in samples[2].messages
+    assert '"otherwise"' in samples[2].dialogue
+    assert '"two"' not in samples[2].dialogue
 
 
 @pytest.mark.parametrize("kept", range(6))

@@ -224,6 +224,30 @@ async def test_a_rollout_taken_up_at_any_event_is_the_one_that_was_never_cut(
     assert [row.order for row in [*stored, *resumed.rows]] == list(range(len(whole.rows)))
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+async def test_calls_side_by_side_are_recorded_each_in_its_place(
+    make: Callable[..., Place], tmp_path: Path, cut: int
+) -> None:
+    notes = tmp_path / "notes"
+    settings: dict[str, Any] = {
+        "function": ("calls_side_by_side", {"path": str(notes)}),
+        "tools": ["count_later"],
+    }
+    whole = make("one", "two", **settings)
+    expected = await whole.run()
+    assert [row.event for row in whole.rows] == [0, 3, 2, 1, 4]
+    notes.unlink()
+    resumed = make("one", "two", **settings)
+    assert await resumed.run(whole.rows[:cut]) == expected
+    assert (notes.read_text() if notes.exists() else "") == "x" * (4 - cut)
+
+
+async def test_a_branch_makes_one_turn_at_a_time(make: Callable[..., Place]) -> None:
+    (sample,) = await make("one", function="two_turns_at_once").run()
+    assert sample.status == "failed"
+    assert "a branch makes one turn after the other" in (sample.reason or "")
+
+
 async def test_a_stateless_environment_is_reset_again_and_its_recorded_steps_are_not_made(
     make: Callable[..., Place], tmp_path: Path
 ) -> None:

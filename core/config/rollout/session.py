@@ -110,6 +110,11 @@ class Session(Section):
     memory_mb: Annotated[int, ANY_START] = Field(
         4096, ge=64, description="Memory that one process of rollouts may have. MiB."
     )
+    max_processes: Annotated[int, ANY_START] = Field(
+        64,
+        ge=1,
+        description="Processes that one process of rollouts may start; beyond it is ended. On Linux.",
+    )
     max_rollouts: Annotated[int, ANY_START] = Field(
         512, ge=1, description="Rollouts that are under way at once."
     )
