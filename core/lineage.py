@@ -154,12 +154,12 @@ def _turns(stored: StoredIteration) -> Iterable[str]:
                 del events[event]
         elif row["kind"] == "segment":
             events.setdefault(row["event"], []).extend(row["output_ids"])
-    for row in stored.batch if stored.turns else ():
-        response = row["tokens"][len(row["tokens"]) - len(row["loss_mask"]) :]
-        trained = [token for token, mask in zip(response, row["loss_mask"], strict=True) if mask]
-        events = said.get(row["sample_id"], {})
+    for sample in stored.batch if stored.turns else ():
+        response = sample["tokens"][len(sample["tokens"]) - len(sample["loss_mask"]) :]
+        trained = [token for token, mask in zip(response, sample["loss_mask"], strict=True) if mask]
+        events = said.get(sample["sample_id"], {})
         if trained != [token for event in sorted(events) for token in events[event]]:
-            yield f"sample {row['sample_id']} is trained on other tokens than its turns generated"
+            yield f"sample {sample['sample_id']} is trained on other tokens than its turns generated"
 
 
 def _steps(stored: StoredIteration, versions: range) -> Iterable[str]:
