@@ -92,6 +92,22 @@ def prompt(found: Checked) -> Iterator[Line]:
     )
 
 
+def session(found: Checked) -> Iterator[Line]:
+    """How a rollout goes on, where it takes several turns."""
+    settings = found.config.rollout.session
+    if settings is None:
+        return
+    made = settings.function or settings.environment
+    by = f"by {made.function}" if made else "by calls of tools until a turn calls none"
+    names = [tool["function"]["name"] for tool in found.model.tools]
+    tools = f", with the tools {', '.join(names)}" if names else ""
+    yield (
+        "a rollout",
+        f"{by}{tools}; at most {settings.max_turns} turns and {settings.max_tokens} tokens; in {settings.workers} "
+        f"process{'es' if settings.workers > 1 else ''}, up to {settings.max_rollouts} at once",
+    )
+
+
 def reward(found: Checked) -> Iterator[Line]:
     """What the reward gave on that row."""
     config, answers = found.config, found.reward

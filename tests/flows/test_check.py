@@ -60,6 +60,18 @@ def test_a_good_configuration_gets_its_plan() -> None:
         assert part in " ".join(result.output.split())
 
 
+def test_the_plan_says_how_a_rollout_of_several_turns_goes_on() -> None:
+    session = "{function: play:play, tools: [play:look], max_turns: 3, max_tokens: 64}"
+    result = run("run.yaml", f"rollout.session={session}")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert (
+        "by play:play, with the tools look; at most 3 turns and 64 tokens; in 1 process, up to 512 at once"
+        in said
+    )
+    assert "response 64 tokens at most" in said
+
+
 @pytest.mark.parametrize(
     ("overrides", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG]
 )
