@@ -102,6 +102,7 @@ class LiveSession:
         self._new: list[Any] = []  # observed since the last turn
         self._begin = begin  # until the driver knows
         self._made = 0  # turns that were generated here
+        self._generating = False  # for the rollout's function
         self._turns = list(turns)
         self._served: tuple[str, str] | None = None
         if begin is None:
@@ -146,9 +147,17 @@ class LiveSession:
         self, new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
         """Let the policy go on, after what was observed and `new`."""
+        if self._generating:
+            raise SessionError(
+                "a branch makes one turn after the other; for turns side by side use session.branch()"
+            )
         if new is not None:
             self.observe(new, "user")
-        return await self._made_turn(self._next(compared(self._new), max_new_tokens, stop))
+        self._generating = True
+        try:
+            return await self._made_turn(self._next(compared(self._new), max_new_tokens, stop))
+        finally:
+            self._generating = False
 
     def turn_of(
         self,

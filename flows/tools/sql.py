@@ -19,6 +19,7 @@ from millrace.connectors.storage.iteration_files import TABLES, IterationFiles
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MillraceError
 from millrace.flows.tools.browse import run_record, settings_of
@@ -34,6 +35,7 @@ VIEWS = {
     "verdicts": "verdicts.parquet",
     "batches": "batch.parquet",
 }
+MAY_BE_EMPTY = ("turns",)  # many runs have none
 ALL = (*VIEWS, "steps", "evaluations")
 
 
@@ -127,6 +129,8 @@ def _view(
     if listed:
         rows = f"read_parquet([{listed}], union_by_name=true, filename=true)"
         connection.execute(f"CREATE VIEW {name} AS SELECT {columns} FROM {rows}")
+    elif name in MAY_BE_EMPTY:
+        connection.register(name, schema.schema(name).empty_table())
 
 
 def _views_of(query: str) -> Collection[str]:

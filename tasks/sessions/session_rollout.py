@@ -79,14 +79,13 @@ class SessionRollout:
         self._calls: dict[
             tuple[int, int], tuple[dict[str, Any], float]
         ] = {}  # under way, by branch and event
-        self._generating: set[int] = set()  # branches
 
     async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request of the session."""
         try:
             branch = self._branch(request)
             if request["do"] == "generate":
-                return await self._generate_alone(branch, request)
+                return await self._generate(branch, request)
             if request["do"] == "call":
                 return await self._call(branch, request)
             return await self._called(branch, request["event"], request["answer"], request["failed"])
@@ -133,18 +132,6 @@ class SessionRollout:
         origin = self.said[begin["parent"]]
         self.said[number] = _Said(_messages(own) if own is not None else origin.after(begin["parent_turns"]))
         return branch
-
-    async def _generate_alone(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
-        """A turn, of which a branch makes one at a time."""
-        if branch.number in self._generating:
-            return {
-                "refused": "a branch makes one turn after the other; for turns side by side use session.branch()"
-            }
-        self._generating.add(branch.number)
-        try:
-            return await self._generate(branch, request)
-        finally:
-            self._generating.discard(branch.number)
 
     async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
         new: list[Any] = request["new"]

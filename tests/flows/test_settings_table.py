@@ -59,6 +59,9 @@ def bases() -> dict[str, RunConfig]:
         made += [
             configuration(algorithm={**algorithm, choice: section}) for section in kinds(choice, Algorithm)
         ]
+    for tool in (FUNCTION, {"mcp": {"command": ["serve"]}}):
+        session = {"function": FUNCTION, "environment": FUNCTION, "tools": [tool]}
+        made.append(configuration(rollout={"session": session}))
     for config in made:
         for path, _, _ in decided(config):
             found.setdefault(path, config)
@@ -133,6 +136,7 @@ def test_a_change_of_the_field_is_accepted_or_refused_by_name_with_its_reason(pa
             check()
         where = path.removesuffix(".name") if path.startswith("data.sources") else path
         where = where.removesuffix(".0") if path.endswith("sources.0.name") else where
+        where = where.removesuffix(".0.name") if path.endswith("tools.0.name") else where
         assert f"  {where}: was " in refused.value.reason
         assert "another" in refused.value.reason
         assert refused.value.reason.rstrip(")").rpartition(" (")[2], "the reason"
