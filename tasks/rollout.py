@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from prefect import task
 
@@ -93,7 +93,7 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
         what="failed to generate",
         where=f"iteration {iteration_number(ctx.index)}",
         remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
-        f"{way_out(config.run.name, ctx.index)}, which generates its samples anew",
+        f"{way_out(config.run.name, ctx.index)}, which generates its samples again",
     )
     for row in failed:
         budget.add(row["reason"], row["sample_id"])
@@ -188,16 +188,10 @@ def session_sample(
     group: DrawnGroup, index: int, seed: int, made: MadeSample, timings: list[tuple[str, float]]
 ) -> GeneratedSample:
     """The row of a sample of a rollout of several turns."""
-    return GeneratedSample(
+    return _row(
+        group,
+        index,
         sample_id=made.sample_id,
-        group_id=group.group_id,
-        prompt_id=group.prompt_id,
-        iteration=group.iteration,
-        source=group.source,
-        index=index,
-        prompt=group.prompt,
-        label=group.label,
-        metadata=group.metadata,
         tokens=[*made.prompt_ids, *made.response_ids],
         response_length=len(made.response_ids),
         response=made.response,
@@ -221,16 +215,10 @@ def session_sample(
 def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -> GeneratedSample:
     """The row of a sample, generated or failed."""
     result, length = answer.generation, len(answer.output_ids)
-    return GeneratedSample(
+    return _row(
+        group,
+        index,
         sample_id=sample_id(group.group_id, index),
-        group_id=group.group_id,
-        prompt_id=group.prompt_id,
-        iteration=group.iteration,
-        source=group.source,
-        index=index,
-        prompt=group.prompt,
-        label=group.label,
-        metadata=group.metadata,
         tokens=[*group.prompt_tokens, *answer.output_ids],
         response_length=length,
         response=answer.text,
@@ -246,4 +234,19 @@ def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -
         status=answer.status,
         reason=answer.reason,
         timings=[("started", answer.started), ("generate_s", answer.seconds)],
+    )
+
+
+def _row(group: DrawnGroup, index: int, **made: Any) -> GeneratedSample:
+    """A row of a drawn group's sample. made: the columns that are its own."""
+    return GeneratedSample(
+        group_id=group.group_id,
+        prompt_id=group.prompt_id,
+        iteration=group.iteration,
+        source=group.source,
+        index=index,
+        prompt=group.prompt,
+        label=group.label,
+        metadata=group.metadata,
+        **made,
     )

@@ -1,7 +1,7 @@
 """The processes that run rollouts, as the driver sees them: which runs which session, and who is to blame when one ends.
 
 Owns deadlines and blame. A process whose code hangs, or that dies, takes all of its sessions with it: the one whose code ran
-is to blame, the others are told so and may be run again. Knows nothing of tokens, records or files.
+is to blame, the others learn that they are not, and may be run again. Knows nothing of tokens, records or files.
 """
 
 from __future__ import annotations

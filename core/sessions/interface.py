@@ -161,7 +161,7 @@ class Done:
 
 @runtime_checkable
 class Environment(Protocol):
-    """An episode. Made anew for each rollout, with the options as keyword arguments.
+    """An episode. Each rollout makes one, with the options as keyword arguments.
 
     `recovery` says what a restart of the run does in the midst of an episode. "stateless": `step` follows from its turn and from
     what `reset` made; `reset` is called again, and the recorded steps are not. "snapshot": it has `snapshot`, which returns
