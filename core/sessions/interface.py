@@ -8,7 +8,7 @@ new, and nothing that was generated is ever made from text again.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -182,6 +182,3 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Let go of what it holds."""
         ...
-
-
-Tool = Callable[..., Any]  # sync or async, with type hints and a docstring; its answer is made text

@@ -19,7 +19,6 @@ class Segment:
     output_ids: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[tuple[int, int]]  # first token of the segment, weight version
-    engine_id: str = ""
 
 
 @dataclass
@@ -136,10 +135,6 @@ class RolloutTree:
     def samples(self) -> list[Branch]:
         """The branches that leave a sample: the first, and those in which anything was generated."""
         return [branch for branch in self.branches if branch.number == 0 or branch.generated]
-
-    def shared_tokens(self) -> int:
-        """Tokens that are in prompts of branches and were made elsewhere in the tree."""
-        return sum(len(branch.prompt_ids) for branch in self.samples() if branch.number)
 
 
 @dataclass(frozen=True)

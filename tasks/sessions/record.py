@@ -20,13 +20,12 @@ class RolloutRecord:
     def __init__(self, rows: Iterable[TurnRow] = ()) -> None:
         """rows: in their order, without gaps."""
         self._events: dict[int, dict[int, list[TurnRow]]] = defaultdict(dict)  # by branch and number
-        self.diverged = 0  # branches that went on otherwise
-        self.found = 0  # events that were found
         self.rows = 0
         for row in rows:
-            self._add(row)
+            self.note(row)
 
-    def _add(self, row: TurnRow) -> None:
+    def note(self, row: TurnRow) -> None:
+        """Add the next row."""
         self.rows += 1
         events = self._events[row.branch]
         if row.kind == "diverged":
@@ -49,18 +48,9 @@ class RolloutRecord:
         """Whether something else is recorded there: it does not count from now on."""
         return event in self._events[branch]
 
-    def note(self, row: TurnRow) -> None:
-        """Add an event that happens now."""
-        if row.kind == "diverged":
-            self.diverged += 1
-        self._add(row)
-
     def _find(self, branch: int, event: int, same: Any) -> list[TurnRow] | None:
         rows = self._events[branch].get(event)
-        if rows is None or not same(rows[0]):
-            return None
-        self.found += 1
-        return rows
+        return rows if rows and same(rows[0]) else None
 
 
 def stored_events(rows: Iterable[TurnRow]) -> dict[str, list[TurnRow]]:
