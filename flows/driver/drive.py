@@ -22,6 +22,7 @@ from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.errors import ConfigError, StorageError
+from millrace.core.garbage import use_few_heaps
 from millrace.core.hooks import call_function, search_in
 from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
@@ -58,6 +59,7 @@ async def drive(
     driver = asyncio.current_task()
     assert driver is not None
     keep_private()
+    use_few_heaps()
     log_errors_once(by_command=in_command())
     with on_signal(driver.cancel):
         return await _drive(config, iteration, flow_name, before_first)
