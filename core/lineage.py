@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from millrace.core.contracts.ids import branch_id, iteration_number
 from millrace.core.contracts.sample import PolicySpan, Verdict
 from millrace.core.contracts.task_records import StepMetrics
-from millrace.core.contracts.turns import TurnKind
+from millrace.core.contracts.turns import TurnKind, place_of_columns, rows_that_count
 
 
 class Drawn(TypedDict):
@@ -146,14 +146,15 @@ def _generated(stored: StoredIteration, version: int) -> Iterable[str]:
 
 def _turns(stored: StoredIteration) -> Iterable[str]:
     """What is trained of a rollout of several turns was generated in its turns, token for token."""
+    rollouts: dict[str, list[Said]] = {}
+    for row in stored.turns:
+        rollouts.setdefault(row["rollout_id"], []).append(row)
     said: dict[str, dict[int, list[int]]] = {}  # by sample and event
-    for row in sorted(stored.turns, key=lambda row: row["order"]):
-        events = said.setdefault(branch_id(row["rollout_id"], row["branch"]), {})
-        if row["kind"] == "diverged":
-            for event in [event for event in events if event >= row["event"]]:
-                del events[event]
-        elif row["kind"] == "segment":
-            events.setdefault(row["event"], []).extend(row["output_ids"])
+    for rollout, rows in rollouts.items():
+        for row in rows_that_count(rows, place_of_columns):
+            if row["kind"] == "segment":
+                events = said.setdefault(branch_id(rollout, row["branch"]), {})
+                events.setdefault(row["event"], []).extend(row["output_ids"])
     for sample in stored.batch if stored.turns else ():
         response = sample["tokens"][len(sample["tokens"]) - len(sample["loss_mask"]) :]
         trained = [token for token, mask in zip(response, sample["loss_mask"], strict=True) if mask]

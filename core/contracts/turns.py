@@ -6,12 +6,15 @@ one attempt: a turn that is continued after it was cut has one segment more and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, TypeVar
 
 from millrace.core.contracts.sample import Figures, Float32, Int32, JsonText, PolicySpan
 
-TurnKind = Literal["segment", "call", "diverged"]
+TurnKind = Literal["segment", "call", "diverged", "resumed"]
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,7 @@ class TurnRow:
     """A segment of a turn, or a tool's answer: a row of a part in turns/.
 
     diverged: from this event of the branch on, earlier rows do not count: a restarted rollout asked for something else.
+    resumed: earlier rows from number `event` of the rollout on do not count: some of them were lost with a broken part.
     """
 
     rollout_id: str
@@ -45,3 +49,45 @@ class TurnRow:
     arguments: JsonText | None
     failed: bool  # of a call: its answer says what went wrong
     timings: Figures  # seconds
+
+
+_PLACE = ("order", "branch", "event", "kind")
+place_of_row: Callable[[Any], tuple[int, int, int, TurnKind]] = attrgetter(*_PLACE)  # of a TurnRow
+place_of_columns: Callable[[Any], tuple[int, int, int, TurnKind]] = itemgetter(*_PLACE)  # of a mapping
+
+
+def rows_that_count(
+    rows: Iterable[Row], place: Callable[[Row], tuple[int, int, int, TurnKind]] = place_of_row
+) -> list[Row]:
+    """The segments and calls of one rollout that count, in their order.
+
+    What follows a gap, which a broken part leaves, does not count until the rollout was resumed. A row that says
+    `diverged` or `resumed` ends what came before it, as `TurnRow` has it.
+    """
+    found: list[tuple[int, int, int, Row]] = []
+    due = 0
+    for row in sorted(rows, key=lambda row: place(row)[0]):
+        order, branch, event, kind = place(row)
+        if kind == "resumed":
+            found = [entry for entry in found if entry[0] < event]
+        elif order != due:
+            continue
+        elif kind == "diverged":
+            found = [entry for entry in found if entry[1] != branch or entry[2] < event]
+        else:
+            found.append((order, branch, event, row))
+        due = order + 1
+    return [row for *_, row in found]
+
+
+def first_gap(rows: Iterable[TurnRow]) -> int | None:
+    """Number of the first row of a rollout that is missing before others and was not resumed after; None without one."""
+    due = 0
+    gap = None
+    for row in sorted(rows, key=lambda row: row.order):
+        if row.kind == "resumed":
+            gap, due = None, row.order
+        if gap is None and row.order != due:
+            gap = due
+        due += 1
+    return gap

@@ -11,28 +11,34 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from millrace.core.contracts.turns import TurnRow
+from millrace.core.contracts.turns import TurnRow, first_gap, rows_that_count
 
 
 class RolloutRecord:
     """Events of one rollout, by branch, in order."""
 
     def __init__(self, rows: Iterable[TurnRow] = ()) -> None:
-        """rows: in their order, without gaps."""
-        self._events: dict[int, dict[int, list[TurnRow]]] = defaultdict(dict)  # by branch and number
-        self.rows = 0
-        for row in rows:
-            self.note(row)
+        """rows: of this rollout, all that are stored."""
+        self._rows = list(rows)
+        self._events = self._that_count()
+        self.gap = first_gap(self._rows)  # what a `resumed` row has to say before another one is added
+        self.next_order = max((row.order for row in self._rows), default=-1) + 1
 
     def note(self, row: TurnRow) -> None:
         """Add the next row."""
-        self.rows += 1
-        events = self._events[row.branch]
-        if row.kind == "diverged":
-            for event in [event for event in events if event >= row.event]:
-                del events[event]
+        assert row.order == self.next_order, "rows are added in their order"
+        self.next_order += 1
+        self._rows.append(row)
+        if row.kind in ("segment", "call"):
+            self._events[row.branch].setdefault(row.event, []).append(row)
         else:
-            events.setdefault(row.event, []).append(row)
+            self._events, self.gap = self._that_count(), first_gap(self._rows)
+
+    def _that_count(self) -> dict[int, dict[int, list[TurnRow]]]:
+        events: dict[int, dict[int, list[TurnRow]]] = defaultdict(dict)  # by branch and number
+        for row in rows_that_count(self._rows):
+            events[row.branch].setdefault(row.event, []).append(row)
+        return events
 
     def turn(self, branch: int, event: int, prompt: str) -> list[TurnRow] | None:
         """The segments of a recorded turn. prompt: hash of all ids before it."""
@@ -54,11 +60,10 @@ class RolloutRecord:
 
 
 def stored_events(rows: Iterable[TurnRow]) -> dict[str, list[TurnRow]]:
-    """What is recorded of each rollout, in order. What follows a gap, which a broken part leaves, is not taken."""
+    """What is stored of each rollout."""
     found: dict[str, list[TurnRow]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.order):
-        if row.order == len(found[row.rollout_id]):
-            found[row.rollout_id].append(row)
+    for row in rows:
+        found[row.rollout_id].append(row)
     return found
 
 

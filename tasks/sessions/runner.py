@@ -99,6 +99,7 @@ class SessionRunner:
                 "seed": opening.seed,
                 "sampling": self._sampling.model_dump(mode="json"),
             }
+            await rollout.open()
             for attempt in range(TRIES):
                 try:
                     end = await self._pool.run(start, rollout.handle, alone=attempt >= TOGETHER)

@@ -80,6 +80,11 @@ class SessionRollout:
             tuple[int, int], tuple[dict[str, Any], float]
         ] = {}  # under way, by branch and event
 
+    async def open(self) -> None:
+        """Where stored rows are missing, say from where on the others do not count."""
+        if self.record.gap is not None:
+            await self._keep(self._row(self.tree[0], self.record.gap, kind="resumed"))
+
     async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request of the session."""
         try:
@@ -157,8 +162,7 @@ class SessionRollout:
                 self.failure = answer.reason
                 return {"refused": answer.reason}
             row = self._segment(branch, prompt, ids[len(before) :], new, answer)
-            self.record.note(row)
-            await self._write(row)
+            await self._keep(row)
             rows = [row]
         turn = self._add(branch, rows, ids)
         return {
@@ -257,16 +261,17 @@ class SessionRollout:
             failed=failed,
             timings=[("started", started), ("call_s", time.time() - started)],
         )
-        self.record.note(row)
-        await self._write(row)
+        await self._keep(row)
         return {}
 
     async def _diverge(self, branch: Branch, event: int) -> None:
         """Where something else is recorded here, say that it does not count."""
         if self.record.differs(branch.number, event):
-            row = self._row(branch, event, kind="diverged")
-            self.record.note(row)
-            await self._write(row)
+            await self._keep(self._row(branch, event, kind="diverged"))
+
+    async def _keep(self, row: TurnRow) -> None:
+        self.record.note(row)
+        await self._write(row)
 
     def _segment(
         self, branch: Branch, prompt: str, new_ids: Sequence[int], new: Sequence[Any], answer: Answer
@@ -314,7 +319,7 @@ class SessionRollout:
         return TurnRow(
             rollout_id=self.opening.rollout_id,
             group_id=self.opening.group_id,
-            order=self.record.rows,
+            order=self.record.next_order,
             branch=branch.number,
             parent=branch.parent,
             parent_turns=branch.parent_turns,

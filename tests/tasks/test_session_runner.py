@@ -277,11 +277,24 @@ async def test_what_differs_after_a_restart_is_generated_again_and_the_record_sa
     assert third.engines.requests == []
 
 
-async def test_a_broken_part_leaves_a_gap_after_which_nothing_counts(make: Callable[..., Place]) -> None:
-    place = make("one", "two", "three", function="three_turns")
-    await place.run()
-    found = stored_events([place.rows[2], place.rows[0]])
-    assert [row.order for row in found["g-0000"]] == [0]
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_what_follows_a_gap_is_generated_again_and_never_taken_for_what_was(
+    make: Callable[..., Place], lost: int
+) -> None:
+    first = make("one", "two", "three", function="three_turns")
+    await first.run()
+    left = [row for row in first.rows if row.order != lost]
+    second = make("uno", "due", "tre", function="three_turns")
+    (sample,) = await second.run(stored_events(left)["g-0000"])
+    assert len(second.engines.requests) == 3 - lost
+    assert [(row.order, row.kind, row.event) for row in second.rows][:2] == [
+        (3, "resumed", lost),
+        (4, "segment", lost),
+    ]
+    third = make("none", function="three_turns")
+    assert await third.run([*left, *second.rows]) == [sample]
+    assert third.engines.requests == []
+    assert third.rows == []
 
 
 async def test_a_tool_that_takes_its_process_with_it_is_answered_so_and_the_rollout_goes_on(
