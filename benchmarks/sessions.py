@@ -181,7 +181,12 @@ async def kinds(args: argparse.Namespace, model: Path, client: EngineClient) -> 
         )
         pools.append(SessionPool(settings))
         return SessionRunner(
-            settings, config.rollout.sampling, pools[-1], Dialogues(tokenizer, []), generator
+            settings,
+            config.rollout.sampling,
+            pools[-1],
+            Dialogues(tokenizer, []),
+            generator,
+            config.model.path,
         )
 
     async def keep(row: TurnRow) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError, described
+from millrace.core.slime.sample import provide
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from millrace.core.algorithms.objective import TokenBatch
     from millrace.core.config import UserFunction
 
+SLIME = "slime"  # before the colon: what follows is the path of a function with slime's signature
 Prompt = str | Sequence[Mapping[str, Any]]  # text, or chat messages
 
 
@@ -127,10 +129,12 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     or cannot be called.
     """
     where = f"{field_name} = {path}"
-    module_name, _, name = path.partition(":")
+    module_name, name = module_and_name(path)
     if not module_name or not name:
         raise ConfigError("no import path", where=where, remedy="write it as package.module:function")
     search_in()
+    if written_for_slime(path):
+        provide()
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -152,6 +156,19 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError(f"{name} is a {type(target).__name__}", where=where, remedy="name a function")
     return target  # type: ignore[no-any-return]
+
+
+def module_and_name(path: str) -> tuple[str, str]:
+    """Module and function of `package.module:function`, or of `slime:package.module.function`, which has slime's signature."""
+    module_name, _, name = path.partition(":")
+    if module_name == SLIME:
+        module_name, _, name = name.rpartition(".")
+    return module_name, name
+
+
+def written_for_slime(path: str) -> bool:
+    """Whether the function at this import path has slime's signature."""
+    return path.startswith(f"{SLIME}:")
 
 
 def load_function(function: UserFunction, field_name: str) -> Callable[..., Any]:
@@ -204,7 +221,7 @@ def hidden_module(path: str) -> tuple[str, str] | None:
 
     path: package.module:function, not millrace's own. What is found first on the search path hides the other.
     """
-    name = path.partition(":")[0].partition(".")[0]
+    name = module_and_name(path)[0].partition(".")[0]
     found = (_place(PathFinder.find_spec(name, [folder])) for folder in sys.path if name != "millrace")
     imported, *hidden = dict.fromkeys(filter(None, found)) or [""]
     return (hidden[0], imported) if hidden else None

@@ -14,9 +14,9 @@ import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from aiohttp import web
+from aiohttp import BasicAuth, web
 from aiohttp.typedefs import Handler, Middleware
 
 from millrace.core.sessions.completions import BadRequestError, chunks, completion, models, read_request
@@ -26,6 +26,7 @@ from millrace.core.sessions.live import LiveSession, Served
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost", "[::1]")
 BODY_LIMIT = 1 << 26
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class SessionServer:
         app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_errors, self._middleware()])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/generate", self._generate)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.SockSite(runner, listening).start()
@@ -100,24 +102,32 @@ class SessionServer:
     async def _models(self, http: web.Request) -> web.StreamResponse:
         return web.json_response(models())
 
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        """SGLang's /generate, for functions that were written for it."""
+        door = self._doors[_key(http)]
+        rollout = door.rollout
+        if rollout.native is None:
+            raise web.HTTPNotFound(reason="this rollout is asked by chat completions")
+        answer = _working(door, rollout.native(await _body(http)))
+        try:
+            found = await asyncio.shield(answer)
+        except LimitReachedError as error:
+            rollout.limit = str(error)
+            raise
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                return _error(410, "the rollout has ended")
+            raise
+        rollout.limit = None
+        return web.json_response(found)
+
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         door = self._doors[_key(http)]
         rollout = door.rollout
-        try:
-            body = json.loads(await http.read())
-        except ValueError as error:
-            raise BadRequestError("body", f"it is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise BadRequestError("body", "an object is wanted")
-        request = read_request(body, self._tools, rollout.sampling)
+        request = read_request(await _body(http), self._tools, rollout.sampling)
 
         def spawn(work: Coroutine[Any, Any, Turn]) -> asyncio.Task[Turn]:
-            # a task of its own: it goes on where the client hangs up and asks again
-            task = asyncio.get_running_loop().create_task(work, context=door.context.copy())
-            rollout.working.add(task)
-            task.add_done_callback(rollout.working.discard)
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return task
+            return _working(door, work)
 
         place, answer = door.session.turn_of(request.messages, request.max_tokens, request.stop, spawn)
         created = rollout.created.setdefault(place, int(time.time()))
@@ -159,9 +169,34 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error(error.status, error.reason)
 
 
+async def _body(http: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await http.read())
+    except ValueError as error:
+        raise BadRequestError("body", f"it is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("body", "an object is wanted")
+    return body
+
+
+def _working(door: _Door, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]:
+    """A task of its own: it goes on where the client hangs up and asks again."""
+    task = asyncio.get_running_loop().create_task(work, context=door.context.copy())
+    door.rollout.working.add(task)
+    task.add_done_callback(door.rollout.working.discard)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 def _key(http: web.Request) -> str:
-    scheme, _, key = http.headers.get("Authorization", "").partition(" ")
-    return key if scheme == "Bearer" else ""
+    """The key: a Bearer token, or the password of a URL that has it."""
+    scheme, _, given = http.headers.get("Authorization", "").partition(" ")
+    if scheme == "Basic":
+        try:
+            return BasicAuth.decode(f"Basic {given}").password
+        except ValueError:
+            return ""
+    return given if scheme == "Bearer" else ""
 
 
 def _error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> web.Response:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from millrace.connectors.workers.mcp_tools import WorkerTools
 from millrace.connectors.workers.process import detach
 from millrace.core.config.rollout import Session as Settings
+from millrace.core.contracts.references import resolved
 from millrace.core.errors import described
-from millrace.core.hooks import load_function
+from millrace.core.hooks import load, load_function, written_for_slime
 from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
@@ -152,7 +153,7 @@ class _Worker:
         session = LiveSession(shared)
         end: dict[str, Any] = {"status": "completed", "reason": None}
         try:
-            returned = await self._made(session)
+            returned = await self._made(session, start, served)
             if returned is not None:
                 result = read_score(returned, "the rollout")
                 session.reward(result.reward, **result.parts)
@@ -180,8 +181,16 @@ class _Worker:
             self._server = SessionServer(self._tools.schemas)
         return self._server.serve(session, served)
 
-    async def _made(self, session: LiveSession) -> Any:
+    async def _made(self, session: LiveSession, start: Mapping[str, Any], served: Served) -> Any:
         settings = self.settings
+        if settings.function and written_for_slime(settings.function.function):
+            from millrace.core.slime.generate import SlimeRollout
+
+            rollout = SlimeRollout(session, start["slime"], start["sampling"])
+            served.native = rollout.complete
+            function = load(settings.function.function, "rollout.session.function.function")
+            options = resolved(settings.function.options, "rollout.session.function.options")
+            return await rollout.make(function, options)
         if settings.function:
             return await load_function(settings.function, "rollout.session.function")(session)
         if settings.environment:

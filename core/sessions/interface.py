@@ -51,6 +51,7 @@ class Turn:
     tool_calls: Sequence[ToolCall] = ()
     problem: str | None = None  # why its tool calls cannot be read
     prompt_tokens: int = 0  # what it was generated after
+    logprobs: Sequence[float] = ()  # of output_ids, if they were asked for
 
     @property
     def truncated(self) -> bool:
@@ -108,7 +109,12 @@ class Session(Protocol):
         ...
 
     async def generate(
-        self, new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        new: Content | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
     ) -> Turn:
         """Let the policy go on, after what was observed and `new`, by default a message of the user.
 

@@ -71,8 +71,9 @@ class Served:
     sampling: Mapping[str, Any]
     keys: list[str] = field(default_factory=list)
     limit: str | None = None  # the newest answer was that this limit is reached
+    native: Callable[[Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]] | None = None  # answers SGLang's /generate
     created: dict[Place, int] = field(default_factory=dict)
-    working: set[asyncio.Task[Turn]] = field(default_factory=set)
+    working: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,12 @@ class LiveSession:
         return self._served
 
     async def generate(
-        self, new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        new: Content | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
     ) -> Turn:
         """Let the policy go on, after what was observed and `new`."""
         if self._generating:
@@ -155,7 +161,10 @@ class LiveSession:
             self.observe(new, "user")
         self._generating = True
         try:
-            return await self._made_turn(self._next(compared(self._new), max_new_tokens, stop))
+            asked = self._next(compared(self._new), max_new_tokens, stop)
+            if logprobs:
+                asked.request["logprobs"] = True
+            return await self._made_turn(asked)
         finally:
             self._generating = False
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.core.config import RunConfig, UserFunction
-from millrace.core.hooks import load
+from millrace.core.config.rollout import Tool
+from millrace.core.hooks import load, module_and_name
 
 SMALL = 32 << 20  # bytes of a file that is hashed whole
 SAMPLE = 1 << 16  # bytes hashed at three places of a larger file
@@ -76,7 +77,7 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
         if function is None or function.function.startswith(OURS):
             continue  # millrace's own are of its version, which run.json names
         load(function.function, path)
-        module = sys.modules[function.function.partition(":")[0]]
+        module = sys.modules[module_and_name(function.function)[0]]
         source = inspect.getsourcefile(module)
         if source:
             yield (
@@ -92,3 +93,9 @@ def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None]]:
     yield "algorithm.advantage", algorithm.advantage if algorithm.advantage.kind == "function" else None
     yield "algorithm.loss", algorithm.loss if algorithm.loss.kind == "function" else None
     yield "algorithm.shaping", algorithm.shaping
+    session = config.rollout.session
+    if session:
+        yield "rollout.session.function", session.function
+        yield "rollout.session.environment", session.environment
+        for at, tool in enumerate(session.tools):
+            yield f"rollout.session.tools.{at}", tool if isinstance(tool, Tool) else None

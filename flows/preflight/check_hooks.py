@@ -25,9 +25,10 @@ from millrace.core.config.rules.passthrough import (
     SGLANG_REFUSED,
 )
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import hidden_module, load
+from millrace.core.hooks import hidden_module, load, written_for_slime
 
 ROUTER = ("router_args.py",)
+OF_SLIME = {"rollout.session.function": ("args", "sample", "sampling_params")}  # fields that take slime's signature
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
@@ -86,6 +87,11 @@ def _hook(
         return
     if arguments is None:
         return
+    if written_for_slime(path):
+        if place not in OF_SLIME:
+            yield Problem(field, path, "slime has no hook for this", "write it as package.module:function")
+            return
+        arguments, options = OF_SLIME[place], {}  # its options become attributes of args
     try:
         signature.bind(*arguments)
     except TypeError as error:

@@ -19,6 +19,7 @@ from millrace.core.config.rollout import Sampling, Session
 from millrace.core.contracts.ids import branch_id
 from millrace.core.contracts.sample import Status
 from millrace.core.contracts.turns import TurnRow
+from millrace.core.hooks import written_for_slime
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.record import RolloutRecord
@@ -62,8 +63,10 @@ class SessionRunner:
         pool: SessionPool,
         dialogues: Dialogues,
         generator: SampleGenerator,
+        model: str,
     ) -> None:
-        self._settings, self._sampling = settings, sampling
+        """model: folder of its tokenizer."""
+        self._settings, self._sampling, self._model = settings, sampling, model
         self._pool, self._dialogues, self._generator = pool, dialogues, generator
         self._rollouts = asyncio.Semaphore(settings.max_rollouts)
         self._calls = asyncio.Semaphore(settings.max_calls)
@@ -99,6 +102,8 @@ class SessionRunner:
                 "seed": opening.seed,
                 "sampling": self._sampling.model_dump(mode="json"),
             }
+            if self._settings.function and written_for_slime(self._settings.function.function):
+                start["slime"] = {"model": self._model, "prompt_ids": list(opening.prompt_ids)}
             await rollout.open()
             for attempt in range(TRIES):
                 try:

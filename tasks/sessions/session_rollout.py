@@ -174,6 +174,11 @@ class SessionRollout:
             "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in turn.tool_calls],
             "problem": turn.problem,
             "prompt_tokens": len(ids),
+            **(
+                {"logprobs": [value for row in rows for value in row.rollout_logprobs]}
+                if request.get("logprobs")
+                else {}
+            ),
         }
 
     async def _ask(self, branch: Branch, ids: Sequence[int], room: int, stop: Sequence[str]) -> Answer:

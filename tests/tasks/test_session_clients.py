@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,11 +47,15 @@ class Engines(ScriptedEngines):
 
 
 @pytest.fixture
-async def run(make_config: Callable[..., RunConfig]) -> AsyncIterator[Run]:
-    settings = Session.model_validate({"function": "tests.support.client_functions:compacts"})
-    pool = SessionPool(settings)
+async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) -> AsyncIterator[Run]:
+    TOKENIZER.tokenizer.save_pretrained(tmp_path / "model")
+    pools: dict[str, SessionPool] = {}
 
-    async def made(stored: Sequence[TurnRow] = ()) -> tuple[list[MadeSample], list[TurnRow], Engines]:
+    async def made(
+        function: str, stored: Sequence[TurnRow] = (), **options: Any
+    ) -> tuple[list[MadeSample], list[TurnRow], Engines]:
+        settings = Session.model_validate({"function": {"function": function, "options": options}})
+        pool = pools.setdefault(f"{function} {options}", SessionPool(settings))
         engines, rows, sampling = Engines(), list[TurnRow](), Sampling()
 
         async def ready() -> Engines:
@@ -60,7 +66,8 @@ async def run(make_config: Callable[..., RunConfig]) -> AsyncIterator[Run]:
 
         budget = FailureBudget("field", 0.5, 4, what="failed", where="here", remedy="fix it")
         generator = SampleGenerator(make_config(), sampling, ready, budget)
-        runner = SessionRunner(settings, sampling, pool, Dialogues(TOKENIZER, []), generator)
+        dialogues, model = Dialogues(TOKENIZER, []), str(tmp_path / "model")
+        runner = SessionRunner(settings, sampling, pool, dialogues, generator, model)
         prompt = [{"role": "user", "content": "1+1="}]
         ids = TOKENIZER.encode_prompts([prompt], chat=True)[0]
         opening = Opening("g-0000", "g", prompt, ids, seed=7, chat=True, longest=512)
@@ -69,7 +76,13 @@ async def run(make_config: Callable[..., RunConfig]) -> AsyncIterator[Run]:
         return samples, rows, engines
 
     yield made
-    pool.close()
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def run(run_function: Run) -> Run:
+    return partial(run_function, "tests.support.client_functions:compacts")
 
 
 def shown(ids: Sequence[int]) -> str:
@@ -107,3 +120,63 @@ async def test_a_rollout_that_begins_again_generates_only_what_is_not_recorded(r
         (row.branch, row.event, row.kind) for row in rows[kept:]
     ]
     assert len(engines.requests) == len(rows) - kept
+
+
+SLIME = "slime:tests.support.slime_functions."
+
+
+def trained(sample: MadeSample) -> str:
+    return shown(
+        [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reward"), [({}, (0.5, [])), ({"reward_key": "score"}, (1.5, [("length", 9.0)]))]
+)
+async def test_slimes_function_trains_what_it_was_given_token_for_token(
+    run_function: Run, options: dict[str, Any], reward: Any
+) -> None:
+    samples, rows, engines = await run_function(f"{SLIME}two_turns", seen="<user>4<assistant>", **options)
+    assert [sample.reason for sample in samples] == [None]
+    (sample,) = samples
+    assert shown(sample.prompt_ids) == "<user>1+1=<assistant>"
+    assert shown(sample.response_ids) == "one<eos><user>4<assistant>two<eos>"
+    assert trained(sample) == "one<eos>two<eos>"
+    assert (sample.reward, sample.parts) == (reward[0], reward[1] and [("length", len(sample.response_ids))])
+    again, more, engines = await run_function(f"{SLIME}two_turns", rows, seen="<user>4<assistant>", **options)
+    assert (again, more, engines.requests) == (samples, [], [])
+
+
+async def test_equal_requests_of_slimes_function_are_one_turn(run_function: Run) -> None:
+    (sample,), rows, _ = await run_function(f"{SLIME}retries")
+    assert (sample.reason, trained(sample), sample.reward) == (None, "one<eos>", 0.0)
+    assert len(rows) == 1
+
+
+async def test_what_slimes_function_fans_out_are_branches_with_their_rewards(run_function: Run) -> None:
+    samples, _, _ = await run_function(f"{SLIME}fans_out")
+    assert [(shown(each.prompt_ids), trained(each), each.reward) for each in samples] == [
+        ("<user>1+1=<assistant>", "one<eos>", 1.0),
+        ("<user>in short<assistant>", "three<eos>", 2.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"what": "tokens"}, "sample.tokens are not those that were sent and generated: they differ from token"),
+        ({"what": "mask"}, "sample.loss_mask masks a token that was generated"),
+        ({"what": "status"}, "the function returned a sample that is aborted"),
+        ({"what": "remove"}, "sample.remove_sample"),
+        ({"what": "unknown"}, "args has no n_samples_per_prompt here: give it in the function's options"),
+        ({"what": "", "sampling": {"temperature": 0.1}}, "the run samples with 1.0: set rollout.sampling.temp"),
+        ({"what": "", "sampling": {"regex": "a+"}}, "sampling_params.regex: it is not known here"),
+    ],
+)
+async def test_what_is_not_what_was_generated_fails_with_its_reason(
+    run_function: Run, options: dict[str, Any], reason: str
+) -> None:
+    (sample,), _, _ = await run_function(f"{SLIME}alters", **options)
+    assert sample.status == "failed"
+    assert reason in (sample.reason or "")

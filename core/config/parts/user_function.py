@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema
 
 from millrace.core.config.parts.section import Section
 
-IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+IMPORT_PATH = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|slime:[A-Za-z_][\w.]*\.[A-Za-z_]\w*)$"
 
 
 class UserFunction(Section):
