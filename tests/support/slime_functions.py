@@ -1,0 +1,82 @@
+"""Generation functions as slime's users write them: with its names, its signature and its sample."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]
+from slime.utils.http_utils import post  # type: ignore[import-not-found]
+from slime.utils.types import Sample  # type: ignore[import-not-found]
+
+
+def _url(args: Any) -> str:
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+
+
+async def _ask(args: Any, params: dict[str, Any], **what: Any) -> tuple[list[int], list[float], dict[str, Any]]:
+    answer = await post(_url(args), {"sampling_params": params, "return_logprob": True, **what})
+    pairs = answer["meta_info"]["output_token_logprobs"]
+    return [pair[1] for pair in pairs], [pair[0] for pair in pairs], answer
+
+
+async def two_turns(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Asks by text, appends what came and an observation, asks again."""
+    state = GenerateState(args)
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    response, ids, mask, logprobs = "", [], [], []
+    for turn in range(2):
+        new, values, answer = await _ask(args, sampling_params, text=sample.prompt + response)
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        ids, mask, logprobs = ids + new, mask + [1] * len(new), logprobs + values
+        response += answer["text"]
+        if turn == 0:
+            seen = state.tokenizer(args.seen, add_special_tokens=False)["input_ids"]
+            ids, mask, logprobs = ids + seen, mask + [0] * len(seen), logprobs + [0.0] * len(seen)
+            response += args.seen
+    sample.tokens, sample.response_length, sample.response = prompt_ids + ids, len(ids), response
+    sample.loss_mask, sample.rollout_log_probs = mask, logprobs
+    sample.status = Sample.Status.COMPLETED
+    sample.reward = {"score": 1.5, "length": len(ids)} if hasattr(args, "reward_key") else 0.5
+    return sample
+
+
+async def retries(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """Sends the same request three times, two of them at once."""
+    state = GenerateState(args)
+    ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    answers = await asyncio.gather(*(_ask(args, sampling_params, input_ids=ids) for _ in range(2)))
+    answers.append(await _ask(args, sampling_params, input_ids=ids))
+    assert [answer[0] for answer in answers] == [answers[0][0]] * 3
+    sample.tokens, sample.response_length = ids + answers[0][0], len(answers[0][0])
+    sample.reward = float(evaluation)
+    return sample
+
+
+async def fans_out(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A second sample with a prompt of its own."""
+    tokens = GenerateState(args).tokenizer
+    made = []
+    for text, reward in ((sample.prompt, 1.0), ("<user>in short<assistant>", 2.0)):
+        ids = tokens(text, add_special_tokens=False)["input_ids"]
+        new, _, _ = await _ask(args, sampling_params, input_ids=ids)
+        made.append(Sample(tokens=ids + new, response_length=len(new), reward=reward))
+    return made
+
+
+async def alters(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Gives back what the option says: other tokens, another mask, an aborted sample, nothing to train."""
+    ids = GenerateState(args).tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    new, _, _ = await _ask(args, sampling_params | getattr(args, "sampling", {}), input_ids=ids)
+    sample.tokens, sample.response_length, sample.loss_mask = ids + new, len(new), [1] * len(new)
+    if args.what == "tokens":
+        sample.tokens[-1] += 1
+    if args.what == "mask":
+        sample.loss_mask[0] = 0
+    if args.what == "status":
+        sample.status = Sample.Status.ABORTED
+    if args.what == "remove":
+        sample.remove_sample = True
+    if args.what == "unknown":
+        args.n_samples_per_prompt  # noqa: B018 - it raises
+    return sample
