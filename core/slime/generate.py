@@ -148,7 +148,9 @@ class SlimeRollout:
         if status in (Status.ABORTED.value, Status.FAILED.value):
             raise SessionError(f"the function returned a sample that is {status}")
         if sample.remove_sample:
-            raise SessionError("sample.remove_sample: a rollout whose samples are not to be trained has to raise")
+            raise SessionError(
+                "sample.remove_sample: a rollout whose samples are not to be trained has to raise"
+            )
         line = self._line_of(sample.tokens)
         _check_mask(sample, line)
         reward = sample.reward
@@ -195,7 +197,9 @@ def _check_mask(sample: Any, line: _Line) -> None:
 
 def _answer(turn: Turn) -> dict[str, Any]:
     ended: dict[str, Any] = (
-        {"type": "length", "length": len(turn.output_ids)} if turn.truncated else {"type": "stop", "matched": None}
+        {"type": "length", "length": len(turn.output_ids)}
+        if turn.truncated
+        else {"type": "stop", "matched": None}
     )
     return {
         "text": turn.text,

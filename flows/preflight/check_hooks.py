@@ -28,7 +28,9 @@ from millrace.core.errors import ConfigError
 from millrace.core.hooks import hidden_module, load, written_for_slime
 
 ROUTER = ("router_args.py",)
-OF_SLIME = {"rollout.session.function": ("args", "sample", "sampling_params")}  # fields that take slime's signature
+OF_SLIME = {
+    "rollout.session.function": ("args", "sample", "sampling_params")
+}  # fields that take slime's signature
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:

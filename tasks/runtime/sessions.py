@@ -33,7 +33,9 @@ class Sessions:
         assert settings is not None, "rollouts are of several turns"
         if self._pool is None:
             self._pool = SessionPool(settings)
-        return SessionRunner(settings, sampling, self._pool, self._dialogues, generator, self._config.model.path)
+        return SessionRunner(
+            settings, sampling, self._pool, self._dialogues, generator, self._config.model.path
+        )
 
     def opening(
         self,

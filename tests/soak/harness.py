@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.soak import neighbours, promises, victims
+from tests.soak import neighbours, promises, rollouts, victims
 from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, Point
 from tests.soak.starts import Started, Starts, overrides
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
@@ -61,16 +61,20 @@ class Site:
         self.finished_log = folder / "finished.log"
         self.finished_log.touch()
         (folder / "slow_reward.py").write_text(SLOW_REWARD)
+        (folder / "soak_rollouts.py").write_text(rollouts.MODULE)
+        self.place.environment[rollouts.NOTES] = str(folder / "notes.txt")
         self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
-        self._references = {False: whole} if whole else {}  # by whether sampling is dynamic
+        # by whether sampling is dynamic, and the form of rollouts
+        self._references = {(False, ""): whole} if whole else {}
 
-    def reference(self, dynamic: bool) -> Path:
+    def reference(self, point: Point) -> Path:
         """The folder of the uninterrupted run."""
-        if dynamic not in self._references:
-            root = self.folder / f"whole-{'dynamic' if dynamic else 'sync'}"
-            self.place.train(root, *overrides(dynamic))
-            self._references[dynamic] = root / "a"
-        return self._references[dynamic]
+        kind = (point.dynamic, point.form)
+        if kind not in self._references:
+            root = self.folder / f"whole-{'dynamic' if point.dynamic else 'sync'}-{point.form}"
+            self.place.train(root, *overrides(point))
+            self._references[kind] = root / "a"
+        return self._references[kind]
 
     def close(self) -> None:
         """End the servers."""
@@ -78,7 +82,7 @@ class Site:
 
     def kill(self, point: Point) -> Outcome:
         """Run, kill at the point, go on, and check every promise. Removes the run if every promise held."""
-        reference, started = self.reference(point.dynamic), time.perf_counter()
+        reference, started = self.reference(point), time.perf_counter()
         root = self.folder / "killed" / str(point)
         shutil.rmtree(root, ignore_errors=True)
         outcome = Outcome(point)
@@ -132,8 +136,11 @@ class Site:
         outcome.landed = point.when if _wait_at(point) == point.when else _landed(run, point)
         if point.victim == "driver":
             process.wait()
-        stored = promises.parts(run)
-        state = promises.Killed(parts=stored, finished_before=promises.finished(self.finished_log, seen))
+        state = promises.Killed(
+            parts=promises.parts(run),
+            finished_before=promises.finished(self.finished_log, seen),
+            noted=rollouts.noted(run.parent / "notes.txt"),
+        )
         first.go_on()
         return state
 
@@ -168,7 +175,7 @@ class Site:
 
     def _usual_seconds(self, point: Point) -> float:
         """How long the task took in the uninterrupted run."""
-        folder = self.reference(point.dynamic) / "iterations" / f"{point.iteration:06d}"
+        folder = self.reference(point) / "iterations" / f"{point.iteration:06d}"
         metrics = json.loads((folder / "manifest.json").read_text())["tasks"]["metrics"]
         return float(metrics.get(f"time/{point.task}_s", 0.2))
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from tests.soak.rollouts import FORMS
+
 TASKS = (
     "sample_prompts",
     "rollout",
@@ -45,6 +47,8 @@ BESIDE = (  # the neighbours of the matrix, with the task at which the first dri
     ("clock-successor-ahead", "sync_weights"),
     ("clock-successor-behind", "rollout"),
 )
+TURNS = "turns"  # a place within the task rollout, of rollouts of several turns: their first part is written
+ROLLOUTS = tuple(FORMS)
 CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
 
 
@@ -63,10 +67,12 @@ class Point:
     dynamic: bool = False
     iteration: int = CHECKPOINTED
     share: float = 0.3
+    form: str = ""  # of rollouts of several turns; empty: one answer each
 
     def __str__(self) -> str:
         sampling = "dynamic" if self.dynamic else "sync"
-        return f"{self.victim}-{self.when}-{self.task}-{self.iteration}-{sampling}"
+        rollouts = f"-{self.form}" if self.form else ""
+        return f"{self.victim}-{self.when}-{self.task}-{self.iteration}-{sampling}{rollouts}"
 
 
 def matrix(every: bool = False) -> list[Point]:
@@ -79,12 +85,22 @@ def matrix(every: bool = False) -> list[Point]:
             *product(VICTIMS, TASKS, WHENS, (False, True)),
             *product(NEIGHBOURS, TASKS, ("in",), (False, True)),
         ]
-        return [Point(victim, task, when, dynamic) for victim, task, when, dynamic in combined]
+        points = [Point(victim, task, when, dynamic) for victim, task, when, dynamic in combined]
+        return points + list(of_rollouts())
     points = [Point("driver", task, when, False) for task, when in product(TASKS, WHENS)]
     points += [Point("driver", task, "in", True) for task in TASKS]
     for number, victim in enumerate(VICTIMS[1:]):
         points += [Point(victim, task, "in", bool((at + number) % 2)) for at, task in enumerate(TASKS)]
-    return points + [Point(victim, task, "in") for victim, task in BESIDE]
+    points += [Point(victim, task, "in") for victim, task in BESIDE]
+    return points + list(of_rollouts())
+
+
+def of_rollouts() -> Iterator[Point]:
+    """Of each form of rollouts of several turns: the driver between two of their turns, every other victim among them."""
+    for form in ROLLOUTS:
+        yield Point("driver", TURNS, "in", form=form)
+        for victim in VICTIMS:
+            yield Point(victim, "rollout", "in", form=form)
 
 
 REDUCED = (
@@ -109,4 +125,5 @@ def at_random(seed: int, iterations: int) -> Iterator[Point]:
         # worker processes start in the first iteration
         settled = task == "checkpoint" or victim == "scorer"
         iteration = CHECKPOINTED if settled else numbers.randrange(iterations)
-        yield Point(victim, task, when, dynamic, iteration, share)
+        form = numbers.choice(ROLLOUTS) if numbers.random() < 0.3 else ""
+        yield Point(victim, task, when, dynamic, iteration, share, form)

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from millrace.connectors.storage.run_folder import RunFolder
+from tests.soak.rollouts import made_again, noted, recorded_calls, recorded_turns
 from tests.support.flow_runs import final_weights
 
 # columns of batch.parquet that tell a sample's name, place and time; all others are numbers of the run
@@ -24,9 +25,10 @@ ROUNDED = {"rollout_logprobs": 1e-5}
 
 @dataclass
 class Killed:
-    """What was in storage when the kill came, and what engines finished before and after it."""
+    """What was in storage when the kill came, and what engines finished and tools noted before and after it."""
 
     parts: dict[Path, bytes] = field(default_factory=dict)
+    noted: Counter[str] = field(default_factory=Counter)
     finished_before: list[str] = field(default_factory=list)
     finished_after: list[str] = field(default_factory=list)
 
@@ -90,8 +92,11 @@ def broken_by_ctrl_c(code: int, said: str, seconds: float, limit: float) -> list
 
 
 def parts(run: Path) -> dict[Path, bytes]:
-    """The rollout parts in storage, with their bytes."""
-    return {path: path.read_bytes() for path in run.glob("iterations/*/rollouts/part-*.parquet")}
+    """The parts of rollouts and their turns in storage, with their bytes."""
+    kinds = ("rollouts", "turns")
+    return {
+        path: path.read_bytes() for kind in kinds for path in run.glob(f"iterations/*/{kind}/part-*.parquet")
+    }
 
 
 def finished(log: Path, seen: int = 0) -> list[str]:
@@ -108,13 +113,16 @@ def _generated_twice(run: Path, killed: Killed) -> list[str]:
     problems = [
         f"{path.name} was changed" for path, data in killed.parts.items() if path.read_bytes() != data
     ]
-    stored = {sample for path in killed.parts for sample in _samples(path)}
-    again = stored & {_sample(rid) for rid in killed.finished_after}
+    turns = [path for path in killed.parts if path.parent.name == "turns"]
+    stored = {sample for path in killed.parts if path not in turns for sample in _samples(path)}
+    again = (stored | recorded_turns(turns)) & {_sample(rid) for rid in killed.finished_after}
     if again:
-        problems.append(f"{len(again)} finished samples were generated again, such as {min(again)}")
-    twice = [
-        sample for sample, count in Counter(s for p in parts(run) for s in _samples(p)).items() if count > 1
-    ]
+        problems.append(f"{len(again)} finished samples or turns were generated again, such as {min(again)}")
+    calls = made_again(recorded_calls(turns), killed.noted, noted(run.parent / "notes.txt"))
+    if calls:
+        problems.append(f"{len(calls)} recorded calls were made again, such as {calls[0]}")
+    samples = Counter(s for p in parts(run) if p.parent.name == "rollouts" for s in _samples(p))
+    twice = [sample for sample, count in samples.items() if count > 1]
     if twice:
         problems.append(f"{len(twice)} samples are stored twice, such as {twice[0]}")
     return problems

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tests.soak import rollouts
 from tests.soak.points import Point
 from tests.support.flow_runs import PATIENCE_S, Workplace, wait_until
 
@@ -76,12 +77,12 @@ class Starts:
         """
         number = len(self.made) + 1
         log, held = self.root / f"start-{number}.log", self.root / f"held-{number}"
-        variables = {**self.place.environment, **environment}
+        variables = {**self.place.environment, rollouts.NOTES: str(self.root / "notes.txt"), **environment}
         if hold:
             variables["MILLRACE_KILL_POINT"] = f"{self.point.iteration}/{self.point.task}/{hold}"
             variables["MILLRACE_KILL_POINT_FILE"] = str(held)
         command = [*before, *self.place.command, "train", "run.yaml", f"storage.root={self.root}"]
-        command += [f"run.name={KILLED}", *overrides(self.point.dynamic)]
+        command += [f"run.name={KILLED}", *overrides(self.point)]
         if self.point.victim == "scorer":
             command += ["reward.function=slow_reward:contains_slowly"]
         with log.open("w") as out:
@@ -98,6 +99,6 @@ class Starts:
         return self.made[-1]
 
 
-def overrides(dynamic: bool) -> tuple[str, ...]:
+def overrides(point: Point) -> list[str]:
     """What the command line adds to run.yaml."""
-    return DYNAMIC if dynamic else ()
+    return [*(DYNAMIC if point.dynamic else ()), *(rollouts.overrides(point.form) if point.form else ())]

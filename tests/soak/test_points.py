@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tests.soak.__main__ import judge
 from tests.soak.harness import Outcome, Site
 from tests.soak.neighbours import CLOCK
 from tests.soak.points import CLOCKS, NEIGHBOURS, TASKS, VICTIMS, Point, at_random, matrix
+from tests.soak.rollouts import FORMS
 from tests.support.flow_runs import Workplace
 
 
@@ -25,8 +26,9 @@ def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None
         assert {point.victim for point in points} == {*VICTIMS, *NEIGHBOURS}
         assert max(Counter(map(str, points)).values()) == 1
     assert set(map(str, matrix())) <= set(map(str, matrix(every=True)))
-    by_task = Counter((point.victim, point.task) for point in matrix(every=True))
+    by_task = Counter((point.victim, point.task) for point in matrix(every=True) if not point.form)
     assert len(by_task) == (len(VICTIMS) + len(NEIGHBOURS)) * len(TASKS)
+    assert {(point.form, point.victim) for point in matrix()} >= set(product(FORMS, VICTIMS))
     assert {point.victim for point in islice(at_random(0, 3), 500)} == set(VICTIMS)
 
 

@@ -14,7 +14,9 @@ def _url(args: Any) -> str:
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
 
 
-async def _ask(args: Any, params: dict[str, Any], **what: Any) -> tuple[list[int], list[float], dict[str, Any]]:
+async def _ask(
+    args: Any, params: dict[str, Any], **what: Any
+) -> tuple[list[int], list[float], dict[str, Any]]:
     answer = await post(_url(args), {"sampling_params": params, "return_logprob": True, **what})
     pairs = answer["meta_info"]["output_token_logprobs"]
     return [pair[1] for pair in pairs], [pair[0] for pair in pairs], answer

@@ -126,9 +126,7 @@ SLIME = "slime:tests.support.slime_functions."
 
 
 def trained(sample: MadeSample) -> str:
-    return shown(
-        [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
-    )
+    return shown([token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask])
 
 
 @pytest.mark.parametrize(
@@ -165,12 +163,18 @@ async def test_what_slimes_function_fans_out_are_branches_with_their_rewards(run
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"what": "tokens"}, "sample.tokens are not those that were sent and generated: they differ from token"),
+        (
+            {"what": "tokens"},
+            "sample.tokens are not those that were sent and generated: they differ from token",
+        ),
         ({"what": "mask"}, "sample.loss_mask masks a token that was generated"),
         ({"what": "status"}, "the function returned a sample that is aborted"),
         ({"what": "remove"}, "sample.remove_sample"),
         ({"what": "unknown"}, "args has no n_samples_per_prompt here: give it in the function's options"),
-        ({"what": "", "sampling": {"temperature": 0.1}}, "the run samples with 1.0: set rollout.sampling.temp"),
+        (
+            {"what": "", "sampling": {"temperature": 0.1}},
+            "the run samples with 1.0: set rollout.sampling.temp",
+        ),
         ({"what": "", "sampling": {"regex": "a+"}}, "sampling_params.regex: it is not known here"),
     ],
 )
