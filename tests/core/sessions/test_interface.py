@@ -9,7 +9,7 @@ from millrace.core.sessions import interface
 from millrace.core.sessions.live import LiveSession
 
 METHODS = {
-    "generate": "(new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn",
+    "generate": "(new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = (), logprobs: bool = False) -> Turn",
     "observe": "(content: Content, role: str = tool) -> None",
     "call": "(tool: str, **arguments: Any) -> str",
     "branch": "(name: str | None = None, prompt: Content | None = None) -> Session",
@@ -24,7 +24,7 @@ ENVIRONMENT = {
 FIELDS = {
     interface.Task: "prompt label metadata source index evaluation",
     interface.ToolCall: "name arguments",
-    interface.Turn: "text content output_ids status thinking tool_calls problem prompt_tokens",
+    interface.Turn: "text content output_ids status thinking tool_calls problem prompt_tokens logprobs",
     interface.Observation: "content role",
     interface.Done: "reward parts",
 }
