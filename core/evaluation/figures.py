@@ -1,0 +1,115 @@
+"""Figures of a held-out set: mean reward with its interval, pass@k and the majority's share, for all of it and by subset.
+
+An answer that could not be scored counts as wrong. One that failed to generate is no answer: it is in no figure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Z_95 = 1.959963984540054  # of the standard normal distribution, two-sided
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to a prompt. `text` is what it amounts to, for the majority."""
+
+    prompt_id: str
+    reward: float
+    text: str
+    subset: str | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a set or subset. `interval` is half of the 95 % interval of the mean; None with fewer than two prompts."""
+
+    answers: int
+    reward_mean: float | None
+    interval: float | None
+    pass_at: Mapping[int, float]
+    majority: float | None
+
+
+def figures(answers: Sequence[Answer], correct_from: float) -> Figures:
+    """Figures of these answers. correct_from: the reward from which an answer is correct."""
+    prompts: dict[str, list[Answer]] = {}
+    for answer in answers:
+        prompts.setdefault(answer.prompt_id, []).append(answer)
+    groups = list(prompts.values())
+    most = max((len(group) for group in groups), default=0)
+    return Figures(
+        answers=len(answers),
+        reward_mean=statistics.fmean(answer.reward for answer in answers) if answers else None,
+        interval=half_interval([[answer.reward for answer in group] for group in groups]),
+        pass_at={k: value for k in powers(most) if (value := _pass_at(groups, correct_from, k)) is not None},
+        majority=statistics.fmean(majority(group, correct_from) for group in groups) if most > 1 else None,
+    )
+
+
+def by_subset(answers: Iterable[Answer], correct_from: float) -> dict[str, Figures]:
+    """Figures of each subset that answers name, in the order of their names."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.subset is not None:
+            found.setdefault(answer.subset, []).append(answer)
+    return {name: figures(found[name], correct_from) for name in sorted(found)}
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4 and so on up to `most`, and `most` itself; none of less than two samples."""
+    if most < 2:
+        return []
+    return sorted({*(1 << n for n in range(most.bit_length())), most})
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that at least one of k samples is correct, estimated without bias from `samples` of which some are.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1: 1 - C(n - c, k) / C(n, k).
+    """
+    assert 0 < k <= samples, "k samples are drawn from those that there are"
+    assert 0 <= correct <= samples
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def majority(group: Sequence[Answer], correct_from: float) -> float:
+    """Whether the answer that most samples of a prompt give is correct. Of answers that are equally frequent: the mean.
+
+    Wang et al. 2022, "Self-Consistency". Samples of one text are correct in the share in which they were scored so.
+    """
+    counts = Counter(answer.text for answer in group)
+    most = max(counts.values())
+    shares = [
+        statistics.fmean(answer.reward >= correct_from for answer in group if answer.text == text)
+        for text, count in counts.items()
+        if count == most
+    ]
+    return statistics.fmean(shares)
+
+
+def half_interval(groups: Sequence[Sequence[float]]) -> float | None:
+    """Half of the 95 % interval of the mean over all rewards, with standard errors clustered by prompt.
+
+    Miller 2024, "Adding Error Bars to Evals", equation 4: samples of one prompt are not independent.
+    """
+    count = sum(len(group) for group in groups)
+    if len(groups) < 2:
+        return None
+    mean = sum(sum(group) for group in groups) / count
+    variance = sum(sum(reward - mean for reward in group) ** 2 for group in groups) / count**2
+    return Z_95 * math.sqrt(variance * len(groups) / (len(groups) - 1))
+
+
+def _pass_at(groups: Sequence[Sequence[Answer]], correct_from: float, k: int) -> float | None:
+    """Over prompts with at least k answers; None if there are none."""
+    values = [
+        pass_at_k(len(group), sum(answer.reward >= correct_from for answer in group), k)
+        for group in groups
+        if len(group) >= k
+    ]
+    return statistics.fmean(values) if values else None
