@@ -104,7 +104,7 @@ def _make_files(config: RunConfig, shape: dict[str, Any]) -> None:
 def _warm_up(config: RunConfig, overrides: list[str]) -> None:
     if not _is_warm(config):
         model = Path(config.model.path)
-        _learn_answers(warm_config(config, model.parent, overrides), model, WARM_LOSS)
+        learn_answers(warm_config(config, model.parent, overrides), model, WARM_LOSS)
 
 
 def _is_warm(config: RunConfig) -> bool:
@@ -117,10 +117,10 @@ def prepare_with_teacher(config: RunConfig) -> None:
     assert config.algorithm.teacher is not None
     teacher = Path(config.algorithm.teacher)
     if not (teacher / "config.json").exists():
-        _learn_answers(teacher_config(config), teacher)
+        learn_answers(teacher_config(config), teacher)
 
 
-def _learn_answers(config: RunConfig, into: Path, target_loss: float = 0.0) -> None:
+def learn_answers(config: RunConfig, into: Path, target_loss: float = 0.0) -> None:
     """Train on reference answers and put a Hugging Face folder at `into`, whole or not at all.
 
     It is the export of the first iteration whose last ten steps have a mean loss of at most `target_loss`, else of the last.

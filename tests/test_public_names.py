@@ -27,6 +27,9 @@ NAMES = [
     "RewardShaping",
     "RolloutFunction",
     "RunConfig",
+    "SandboxLimits",
+    "SandboxOutcome",
+    "SandboxProtections",
     "Session",
     "SessionError",
     "StorageError",
@@ -36,6 +39,7 @@ NAMES = [
     "ToolError",
     "TrainerError",
     "Turn",
+    "run_python",
 ]
 
 

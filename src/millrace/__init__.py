@@ -10,6 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.connectors.workers.sandbox import SandboxLimits as SandboxLimits
+    from millrace.connectors.workers.sandbox import SandboxOutcome as SandboxOutcome
+    from millrace.connectors.workers.sandbox import SandboxProtections as SandboxProtections
+    from millrace.connectors.workers.sandbox import run_python as run_python
     from millrace.core.algorithms.objective import TokenBatch as TokenBatch
     from millrace.core.config import RunConfig as RunConfig
     from millrace.core.errors import BudgetError as BudgetError
@@ -40,6 +44,12 @@ if TYPE_CHECKING:
     from millrace.core.sessions.interface import Turn as Turn
 
 _MODULES = {
+    "millrace.connectors.workers.sandbox": [
+        "SandboxLimits",
+        "SandboxOutcome",
+        "SandboxProtections",
+        "run_python",
+    ],
     "millrace.core.config": ["RunConfig"],
     "millrace.core.hooks": [
         "Advantage",

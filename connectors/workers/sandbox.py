@@ -1,0 +1,292 @@
+"""Runs a Python program that nobody has read, such as one that a policy wrote, and bounds what it can do.
+
+Protects, as far as this kernel goes along (`protections` says how far, and so does each outcome):
+
+- reads: files outside of its folder cannot be read. Python's own library and the system's can.
+- writes: nothing outside of its folder can be written, made, renamed or deleted. The folder is deleted in the end.
+- attributes: modes, owners and times of files cannot be changed, of its own neither.
+- network: no socket can be made.
+- processes: no process or thread can be started, and no other program. So nothing outlives the deadline.
+- others: no signal, limit or priority reaches another process.
+
+Always, on Linux: a deadline by the clock, kept by SIGKILL; limits of memory, of the size of a file, of what it prints;
+no environment variables; no packages but the standard library.
+
+Does not protect against:
+
+- what the standard library's folder and /usr/lib hold being read, or learning whether a file exists and how large it is;
+- a flaw of the kernel: it is the same user on the same kernel, no virtual machine;
+- many small files in its folder until the deadline, or a busy core;
+- a program that lies: what it prints and its exit code are its own, so a test that runs in the same process can be
+  fooled. Compare what it prints with what only the caller knows.
+
+Linux only. Filters of system calls are for x86-64; elsewhere `protections` is without what needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from millrace.connectors.workers import sandboxed
+from millrace.core.errors import MillraceError
+
+LAYERS = ("namespaces", "landlock", "capabilities", "seccomp")
+CHUNK = 1 << 16  # bytes of one read
+REPORT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one program may take."""
+
+    timeout_s: float = 5.0  # by the clock, from the start of its process
+    memory_mb: int = 256  # of address space; the interpreter takes some 30 of it
+    output_bytes: int = 1 << 16  # of stdout, and of stderr
+    file_mb: int = 16  # of one file that it writes
+
+
+@dataclass(frozen=True)
+class SandboxProtections:
+    """What holds here. What is False is left to the program's good will."""
+
+    reads: bool
+    writes: bool
+    attributes: bool
+    network: bool
+    processes: bool
+    others: bool
+
+
+@dataclass(frozen=True)
+class SandboxOutcome:
+    """How a program ended.
+
+    ended: "exited" by itself, with `exit_code`; "signalled" by `signal`, of its own doing; "timed_out" at its deadline;
+    "out_of_memory" where it asked for more than it may have; "too_much_output" where it printed more than is kept.
+    """
+
+    ended: Literal["exited", "signalled", "timed_out", "out_of_memory", "too_much_output"]
+    exit_code: int | None
+    signal: int | None
+    stdout: str  # at most limits.output_bytes of it
+    stderr: str
+    seconds: float
+    protections: SandboxProtections
+
+    @property
+    def succeeded(self) -> bool:
+        """It ended by itself, with exit code 0."""
+        return self.ended == "exited" and self.exit_code == 0
+
+    @property
+    def timed_out(self) -> bool:
+        """It was ended at its deadline."""
+        return self.ended == "timed_out"
+
+    @property
+    def out_of_memory(self) -> bool:
+        """It asked for more memory than it may have."""
+        return self.ended == "out_of_memory"
+
+
+def run_python(
+    code: str,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    *,
+    layers: Collection[str] = LAYERS,
+) -> SandboxOutcome:
+    """Run a program to its end, and wait for it. Many threads may do so side by side.
+
+    layers: of LAYERS, those to use where the kernel has them.
+    Errors: MillraceError if no process can be started, or elsewhere than on Linux.
+    """
+    if sys.platform != "linux":
+        raise MillraceError("the sandbox needs Linux", remedy="run it in a container or a virtual machine")
+    limits = limits or SandboxLimits()
+    with _folder() as folder, _input(stdin) as given:
+        (folder / "program.py").write_text(code, encoding="utf-8", errors="surrogatepass")
+        return _Run(limits, folder, given, layers).outcome()
+
+
+def protections() -> SandboxProtections:
+    """What holds on this host, found by starting an empty program."""
+    return run_python("").protections
+
+
+def _protections(held: Collection[str]) -> SandboxProtections:
+    landlock, seccomp = "landlock" in held, "seccomp" in held
+    return SandboxProtections(
+        reads=landlock,
+        writes=landlock,
+        attributes=seccomp,
+        network=seccomp or "namespaces" in held,
+        processes=seccomp or os.getuid() != 0,  # a limit of the kernel, which is not for root
+        others=seccomp,
+    )
+
+
+class _Run:
+    """One process, its pipes, and its deadline."""
+
+    def __init__(
+        self, limits: SandboxLimits, folder: Path, given: IO[bytes], layers: Collection[str]
+    ) -> None:
+        self._limits = limits
+        self._started = time.monotonic()
+        self._report, theirs = os.pipe()
+        settings = {
+            "report": theirs,
+            "parent": os.getpid(),
+            "layers": sorted(layers),
+            "timeout_s": limits.timeout_s,
+            "memory_bytes": limits.memory_mb << 20,
+            "file_bytes": limits.file_mb << 20,
+        }
+        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandboxed.__file__, json.dumps(settings)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env={},
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(self._report)
+            raise MillraceError(
+                f"no process could be started: {error}",
+                where="the sandbox",
+                remedy="free memory or processes on this host",
+            ) from error
+        finally:
+            os.close(theirs)
+
+    def outcome(self) -> SandboxOutcome:
+        """Wait for the end, and say how it was."""
+        process = self._process
+        deadline = self._started + self._limits.timeout_s
+        try:
+            with process, contextlib.closing(_Pipes(process, self._report)) as pipes:
+                try:
+                    broken = pipes.read_until(deadline, self._limits.output_bytes)
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(
+                            process.pid, signal.SIGKILL
+                        )  # nobody waited for it: the number is still its own
+        finally:
+            os.close(self._report)
+        out, err, report = pipes.texts(self._limits.output_bytes)
+        return self._judged(broken, out, err, report)
+
+    def _judged(
+        self, broken: Literal["timed_out", "too_much_output"] | None, out: str, err: str, report: str
+    ) -> SandboxOutcome:
+        first, _, note = report.partition("\n")
+        code = self._process.wait()
+        if not first and not broken:
+            raise MillraceError(
+                f"the process ended before the program began, with {code}: {err.strip() or 'no word'}",
+                where="the sandbox",
+                remedy="give it more memory_mb, or look at this host's memory",
+            )
+        held = json.loads(first) if first else []
+        ended: Literal["exited", "signalled", "timed_out", "out_of_memory", "too_much_output"]
+        if broken:
+            ended = broken
+        elif note.startswith("memory"):
+            ended = "out_of_memory"
+        else:
+            ended = "exited" if code >= 0 else "signalled"
+        return SandboxOutcome(
+            ended=ended,
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            stdout=out,
+            stderr=err,
+            seconds=time.monotonic() - self._started,
+            protections=_protections(held),
+        )
+
+
+class _Pipes:
+    """stdout, stderr, the report and the end of a process; of each pipe, only as much as is kept is in memory."""
+
+    def __init__(self, process: subprocess.Popen[bytes], report: int) -> None:
+        assert process.stdout
+        assert process.stderr
+        self._kept = {process.stdout.fileno(): b"", process.stderr.fileno(): b"", report: b""}
+        self._report = report
+        self._end = os.pidfd_open(process.pid)
+        self._selector = selectors.DefaultSelector()
+        for pipe in (*self._kept, self._end):
+            os.set_blocking(pipe, False)
+            self._selector.register(pipe, selectors.EVENT_READ)
+
+    def read_until(self, deadline: float, most: int) -> Literal["timed_out", "too_much_output"] | None:
+        """Read until all are closed and it has ended, the deadline passes, or one holds more than `most` bytes."""
+        while self._selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "timed_out"
+            for key, _ in self._selector.select(left):
+                if not self._read(key.fd):
+                    continue
+                if len(self._kept[key.fd]) > (REPORT_BYTES if key.fd == self._report else most):
+                    return "too_much_output"
+        return None
+
+    def _read(self, pipe: int) -> bool:
+        data = b"" if pipe == self._end else os.read(pipe, CHUNK)
+        if data:
+            self._kept[pipe] += data
+        if not data:
+            self._selector.unregister(pipe)
+        return bool(data)
+
+    def texts(self, most: int) -> list[str]:
+        """What was read of each."""
+        return [data[:most].decode("utf-8", "replace") for data in self._kept.values()]
+
+    def close(self) -> None:
+        """Wait for no more."""
+        self._selector.close()
+        os.close(self._end)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """An empty folder, deleted in the end, whatever is in it by then."""
+    folder = Path(tempfile.mkdtemp(prefix="millrace-sandbox-"))
+    try:
+        yield folder
+    finally:
+        try:
+            folder.rmdir()
+        except OSError:  # what a program can make is deeper than Python's own functions go
+            subprocess.run(["chmod", "-R", "u+rwx", str(folder)], check=True)
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def _input(text: str) -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        yield file

@@ -1,0 +1,82 @@
+"""Makes what code_repair.yaml starts from: tasks, and a tiny model that writes the right program in some of its tries.
+
+The model is warmed up on reference answers: programs for one value, and repairs after failures that wrong programs have.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from millrace import RunConfig
+from millrace.connectors.huggingface.tiny import build_tiny_model
+from millrace.core.config.reading.load import load_config
+from millrace.flows.quickstart import learn_answers, recipe
+
+LARGEST = 20  # number in a program, and x in its prompt
+HELD_OUT = 150
+ROWS = 40_000
+TARGET_LOSS = 0.75  # mean of the last ten steps: much is left to learn
+
+
+def prepare(config: RunConfig) -> None:
+    """Write the tasks, and make the warmed-up model at config.model.path unless it exists."""
+    model = Path(config.model.path)
+    if (model / "config.json").exists():
+        return
+    folder, seed = model.parent, config.run.seed
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    tasks = all_tasks()
+    rng.shuffle(tasks)
+    held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
+    write(folder / "held_out.jsonl", [{"prompt": shown(*task), "label": task[0]} for task in held_out])
+    write(folder / "train.jsonl", [{"prompt": shown(*task), "label": task[0]} for task in train])
+    write(folder / "warm_up.jsonl", [lesson(*rng.choice(train), rng) for _ in range(ROWS)])
+    build_tiny_model(folder / "model", seed=seed)
+    warm_up = [
+        f"run.name=warm-up-{seed}",
+        f"run.seed={seed}",
+        f"storage.root={folder / 'runs'}",
+        f"model.path={folder / 'model'}",
+        f"data.sources.0.path={folder / 'warm_up.jsonl'}",
+        "data.max_prompt_tokens=64",
+    ]
+    learn_answers(load_config(recipe("quickstart_warm_up"), warm_up), model, TARGET_LOSS)
+
+
+def all_tasks() -> list[tuple[str, int]]:
+    """Every program with every x that its prompt may show."""
+    numbers = range(1, LARGEST + 1)
+    return [(f"x{sign}{number}", x) for sign in "+-*" for number in numbers for x in numbers]
+
+
+def lesson(program: str, x: int, rng: random.Random) -> dict[str, Any]:
+    """A row whose answer is the program: at once, or after one or two wrong ones and how they fail."""
+    messages = [{"role": "user", "content": shown(program, x)}]
+    for _ in range(rng.choice((0, 0, 1, 1, 2))):
+        wrong = f"x{rng.choice('+-*')}{rng.randint(1, LARGEST)}"
+        failing = [at for at in (1, 2, 5, 10) if value(wrong, at) != value(program, at)]
+        if failing:
+            messages.append({"role": "assistant", "content": wrong})
+            failure = f"{shown(program, failing[0])} not {value(wrong, failing[0])}"
+            messages.append({"role": "user", "content": failure})
+    return {"prompt": messages, "label": program}
+
+
+def shown(program: str, x: int) -> str:
+    """One value of a program."""
+    return f"f({x})={value(program, x)}"
+
+
+def value(program: str, x: int) -> int:
+    """Of a program of `all_tasks`."""
+    number = int(program[2:])
+    return {"+": x + number, "-": x - number, "*": x * number}[program[1]]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSONL."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
