@@ -19,9 +19,12 @@ import pytest
 import torch
 
 from millrace.connectors.huggingface.tiny import build_tiny_model, build_tokenizer
+from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.algorithms.group_advantages import group_relative
+from millrace.core.config.rollout import Session
 from tests.examples.test_pages import ROOT, blocks
 from tests.support.flow_runs import Workplace, make_workplace
+from tests.support.session_driver import Driver, start
 
 EXAMPLES = ROOT / "examples"
 FOLDERS = ["code_repair", "critic", "verifiers_env"]
@@ -180,6 +183,73 @@ def test_an_environment_of_verifiers_makes_turns_and_rewards(
             assert_only_answers_are_trained(row)
             seen.add(row["reward"])
     assert seen == {0.0, 0.5, 1.0}
+
+
+async def play(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    function: dict[str, Any],
+    texts: list[str],
+    **task: Any,
+) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """A rollout of an example in a process of rollouts, answered from a list: its end, and what was shown before each turn."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+    pool = SessionPool(Session.model_validate({"function": function}))
+    try:
+        driver = Driver(texts)
+        end = await pool.run(start(**task), driver.handle)
+    finally:
+        pool.close()
+    assert end["status"] == "completed", end
+    return end["rewards"], driver.shown
+
+
+async def test_each_failure_is_shown_and_each_repair_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = {"function": "code_repair:code_repair"}
+    task = {"prompt": "f(3)=6", "label": "x*2"}
+    rewards, shown = await play(monkeypatch, "code_repair", function, ["x+", "x+3", "x*2"], **task)
+    assert rewards["0"] == {"value": pytest.approx(0.64), "parts": {"passed": 1.0, "repairs": 2.0}}
+    assert [new[0]["content"] for new in shown[1:]] == ["SyntaxError: invalid syntax", "f(1)=2 not 4"]
+    rewards, _ = await play(monkeypatch, "code_repair", function, ["x*2"], **task)
+    assert rewards["0"]["value"] == 1.0
+    outside = ["open('/etc/passwd').read()", "__import__('os').fork()", "2 if x == 1 else 0"]
+    rewards, shown = await play(monkeypatch, "code_repair", function, outside, **task)
+    assert rewards["0"]["value"] == pytest.approx(0.25 * 0.64)
+    assert [new[0]["content"] for new in shown[1:]] == [
+        "PermissionError: [Errno 13] Permission denied: '/etc/passwd'",
+        "PermissionError: [Errno 1] Operation not permitted",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "solver", "critic"),
+    [("7", "y", 1, 1), ("7", "n", 1, 0), ("8", "y", 0, 0), ("8", "n", 0, 1)],
+)
+async def test_the_critic_is_paid_for_what_is_so(
+    monkeypatch: pytest.MonkeyPatch, answer: str, verdict: str, solver: int, critic: int
+) -> None:
+    function = {"function": "critic:solve_and_judge"}
+    rewards, shown = await play(monkeypatch, "critic", function, [answer, verdict], prompt="3+4=", label="7")
+    assert rewards["0"] == {"value": solver, "parts": {"critic": critic}}
+    assert rewards["1"] == {"value": critic, "parts": {}}
+
+
+@pytest.mark.parametrize(("texts", "reward"), [(["3"], 1.0), (["4", "3"], 0.5), (["4", "5"], 0.0)])
+async def test_verifiers_scores_the_sum(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: list[str], reward: float
+) -> None:
+    pytest.importorskip("verifiers.v1")
+    from millrace.connectors.environments.verifiers import write_prompts
+
+    monkeypatch.syspath_prepend(str(EXAMPLES / "verifiers_env"))
+    write_prompts(tmp_path / "tasks.jsonl", "verifiers-sums", 4)
+    row = json.loads((tmp_path / "tasks.jsonl").read_text().splitlines()[3])
+    assert row["prompt"] == [{"role": "user", "content": "0+3="}]
+    options = {"taskset": "verifiers-sums"}
+    function = {"function": "millrace.connectors.environments.verifiers:run", "options": options}
+    rewards, shown = await play(monkeypatch, "verifiers_env", function, texts, **row)
+    assert rewards["0"] == {"value": reward, "parts": {"right": reward, "tries": float(len(texts))}}
+    assert [new[0]["content"] for new in shown[1:]] == ["no."] * (len(texts) - 1)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
