@@ -11,7 +11,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
@@ -39,6 +39,12 @@ GPU_SHAPE = {
     "head_dim": 64,
     "vocab_size": 128,
 }
+GPU_WARM_UP = [
+    "model.dtype=bfloat16",
+    "trainer.optimizer.lr=5.0e-4",
+    "trainer.max_pack_tokens=16384",
+    "trainer.deterministic=false",
+]
 
 
 def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
@@ -82,14 +88,13 @@ def prepare(config: RunConfig) -> None:
 
 def prepare_for_gpu(config: RunConfig) -> None:
     """The same in bfloat16 with 25 million parameters and a head size of 64, which SGLang's kernels accept."""
-    overrides = ["model.dtype=bfloat16", "trainer.optimizer.lr=5.0e-4", "trainer.max_pack_tokens=16384"]
     _make_files(config, GPU_SHAPE)
-    _warm_up(config, [*overrides, "trainer.deterministic=false"])
+    _warm_up(config, GPU_WARM_UP)
 
 
 def _make_files(config: RunConfig, shape: dict[str, Any]) -> None:
     """Sums and a model of random weights, unless there is a warmed-up one."""
-    if _is_warm(config):
+    if is_warm(config):
         return
     from millrace.connectors.huggingface.tiny import build_tiny_model
 
@@ -97,17 +102,23 @@ def _make_files(config: RunConfig, shape: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     problems = arithmetic(config.run.seed)
     for file, rows in (("held_out", problems[:HELD_OUT]), ("train", problems[HELD_OUT:])):
-        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{file}.jsonl", rows)
     build_tiny_model(folder / "model", seed=config.run.seed, **shape)
 
 
-def _warm_up(config: RunConfig, overrides: list[str]) -> None:
-    if not _is_warm(config):
+def write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file with a JSON object a line."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _warm_up(config: RunConfig, overrides: Sequence[str]) -> None:
+    if not is_warm(config):
         model = Path(config.model.path)
         learn_answers(warm_config(config, model.parent, overrides), model, WARM_LOSS)
 
 
-def _is_warm(config: RunConfig) -> bool:
+def is_warm(config: RunConfig) -> bool:
+    """Whether the model at config.model.path is made."""
     return (Path(config.model.path) / "config.json").exists()
 
 

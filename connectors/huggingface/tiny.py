@@ -15,6 +15,34 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+TOOL_TEMPLATE = (  # with tools: their names and parameters first, and a call as `name(parameter=value)`
+    "{% if tools %}<system>{% for tool in tools %}{{ tool['function']['name'] }}"
+    "({{ tool['function']['parameters']['properties'] | join(',') }}){% endfor %}{% endif %}"
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}("
+    "{% for name, value in call['function']['arguments'] | items %}{{ name }}={{ value }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}){% endfor %}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+RESPONSE_TEMPLATE: dict[str, Any] = {  # how such calls are read
+    "start_anchor": "<assistant>",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>[a-z_]+)\(",
+            "close": ")",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"(?P<key>[a-z_]+)=(?P<value>[^,]*)"},
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": "<eos>", "repeats": True, "join": ""},
+    },
+}
 
 
 def build_tiny_model(
@@ -30,14 +58,18 @@ def build_tiny_model(
     experts: int = 0,
     tie_word_embeddings: bool = True,
     max_positions: int = 2048,
+    tools: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised Qwen3 (Qwen3-MoE if `experts`) with a character-level tokenizer; returns the folder."""
+    """Write a randomly initialised Qwen3 (Qwen3-MoE if `experts`) with a character-level tokenizer; returns the folder.
+
+    tools: its chat template shows tools, and its calls of them can be read.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging as progress
 
-    assert vocab_size >= len(CHARACTERS) + len(SPECIAL)
+    assert vocab_size > len(CHARACTERS) + len(SPECIAL)
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -66,16 +98,18 @@ def build_tiny_model(
     target = Path(folder)
     progress.disable_progress_bar()  # for one small file
     model.save_pretrained(target)
-    build_tokenizer().save_pretrained(target)
+    build_tokenizer(tools).save_pretrained(target)
     return target
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer(tools: bool = False) -> Any:
     """A tokenizer with one token per character, and role tokens for its chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    roles = ["<system>", "<user>", "<assistant>", *(["<tool>"] if tools else [])]
+    tokens = dict.fromkeys([*SPECIAL, *CHARACTERS, *roles])  # a tool's role last: the others keep their ids
+    vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -84,7 +118,8 @@ def build_tokenizer() -> Any:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=["<system>", "<user>", "<assistant>"],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=roles,
+        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE if tools else None,
         clean_up_tokenization_spaces=False,
     )

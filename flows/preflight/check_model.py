@@ -34,6 +34,7 @@ class Checkpoint:
     template: ChatTemplate | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)  # what is shown of functions to call
     ends: list[str] = field(default_factory=list)  # texts of tokens that may end a turn
+    reads_answers: bool = False  # whether the tokenizer says how its answers are read
     has_template: bool = False  # whether there is a template, valid or not
     here: RunConfig | None = None  # the configuration with the folder of a model that it names
     whole: bool = True  # whether the weights are on this host
@@ -151,6 +152,7 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
         files = TokenizerFolder(folder)
         special, text = files.special, files.template()
         found.ends = files.ends()
+        found.reads_answers = bool(files.config.get("response_template"))
         found.tokenizer = files.load()
     except (ValueError, OSError) as error:
         yield Problem(field, folder, str(error), "copy the tokenizer's files there, or set model.tokenizer")

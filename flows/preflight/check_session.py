@@ -45,7 +45,7 @@ def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
     if model.template is None:
         return
     if session.tools and not session.function:
-        yield from _reads_calls(model.template, model.tools)
+        yield from _reads_calls(model)
     if session.history == "exact":
         own_code = session.function or session.environment
         follow: Sequence[Follows] = ("user", "tool") if own_code and session.tools else ("user",)
@@ -53,7 +53,9 @@ def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
             yield from _leaves_history(model, follows)
 
 
-def _reads_calls(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+def _reads_calls(model: Checkpoint) -> Iterator[Problem]:
+    template, tools = model.template, model.tools
+    assert template is not None, "it was asked for"
     asked: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
     try:
         shown = template.render(asked, tools=tools) != template.render(asked)
@@ -67,7 +69,7 @@ def _reads_calls(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Ite
             "name a template that writes `tools`, or describe them in data.sources.system and call them from "
             "rollout.session.function",
         )
-    elif template_for(template.text) is None:
+    elif not model.reads_answers and template_for(template.text) is None:
         yield Problem(
             "model.chat_template",
             None,
