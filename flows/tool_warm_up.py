@@ -35,7 +35,9 @@ class Problem(TypedDict):
 
     prompt: str
     label: str
-    dialogue: Sequence[str]  # texts after the prompt: a turn, what a tool answers, a turn, and so on to the last turn
+    dialogue: Sequence[
+        str
+    ]  # texts after the prompt: a turn, what a tool answers, a turn, and so on to the last turn
 
 
 class MakeProblem(Protocol):
@@ -54,7 +56,7 @@ def prepare(config: RunConfig, *, problem: str, count: int = 5000, iterations: i
     from millrace.connectors.huggingface.tiny import build_tiny_model
 
     make: MakeProblem = load_function(UserFunction(function=problem), "run.prepare.options.problem")
-    problems = _different(make, config.run.seed, count)
+    problems = different(make, config.run.seed, count)
     folder = Path(config.model.path).parent
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": each["prompt"], "label": each["label"]} for each in problems]
@@ -85,7 +87,7 @@ def turns_of(problem: Problem, tools: Sequence[Mapping[str, Any]]) -> Iterator[d
         messages.append({"role": "tool" if position % 2 else "assistant", "content": text})
 
 
-def _different(make: MakeProblem, seed: int, count: int) -> list[Problem]:
+def different(make: MakeProblem, seed: int, count: int) -> list[Problem]:
     """Problems whose prompts differ."""
     rng = random.Random(seed)
     found: dict[str, Problem] = {}

@@ -29,10 +29,10 @@ def right(sample: RewardInput) -> dict[str, float]:
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
-    """A product and a sum. Of the dialogues to warm up on a third are right; others guess, or stop too early."""
+    """A product and a sum. Half of the dialogues to warm up on are right; the others guess, or stop too early."""
     a, b, c = rng.randint(2, 99), rng.randint(2, 99), rng.randint(2, 99)
     product, total = str(a * b), str(a * b + c)
     both = [f"calc(of={a}*{b})", product, f"calc(of={product}+{c})", total, total]
     one, guess = [*both[:2], product], [str(rng.randint(100, 9999))]
-    dialogue = rng.choice([both, one, guess])
+    dialogue = rng.choices([both, one, guess], [2, 1, 1])[0]
     return {"prompt": f"{a}*{b}+{c}", "label": total, "dialogue": dialogue}

@@ -9,7 +9,11 @@ from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("shop")
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
-ITEMS = {first + second: random.Random(first + second).randint(2, 60) for first in SYLLABLES for second in SYLLABLES}
+ITEMS = {
+    first + second: random.Random(first + second).randint(2, 60)
+    for first in SYLLABLES
+    for second in SYLLABLES
+}
 
 
 @server.tool()

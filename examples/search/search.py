@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "search-files" / "corpus.txt"
-LANDS = 1500
+LANDS = 1000
 
 
 def search(query: str) -> str:
@@ -34,11 +34,12 @@ def problem(rng: random.Random) -> dict[str, Any]:
         both = [f"search(query={about_capital})", capital, f"search(query={about_river})", river, name]
         dialogue = rng.choice([both, [*both[:2], city], guess])
         return {"prompt": f"river of {about_capital}", "label": name, "dialogue": dialogue}
-    about, fact, label = rng.choice([(about_capital, capital, city), (about_river, river, name)])
-    vague = about.split()[0]
-    found = search(vague)
-    little = [f"search(query={vague})", found, found.split(" is ")[1]]
-    dialogue = rng.choice([[f"search(query={about})", fact, label], little, guess])
+    about, label = rng.choice([(about_capital, city), (about_river, name)])
+    looked_up = rng.choice([about, about.split()[0], None])
+    if looked_up is None:
+        return {"prompt": about, "label": label, "dialogue": guess}
+    found = search(looked_up)
+    dialogue = [f"search(query={looked_up})", found, found.split(" is ")[1]]
     return {"prompt": about, "label": label, "dialogue": dialogue}
 
 

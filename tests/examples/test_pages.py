@@ -17,7 +17,17 @@ MAKE_MODELS = [  # whoever has a model needs none of them
     "examples/critic/warm_up.py",
     "examples/verifiers_env/prompts.py",
 ]
-FOLDERS = ["reward", "group_filter", "advantage", "loss", "generation", "openai_client"]
+FOLDERS = [
+    "reward",
+    "group_filter",
+    "advantage",
+    "loss",
+    "generation",
+    "openai_client",
+    "calculator",
+    "search",
+    "mcp_tool",
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:

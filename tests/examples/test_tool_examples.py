@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 
 from millrace import RewardInput
 from millrace.connectors.huggingface.tiny import build_tokenizer
@@ -51,7 +50,9 @@ class Ran:
 
 def ran(tmp_path: Path, folder: str, name: str) -> Ran:
     """Run a copy of the example as its README says, with what every example of tools keeps to."""
-    shutil.copytree(ROOT / "examples" / folder, tmp_path / "examples" / folder, ignore=shutil.ignore_patterns("*-files"))
+    shutil.copytree(
+        ROOT / "examples" / folder, tmp_path / "examples" / folder, ignore=shutil.ignore_patterns("*-files")
+    )
     (tmp_path / "deployments").symlink_to(ROOT / "deployments")
     place = Workplace(tmp_path / "examples" / folder)
     place.environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -118,7 +119,9 @@ def test_the_calculator_answers_and_its_calls_are_counted(tmp_path: Path) -> Non
     for arguments, answer in answers:
         assert answer == str(found.module.calc(**arguments))
     for _, answer in found.arguments(failed=True):
-        assert answer.startswith(("calc failed: ValueError: give two numbers", "calc does not take", "there is no tool"))
+        assert answer.startswith(
+            ("calc failed: ValueError: give two numbers", "calc does not take", "there is no tool")
+        )
     for row in found.batch:
         expected = found.module.right(scored(row))
         assert (row["reward"], dict(row["reward_parts"])["calls"]) == (expected["reward"], expected["calls"])
@@ -145,7 +148,3 @@ def test_the_servers_answers_are_what_its_items_cost(tmp_path: Path) -> None:
         assert answer == str(found.module.cost(arguments["item"], int(arguments["count"])))
     for row in found.batch:
         assert row["reward"] == exact_match(scored(row))
-
-
-@pytest.mark.parametrize(("folder", "name"), [("calculator", "calculator"), ("search", "search"), ("mcp_tool", "shop")])
-def test_about_half_of_the_dialogues_to_warm_up_on_are_right(...) -> None: ...
