@@ -35,9 +35,7 @@ class Problem(TypedDict):
 
     prompt: str
     label: str
-    dialogue: Sequence[
-        str
-    ]  # texts after the prompt: a turn, what a tool answers, a turn, and so on to the last turn
+    dialogue: Sequence[str]  # after the prompt: a turn, a tool's answer, a turn, and so on to the last turn
 
 
 class MakeProblem(Protocol):
@@ -80,7 +78,7 @@ def prepare(config: RunConfig, *, problem: str, count: int = 5000, iterations: i
 def turns_of(problem: Problem, tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """A row for each turn of the dialogue: all that the model sees before it as the prompt, and its text as the answer."""
     template = ChatTemplate(TOOL_TEMPLATE, {})
-    messages: list[Mapping[str, Any]] = [{"role": "user", "content": problem["prompt"]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": problem["prompt"]}]
     for position, text in enumerate(problem["dialogue"]):
         if position % 2 == 0:
             yield {"prompt": template.render(messages, tools=tools), "label": text}

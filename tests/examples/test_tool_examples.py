@@ -20,7 +20,7 @@ from tests.support.flow_runs import Workplace
 ROOT = Path(__file__).parents[2]
 SHORT = [  # long enough for a model that writes calls, most of them wrong ones
     "run.prepare.options.count=1200",
-    "run.prepare.options.iterations=2",
+    "run.prepare.options.iterations=3",
     "run.iterations=2",
     "rollout.prompts=8",
     "rollout.samples_per_prompt=4",
@@ -109,7 +109,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def scored(row: dict[str, Any]) -> RewardInput:
-    return RewardInput(row["prompt"], row["response"], row["label"], messages=json.loads(row["dialogue"]))
+    return RewardInput(
+        row["prompt"], row["response"], json.loads(row["label"]), messages=json.loads(row["dialogue"])
+    )
 
 
 def test_the_calculator_answers_and_its_calls_are_counted(tmp_path: Path) -> None:
