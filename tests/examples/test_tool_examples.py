@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def ran(tmp_path: Path, folder: str, name: str) -> Ran:
     assert len(found.batch) == 2 * 8 * 4
     for row in found.batch:
         check_tokens(row)
-    answered = [message for row in found.batch for message in after_prompt(row) if message["role"] == "tool"]
-    assert sorted(message["content"] for message in answered) == sorted(row["text"] for row in found.calls)
+    answered = Counter(m["content"] for row in found.batch for m in after_prompt(row) if m["role"] == "tool")
+    assert answered
+    assert answered <= Counter(row["text"] for row in found.calls)  # one at a limit has no turn after it
     return found
 
 
