@@ -1,7 +1,7 @@
 """evaluate: sample the held-out sets with the engines' current weights and score them.
 
-Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Same engines, same
-reward and same failure budget as training. An answer whose scoring failed or timed out counts as wrong, and is counted:
+Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Same engines and same
+failure budget as training, and the same reward unless the set has its own. An answer whose scoring failed or timed out counts as wrong, and is counted:
 else a policy would gain by answers that no grader can read.
 """
 
@@ -29,7 +29,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.samples.scoring import score
+from millrace.tasks.samples.scoring import Score, score, score_group, scored_by_group
 from millrace.tasks.sessions.runner import session_task
 
 log = logging.getLogger(__name__)
@@ -101,11 +101,11 @@ async def _evaluate_set(
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             running = [
-                group.create_task(_evaluate_one(ctx, answers, _Place(held_out, row, tokens, index), version))
+                group.create_task(_evaluate(ctx, answers, unit, version))
                 for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
-                for index in range(held_out.samples_per_prompt)
+                for unit in _units(ctx, held_out, row, tokens)
             ]
-    results = [each.result() for each in running]
+    results = [result for each in running for result in each.result()]
     for sample, reason in results:
         if sample.scoring in ("failed", "timed_out"):
             unscored.add(reason or sample.scoring, f"sample {sample.index} of prompt {sample.prompt_id}")
@@ -114,7 +114,7 @@ async def _evaluate_set(
             "evaluation of %s: %d of %d answers could not be scored and count as wrong; most often: %s",
             held_out.name,
             unscored.total,
-            len(running),
+            len(results),
             unscored.most_frequent(),
         )
     return [sample for sample, _ in results]
@@ -199,12 +199,30 @@ async def _not_stored(row: TurnRow) -> None:
     """An evaluation is repeated whole."""
 
 
-async def _evaluate_one(
-    ctx: IterationContext, respond: Respond, place: _Place, version: int
-) -> tuple[EvaluatedSample, str | None]:
-    """The row of a sample, and why it could not be scored."""
-    answer = await respond(place)
-    result = await score(ctx.runtime, answer)
+def _units(ctx: IterationContext, held_out: EvalSet, row: PromptRow, tokens: list[int]) -> list[list[_Place]]:
+    """The samples of a prompt as they are scored: each alone, or all in one call."""
+    places = [_Place(held_out, row, tokens, index) for index in range(held_out.samples_per_prompt)]
+    together = scored_by_group(ctx.runtime, places[0].scorable(), ctx.runtime.scoring.of_set(held_out.name))
+    return [places] if together else [[place] for place in places]
+
+
+async def _evaluate(
+    ctx: IterationContext, respond: Respond, places: list[_Place], version: int
+) -> list[tuple[EvaluatedSample, str | None]]:
+    """The rows of samples that are scored together, and why each could not be scored."""
+    own = ctx.runtime.scoring.of_set(places[0].held_out.name)
+    answers = await asyncio.gather(*map(respond, places))
+    if scored_by_group(ctx.runtime, answers[0], own):
+        results = await score_group(ctx.runtime, answers, own)
+    else:
+        results = [await score(ctx.runtime, answer, own) for answer in answers]
+    return [
+        (_row(place, answer, result, version), result.reason)
+        for place, answer, result in zip(places, answers, results, strict=True)
+    ]
+
+
+def _row(place: _Place, answer: Scorable, result: Score, version: int) -> EvaluatedSample:
     return EvaluatedSample(
         set=place.held_out.name,
         prompt_id=place.row.prompt_id,
@@ -217,4 +235,4 @@ async def _evaluate_one(
         reward=result.reward,
         scoring=result.scoring,
         version=version,
-    ), result.reason
+    )

@@ -26,7 +26,8 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.scoring import score
+from millrace.tasks.samples.scoring import Score, score, score_group, scored_by_group
+from millrace.tasks.samples.scoring_units import ScoringUnits
 
 OUTCOME = ["sample_id", "scoring", "reason"]  # columns
 UNSCORED: tuple[Scoring, ...] = ("failed", "timed_out")
@@ -51,13 +52,14 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     budget.check()
     ctx.stream.add_listed("rollouts", await asyncio.to_thread(list_parts, ctx.folder, "rollouts"))
     parts: set[str] = set()
+    units = ScoringUnits(ctx.config.rollout.samples_per_prompt, lambda row: _by_group(ctx, row))
     busy = 0.0
     while True:
         revision = ctx.stream.revision
         for path in [path for path in ctx.stream.parts("rollouts") if path not in parts]:
             started = time.perf_counter()
             rows = await asyncio.to_thread(_read_unscored, ctx, path)
-            scored = await _score_all(ctx, [row for row in rows if row["sample_id"] not in done], budget)
+            scored = await _score_all(ctx, units.add(rows, done), budget)
             await _write(ctx, scored)
             budget.check()
             counts.update(sample.scoring for sample in scored)
@@ -119,8 +121,21 @@ def _read_unscored(ctx: IterationContext, path: str) -> list[Unscored]:
     return rows
 
 
-async def _score(ctx: IterationContext, row: Unscored) -> ScoredSample:
-    result = await score(ctx.runtime, row)
+def _by_group(ctx: IterationContext, row: Unscored) -> bool:
+    return scored_by_group(ctx.runtime, row, ctx.runtime.scoring.of_source(row["source"]))
+
+
+async def _score(ctx: IterationContext, rows: Sequence[Unscored]) -> list[ScoredSample]:
+    """The scores of one unit."""
+    own = ctx.runtime.scoring.of_source(rows[0]["source"])
+    if _by_group(ctx, rows[0]):
+        results = await score_group(ctx.runtime, rows, own)
+    else:
+        results = [await score(ctx.runtime, row, own) for row in rows]
+    return [_row(row, result) for row, result in zip(rows, results, strict=True)]
+
+
+def _row(row: Unscored, result: Score) -> ScoredSample:
     return ScoredSample(
         sample_id=row["sample_id"],
         group_id=row["group_id"],
@@ -136,17 +151,17 @@ async def _score(ctx: IterationContext, row: Unscored) -> ScoredSample:
 
 
 async def _score_all(
-    ctx: IterationContext, rows: Sequence[Unscored], budget: FailureBudget
+    ctx: IterationContext, units: Sequence[Sequence[Unscored]], budget: FailureBudget
 ) -> list[ScoredSample]:
-    """The rows' scores, in order; once the budget is spent, of those rows that have one by then."""
-    running = [asyncio.create_task(_score(ctx, row)) for row in rows]
+    """The units' scores, in order; once the budget is spent, of those units that have theirs by then."""
+    running = [asyncio.create_task(_score(ctx, unit)) for unit in units]
     try:
         for finished in asyncio.as_completed(running):
-            sample = await finished
-            _count(budget, sample.sample_id, sample.scoring, sample.reason)
+            for sample in await finished:
+                _count(budget, sample.sample_id, sample.scoring, sample.reason)
             if budget.spent:
                 break
-        return [task.result() for task in running if task.done()]
+        return [sample for task in running if task.done() for sample in task.result()]
     finally:
         for task in running:
             task.cancel()

@@ -9,6 +9,7 @@ from pydantic import Field
 from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START, fixed
 from millrace.core.config.parts.section import Section
+from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
 
 EPOCHS = "the order of prompts follows from it"
 
@@ -37,6 +38,9 @@ class Source(Section):
     )
     chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
+    reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
+        None, description="Reward of this source's samples; null: that of the section `reward`."
+    )
 
 
 class Data(Section):

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.section import Section
+from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
 from millrace.core.config.rollout import Sampling
 
 
@@ -22,6 +23,9 @@ class EvalSet(Section):
     extra_keys: list[str] = Field([], description="Further columns, in `metadata` under these names.")
     chat: bool = Field(True, description="Apply the chat template.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
+    reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
+        None, description="Reward of this set's samples; null: that of the section `reward`."
+    )
     samples_per_prompt: int = Field(1, ge=1, description="Samples per prompt.")
     sampling: Sampling = Sampling(temperature=0)
 

@@ -1,28 +1,69 @@
-"""The `reward` section."""
+"""The `reward` section, and how sources, held-out sets and rows name a reward of their own."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from millrace.core.config.parts.restart import ANY_START
-from millrace.core.config.parts.user_function import IMPORT_PATH, UserFunction
+from millrace.core.config.parts.restart import ANY_START, in_a_branch
+from millrace.core.config.parts.user_function import UserFunction
+
+REWARD_PATH = r"^(?:slime:[A-Za-z_][\w.]*\.[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+AS_THE_REWARD = in_a_branch("an open iteration may hold samples that it scored")
 
 
-class Reward(UserFunction):
+class RewardFunction(UserFunction):
+    """A reward: a function or a class of yours. A bare string is its import path."""
+
+    function: str = Field(
+        pattern=REWARD_PATH,
+        description="Import path of the reward (millrace.Reward): package.module:function, or slime:package.module.function.",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Keyword arguments: of a function at every call, of a class where it is made."
+    )
+    group: bool = Field(
+        False, description="One call scores all samples of a prompt: it gets a list and returns one."
+    )
+
+
+class NamedReward(RewardFunction):
+    """A reward that rows choose by its name, in their metadata as `reward`. Rows without it keep their source's reward."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the reward in the rows' metadata.")
+
+
+def listed(value: Any) -> Any:
+    """A mapping of names to functions as the list that it stands for."""
+    if not isinstance(value, Mapping):
+        return value
+    return [
+        {"name": name, **({"function": item} if isinstance(item, str) else item)}
+        if isinstance(item, str | Mapping)
+        else item
+        for name, item in value.items()
+    ]
+
+
+class Reward(RewardFunction):
     """How samples are scored: a function with its options, and the processes that call it."""
 
     function: str = Field(
         "millrace.core.rewards.text:exact_match",
-        pattern=IMPORT_PATH,
-        description="Import path of the reward (millrace.Reward): package.module:function.",
+        pattern=REWARD_PATH,
+        description="Import path of the reward (millrace.Reward): package.module:function, or slime:package.module.function.",
+    )
+    named: Annotated[list[NamedReward], BeforeValidator(listed)] = Field(
+        [],
+        description="Rewards that rows choose by name, in `metadata.reward`. A list, or a mapping of names to functions.",
     )
     workers: Annotated[int, ANY_START] = Field(
         1, ge=1, description="Processes that score samples; each can be killed on its own."
     )
     timeout_s: Annotated[float, ANY_START] = Field(
-        30, gt=0, description="Longest time for one sample. Seconds."
+        30, gt=0, description="Longest time for one call: of one sample, or of one group. Seconds."
     )
     max_failed_share: Annotated[float, ANY_START] = Field(
         0.1, ge=0, le=1, description="Share of samples that may fail scoring before the run stops."

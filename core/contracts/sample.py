@@ -154,6 +154,7 @@ class Unscored(Scorable):
 
     sample_id: str
     group_id: str
+    source: str
     reason: str | None
     samples: int | None
     role: str | None

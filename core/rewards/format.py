@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.hooks import RewardInput, RewardResult, load
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.forms import bound
 from millrace.core.rewards.math import last_boxed
 from millrace.core.rewards.scoring import read_score
 
@@ -48,7 +49,7 @@ def weighted(sample: RewardInput, *, parts: Mapping[str, Mapping[str, Any]]) -> 
     total = 0.0
     for name, part in parts.items():
         path = part["function"]
-        score = load(path, f"reward.options.parts.{name}.function")(sample, **part.get("options", {}))
-        values[name] = read_score(score, path).reward
+        function = bound(path, part.get("options", {}), f"reward.options.parts.{name}")
+        values[name] = read_score(function(sample), path).reward
         total += part.get("weight", 1.0) * values[name]
     return RewardResult(total, values)

@@ -1,23 +1,30 @@
-"""Scoring one stored row with a reward function; runs in a worker process that may be killed.
+"""Scoring stored rows with a reward; runs in a worker process that may be killed.
 
-Owns the step from a row to the function's input, and from what it returns to reward and parts; knows nothing of processes
+Owns the step from a row to the reward's input, and from what it returns to reward and parts; knows nothing of processes
 or budgets.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
-from millrace.core.contracts.references import resolved
-from millrace.core.hooks import RewardInput, RewardResult, load
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.forms import answer_of, awaited_answer_of, reward_of
+
+Row = Mapping[str, Any]
 
 
-def sample_input(row: Mapping[str, Any]) -> RewardInput:
+class Scored(TypedDict):
+    """The reward of a row and its parts, all finite."""
+
+    reward: float
+    parts: dict[str, float]
+
+
+def sample_input(row: Row) -> RewardInput:
     """What the reward sees of a stored row, whose prompt, label and metadata are JSON text."""
     return RewardInput(
         prompt=json.loads(row["prompt"]),
@@ -30,17 +37,34 @@ def sample_input(row: Mapping[str, Any]) -> RewardInput:
     )
 
 
-def score_sample(path: str, options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Score one row by the function at `path`: {"reward": float, "parts": {name: float}}.
+def score_sample(path: str, options: Mapping[str, Any], row: Row, field: str = "reward") -> Scored:
+    """Score one row by the reward at `path`, which `field` of the configuration names.
 
-    Errors: ConfigError when the function cannot be loaded; those of `read_score`; and whatever the function raises.
+    Errors: those of `reward_of` and `read_score`; and whatever the reward raises.
     """
-    given = resolved(options, "reward.options")
-    answer = load(path, "reward.function")(sample_input(row), **given)
-    if inspect.isawaitable(answer):
-        answer = asyncio.run(_awaited(answer))
-    result = read_score(answer, path)
-    return {"reward": result.reward, "parts": dict(result.parts)}
+    return _scored(answer_of(reward_of(path, options, field), sample_input(row)), path)
+
+
+def score_group(
+    path: str, options: Mapping[str, Any], rows: Sequence[Row], field: str = "reward"
+) -> list[Scored]:
+    """Score the rows of a group in one call. One answer that is no score fails them all.
+
+    Errors: as of `score_sample`; TypeError and ValueError if it does not return a score for each row.
+    """
+    answer = answer_of(reward_of(path, options, field), [sample_input(row) for row in rows])
+    return _scored_group(answer, len(rows), path)
+
+
+async def score_awaited(
+    path: str, options: Mapping[str, Any], rows: Row | Sequence[Row], field: str = "reward"
+) -> Scored | list[Scored]:
+    """Score a row, or the rows of a group, in the event loop that runs. Errors: as of `score_sample` and `score_group`."""
+    function = reward_of(path, options, field)
+    if isinstance(rows, Mapping):
+        return _scored(await awaited_answer_of(function, sample_input(rows)), path)
+    answer = await awaited_answer_of(function, [sample_input(row) for row in rows])
+    return _scored_group(answer, len(rows), path)
 
 
 def read_score(answer: Any, path: str) -> RewardResult:
@@ -62,8 +86,29 @@ def read_score(answer: Any, path: str) -> RewardResult:
     return RewardResult(_finite(answer.reward, "reward", path), parts)
 
 
-async def _awaited(answer: Any) -> Any:
-    return await answer
+def read_group(answer: Any, count: int, path: str) -> list[RewardResult]:
+    """What a reward returned for a group: a list with a score for each of its `count` samples.
+
+    Errors: TypeError if it is no list, ValueError if it has another length; those of `read_score`.
+    """
+    if isinstance(answer, str | bytes | Mapping | RewardResult) or not hasattr(answer, "__len__"):
+        raise TypeError(
+            f"{path} returned a {type(answer).__name__} for a group; return a list with a score for each sample"
+        )
+    if len(answer) != count:
+        raise ValueError(
+            f"{path} returned {len(answer)} scores for {count} samples; return one for each sample"
+        )
+    return [read_score(each, path) for each in answer]
+
+
+def _scored(answer: Any, path: str) -> Scored:
+    result = read_score(answer, path)
+    return {"reward": result.reward, "parts": dict(result.parts)}
+
+
+def _scored_group(answer: Any, count: int, path: str) -> list[Scored]:
+    return [{"reward": each.reward, "parts": dict(each.parts)} for each in read_group(answer, count, path)]
 
 
 def _finite(value: Any, name: str, path: str) -> float:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from millrace.core.contracts.references import resolved
 from millrace.core.errors import described
-from millrace.core.hooks import load
 from millrace.core.rewards import scoring
+from millrace.core.rewards.forms import answer_of, loaded, reward_of
 
 WANTED = "return a number, a RewardResult, or a mapping with the key reward"
+WANTED_OF_GROUP = "return a list with a score for each sample, or leave out reward.group"
 
 
 class Trial(TypedDict):
@@ -24,28 +22,30 @@ class Trial(TypedDict):
     remedy: str
 
 
-def try_reward(path: str, options: Mapping[str, Any], row: Mapping[str, Any]) -> Trial:
-    """Score a stored row by the function at `path`. What the function raises is described, not raised.
+def try_reward(
+    path: str,
+    options: Mapping[str, Any],
+    row: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    field: str = "reward",
+) -> Trial:
+    """Score a stored row, or a group of rows, of which the first counts. What the reward raises is described, not raised.
 
-    Errors: ConfigError when the function cannot be loaded.
+    Errors: ConfigError when it cannot be loaded.
     """
-    function, given = load(path, "reward.function"), resolved(options, "reward.options")
-    sample = scoring.sample_input(row)
+    loaded(path, field)
+    alone = isinstance(row, Mapping)
     try:
-        answer = function(sample, **given)
-        if inspect.isawaitable(answer):
-            answer = asyncio.run(_awaited(answer))
+        function = reward_of(path, options, field)
+        samples = scoring.sample_input(row) if isinstance(row, Mapping) else [*map(scoring.sample_input, row)]
+        answer = answer_of(function, samples)
     except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
         return _failed(f"it raised {described(error)}", "correct the function")
     try:
-        score = scoring.read_score(answer, path)
+        score = scoring.read_score(answer, path) if alone else scoring.read_group(answer, len(row), path)[0]
     except (TypeError, ValueError) as error:
-        return _failed(str(error).partition(";")[0].removeprefix(f"{path} "), WANTED)
+        wanted = WANTED if alone else WANTED_OF_GROUP
+        return _failed(str(error).partition(";")[0].removeprefix(f"{path} "), wanted)
     return Trial(reward=score.reward, parts=dict(score.parts), problem="", remedy="")
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 def _failed(problem: str, remedy: str) -> Trial:

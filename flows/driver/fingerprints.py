@@ -14,6 +14,7 @@ from pathlib import Path
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
 from millrace.core.hooks import load, module_and_name
+from millrace.core.rewards.selection import all_rewards
 
 SMALL = 32 << 20  # bytes of a file that is hashed whole
 SAMPLE = 1 << 16  # bytes hashed at three places of a larger file
@@ -88,7 +89,8 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None]]:
     algorithm = config.algorithm
-    yield "reward", config.reward
+    for found in all_rewards(config):
+        yield found.field, found.function
     yield "filter.group_filter", config.filter.group_filter
     yield "algorithm.advantage", algorithm.advantage if algorithm.advantage.kind == "function" else None
     yield "algorithm.loss", algorithm.loss if algorithm.loss.kind == "function" else None

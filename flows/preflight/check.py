@@ -23,7 +23,7 @@ from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
 from millrace.flows.preflight.check_machine import check_machine, ray_answers, tracking_answers
 from millrace.flows.preflight.check_model import Checkpoint, check_model
 from millrace.flows.preflight.check_references import check_references
-from millrace.flows.preflight.check_reward import RewardAnswers, check_reward
+from millrace.flows.preflight.check_reward import RewardAnswers, check_rewards
 from millrace.flows.preflight.check_run import StoredRun, check_run
 from millrace.flows.preflight.check_session import check_session
 
@@ -42,7 +42,7 @@ class Checked:
     data: list[Rows]
     model: Checkpoint = field(default_factory=Checkpoint)
     run: StoredRun = field(default_factory=StoredRun)
-    reward: RewardAnswers = field(default_factory=RewardAnswers)
+    rewards: list[RewardAnswers] = field(default_factory=list)
 
     @property
     def located(self) -> RunConfig:
@@ -87,10 +87,9 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
     if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
         later += check_run(config, found.run)
-    usable = next((rows.usable[0] for rows in found.training if rows.usable), None)
-    callable_reward = not any(problem.field.startswith("reward.") for problem in [*problems, *hooks])
-    if usable and callable_reward and not config.algorithm.supervised:
-        later += check_reward(config, usable, found.reward)
+    if not config.algorithm.supervised:
+        wrong = [problem.field for problem in [*problems, *hooks]]
+        later += check_rewards(config, data, wrong, found.rewards)
     for rows in data:
         later += check_rows(config, rows, found.model)
     _add(problems, later, stood_in)

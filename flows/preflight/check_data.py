@@ -16,10 +16,11 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.prompts import PromptRow, Quarantined
-from millrace.core.contracts.references import resolved
 from millrace.core.errors import MillraceError, MissingColumnError
-from millrace.core.hooks import RewardInput, load
+from millrace.core.hooks import RewardInput
+from millrace.core.rewards.forms import answer_of, reward_of
 from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_prompts import rendered
 
@@ -150,6 +151,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
     labels = [row.label for row in rows.usable]
     missing = all(label is None for label in labels)
     field, path = f"{rows.field}.label_key", rows.source.path
+    reward = rows.source.reward or config.reward
     if key not in (None, "label") and missing:
         yield Problem(
             field,
@@ -166,11 +168,11 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
                 f"algorithm.loss=sft learns text, and row {wrong.row} of {path} has {_kind(wrong.label)} there",
                 "set it to the key that holds the reference answer as text, or correct the row",
             )
-    elif missing and _reads_label(config, rows.usable[0]):
+    elif missing and _reads_label(reward, rows.usable[0]):
         yield Problem(
             field,
             key,
-            f"{config.reward.function} compares with the label, and none of the first {len(labels)} rows of "
+            f"{reward.function} compares with the label, and none of the first {len(labels)} rows of "
             f"{path} has one",
             "set it to the key that holds the reference answer, or take another reward.function",
         )
@@ -204,9 +206,9 @@ class _Watched(RewardInput):
         return object.__getattribute__(self, name)
 
 
-def _reads_label(config: RunConfig, row: PromptRow) -> bool:
+def _reads_label(reward: RewardFunction, row: PromptRow) -> bool:
     """Whether a reward that ships with millrace reads the label; False for a user's reward, which is not called."""
-    if not config.reward.function.startswith("millrace.core.rewards."):
+    if reward.group or not reward.function.startswith("millrace.core.rewards."):
         return False
     values: dict[str, Any] = {
         "prompt": row.prompt,
@@ -218,6 +220,5 @@ def _reads_label(config: RunConfig, row: PromptRow) -> bool:
         **{field.name: values[field.name] for field in fields(RewardInput) if field.name in values}
     )
     with contextlib.suppress(MillraceError, ValueError, TypeError, LookupError, AttributeError):
-        options = resolved(config.reward.options, "reward.options")
-        load(config.reward.function)(sample, **options)
+        answer_of(reward_of(reward.function, reward.options), sample)
     return getattr(sample, "label_was_read", False)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from millrace.connectors.sglang.server_args import option_problems
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.parts.problems import Problem, nearest
+from millrace.core.config.reward import RewardFunction
 from millrace.core.config.rollout import Tool
 from millrace.core.config.rules.passthrough import (
     ROUTER_OWNED,
@@ -26,6 +27,8 @@ from millrace.core.config.rules.passthrough import (
 )
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import hidden_module, load, written_for_slime
+from millrace.core.rewards.forms import import_path, loaded
+from millrace.core.rewards.selection import all_rewards
 
 ROUTER = ("router_args.py",)
 OF_SLIME = {
@@ -45,7 +48,7 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
 def hidden_modules(config: RunConfig) -> Iterator[str]:
     """A sentence for each function whose module lies in two places. Call it after `check_hooks`."""
     for place, function, _ in _functions(config):
-        hidden = hidden_module(function.function) if function else None
+        hidden = hidden_module(import_path(function.function)) if function else None
         if function and hidden:
             yield f"{place}.function = {function.function} is imported from {hidden[1]}, not from {hidden[0]}."
 
@@ -53,7 +56,8 @@ def hidden_modules(config: RunConfig) -> Iterator[str]:
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None, Sequence[str]]]:
     """Each field that may name a function, with it and the arguments that it is called with."""
     a = config.algorithm
-    yield "reward", config.reward, ("sample",)
+    for found in all_rewards(config):
+        yield found.field, found.function, ("sample",)
     yield "filter.group_filter", config.filter.group_filter, ("samples",)
     yield (
         "algorithm.advantage",
@@ -76,7 +80,7 @@ def _hook(
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
     try:
-        function = load(path, field)
+        function = loaded(path, place) if isinstance(user_function, RewardFunction) else load(path, field)
     except ConfigError as error:
         yield Problem(field, path, error.reason, error.remedy or "correct the path")
         return
@@ -89,7 +93,9 @@ def _hook(
         return
     if arguments is None:
         return
-    if written_for_slime(path):
+    if isinstance(user_function, RewardFunction):
+        signature, arguments, options = _of_reward(user_function, function, signature)
+    elif written_for_slime(path):
         if place not in OF_SLIME:
             yield Problem(field, path, "slime has no hook for this", "write it as package.module:function")
             return
@@ -114,6 +120,17 @@ def _hook(
             f"{path} does not take them: {error}",
             f"its parameters are {signature}",
         )
+
+
+def _of_reward(
+    reward: RewardFunction, function: Callable[..., Any], signature: inspect.Signature
+) -> tuple[inspect.Signature, Sequence[str], dict[str, Any]]:
+    """The signature of a reward, the arguments it is called with, and the options it gets, by its form."""
+    if import_path(reward.function) != reward.function:
+        return signature, ("args", "samples" if reward.group else "sample"), {}
+    if inspect.isclass(function):
+        return signature, (), reward.options
+    return signature, ("samples" if reward.group else "sample",), reward.options
 
 
 def check_passthrough(config: RunConfig) -> Iterator[Problem]:

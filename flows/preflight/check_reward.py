@@ -1,6 +1,6 @@
-"""Call the reward twice on a real row, with the label as response and with none, and show what it gives.
+"""Call each reward twice on a real row, with the label as response and with none, and show what it gives.
 
-A user's function is called in a worker process under a deadline, so that one that hangs or ends its process does not take
+A user's reward is called in a worker process under a deadline, so that one that hangs or ends its process does not take
 the command with it. One that ships with millrace is called here.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from millrace.connectors.workers.pool import Outcome, WorkerPool
@@ -16,56 +17,106 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.prompts import PromptRow
 from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
+from millrace.core.rewards.selection import MIXTURE, Selected, UnknownRewardError, own_rewards, select
 from millrace.core.rewards.trial import Trial, try_reward
+from millrace.flows.preflight.check_data import Rows
 
 PATIENCE_S = 5.0  # for one answer; reward.timeout_s where that is shorter
-OURS = "millrace."
+OURS = "millrace.core."
 
 
 @dataclass
 class RewardAnswers:
-    """What the reward gave on one row: for each response by what it is, the trial, or why it has no end."""
+    """What a reward gave on one row: for each response by what it is, the trial, or why it has no end."""
 
+    function: str = ""
     row: PromptRow | None = None
     given: dict[str, Trial | str] = field(default_factory=dict)
 
 
-def check_reward(config: RunConfig, row: PromptRow, answers: RewardAnswers) -> list[Problem]:
-    """Problems of calling the reward on this row; fills `answers`."""
+def check_rewards(
+    config: RunConfig, data: Sequence[Rows], wrong: Sequence[str], answers: list[RewardAnswers]
+) -> Iterator[Problem]:
+    """Problems of rows that name no reward, and of calling each reward on the first row that it scores; fills `answers`.
+
+    wrong: fields that have a problem. A reward whose field is among them is not called.
+    """
+    called: set[str] = set()
+    for rows in data:
+        own = _own(config, rows)
+        unknown: list[tuple[PromptRow, str]] = []
+        for row in rows.usable:
+            try:
+                selected = select(config.reward, own, row.metadata)
+            except UnknownRewardError as error:
+                unknown.append((row, str(error)))
+                continue
+            if selected.field not in called:
+                called.add(selected.field)
+                if not any(
+                    name.startswith((f"{selected.field}.function", f"{selected.field}.options"))
+                    for name in wrong
+                ):
+                    answers.append(RewardAnswers(selected.function.function))
+                    yield from _called(config, selected, row, answers[-1])
+        if unknown:
+            row, reason = unknown[0]
+            yield Problem(
+                f"{rows.field}.path",
+                rows.source.path,
+                f"{len(unknown)} of the first {len(rows.usable)} rows name no reward; the first is row {row.row}: {reason}",
+                "correct the rows, or add the reward to reward.named",
+            )
+
+
+def _own(config: RunConfig, rows: Rows) -> Selected | None:
+    """The reward that a source or a held-out set has of its own."""
+    sources, sets = own_rewards(config)
+    return (sources if rows.field.startswith("data.") else sets).get(rows.source.name)
+
+
+def _called(
+    config: RunConfig, selected: Selected, row: PromptRow, answers: RewardAnswers
+) -> Iterator[Problem]:
+    """Problems of calling a reward on this row."""
     answers.row = row
-    pool = None if config.reward.function.startswith(OURS) else WorkerPool(1)
-    problems: list[Problem] = []
+    ours = selected.function.function.startswith(OURS) and selected.function.function != MIXTURE
+    pool = None if ours else WorkerPool(1)
     try:
         for name, response in _responses(row).items():
-            problem = _tried(config, row, name, response, pool, answers)
+            problem = _tried(config, selected, row, name, response, pool, answers)
             if problem:
-                problems.append(problem)
+                yield problem
             if problem or isinstance(answers.given.get(name), str):
                 break  # it would fail again, or take as long
     finally:
         if pool:
             pool.close()
-    return problems
 
 
 def _tried(
     config: RunConfig,
+    selected: Selected,
     row: PromptRow,
     name: str,
     response: str,
     pool: WorkerPool | None,
     answers: RewardAnswers,
 ) -> Problem | None:
-    reward, sample = config.reward, _sample(row, response)
+    reward, timeout_s = selected.function, config.reward.timeout_s
+    sample = _sample(row, response)
+    scored = [sample, sample] if reward.group else sample
     where = f"row {row.row} of {row.source} with {name} as response"
     if pool is None:
-        outcome = Outcome("done", try_reward(reward.function, reward.options, sample))
+        outcome = Outcome("done", try_reward(reward.function, reward.options, scored, selected.field))
     else:
-        patience = min(PATIENCE_S, reward.timeout_s)
-        call = pool.call(try_reward, reward.function, reward.options, sample, timeout_s=patience, again=1)
+        patience = min(PATIENCE_S, timeout_s)
+        call = pool.call(
+            try_reward, reward.function, reward.options, scored, selected.field, timeout_s=patience, again=1
+        )
         outcome = asyncio.run(call)
-        if outcome.kind == "timed_out" and reward.timeout_s > patience:
-            answers.given[name] = f"no answer within {patience:g} s; a run waits {reward.timeout_s:g} s"
+        if outcome.kind == "timed_out" and timeout_s > patience:
+            answers.given[name] = f"no answer within {patience:g} s; a run waits {timeout_s:g} s"
             return None
     reason, remedy = scrubbed(outcome.reason or "", reward.options), "correct the function"
     if outcome.kind == "timed_out":
@@ -76,7 +127,7 @@ def _tried(
         if not trial["problem"]:
             return None
         reason, remedy = scrubbed(trial["problem"], reward.options), trial["remedy"]
-    return Problem("reward.function", reward.function, f"{reason}, for {where}", remedy)
+    return Problem(f"{selected.field}.function", reward.function, f"{reason}, for {where}", remedy)
 
 
 def _responses(row: PromptRow) -> dict[str, str]:

@@ -109,15 +109,15 @@ def session(found: Checked) -> Iterator[Line]:
 
 
 def reward(found: Checked) -> Iterator[Line]:
-    """What the reward gave on that row."""
-    config, answers = found.config, found.reward
-    if config.algorithm.supervised or answers.row is None:
-        return
-    given = [f"{_number(answer)} for {name} as response" for name, answer in answers.given.items()]
-    yield (
-        "reward",
-        f"{config.reward.function} gives on row {answers.row.row} of {answers.row.source}: {'; '.join(given)}",
-    )
+    """What each reward gave on the first row that it scores."""
+    for answers in found.rewards:
+        if answers.row is None:
+            continue
+        given = [f"{_number(answer)} for {name} as response" for name, answer in answers.given.items()]
+        yield (
+            "reward",
+            f"{answers.function} gives on row {answers.row.row} of {answers.row.source}: {'; '.join(given)}",
+        )
 
 
 def _number(answer: Trial | str) -> str:

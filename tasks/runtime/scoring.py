@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
 from millrace.core.contracts.progress import starting
 from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
-from millrace.core.rewards.scoring import score_sample
+from millrace.core.rewards.scoring import score_group, score_sample
+from millrace.core.rewards.selection import Selected, own_rewards, select
 
 log = logging.getLogger(__name__)
 
 
 class Scoring:
-    """Scores samples by the configured reward."""
+    """Scores samples by the configured rewards."""
 
     def __init__(self, config: RunConfig) -> None:
         self._reward = config.reward
+        self._of_sources, self._of_sets = own_rewards(config)
         self._pool: WorkerPool | None = None
         self._credit: WorkerPool | None = None
 
-    async def score(self, sample: Scorable) -> Outcome:
+    def of_source(self, name: str) -> Selected | None:
+        """The reward that a source has of its own."""
+        return self._of_sources.get(name)
+
+    def of_set(self, name: str) -> Selected | None:
+        """The reward that a held-out set has of its own."""
+        return self._of_sets.get(name)
+
+    def selected(self, sample: Scorable, own: Selected | None) -> Selected:
+        """The reward of a sample. own: that of its source or set. Errors: UnknownRewardError."""
+        metadata = json.loads(sample["metadata"]) if self._reward.named and sample["metadata"] else {}
+        return select(self._reward, own, metadata)
+
+    async def score(self, selected: Selected, sample: Scorable) -> Outcome:
         """Score one sample in a worker process; once more if a signal kills that, which may be no doing of the reward."""
+        return await self._call(score_sample, selected, sample)
+
+    async def score_group(self, selected: Selected, samples: Sequence[Scorable]) -> Outcome:
+        """The same for the samples of a prompt, in one call."""
+        return await self._call(score_group, selected, list(samples))
+
+    async def _call(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
         if self._pool is None:
             self._pool = WorkerPool(self._reward.workers)
             with starting(log, f"scoring workers ({self._reward.workers})"):
                 await self._pool.warm()
-        reward = self._reward
+        function, timeout_s = selected.function, self._reward.timeout_s
         outcome = await self._pool.call(
-            score_sample, reward.function, reward.options, sample, timeout_s=reward.timeout_s, again=1
+            score, function.function, function.options, scored, selected.field, timeout_s=timeout_s, again=1
         )
         reason = outcome.reason
         if outcome.kind == "timed_out":
             reason = f"{reason} (reward.timeout_s)"
-        return replace(outcome, reason=scrubbed(reason, reward.options) if reason else None)  # it is stored
+        return replace(outcome, reason=scrubbed(reason, function.options) if reason else None)  # it is stored
 
     @property
     def credit_worker(self) -> WorkerPool:

@@ -1,4 +1,4 @@
-"""Scoring one sample in a worker process, for reward and evaluate alike.
+"""Scoring samples in worker processes, for reward and evaluate alike.
 
 A sample whose generation or scoring failed has no reward and says why: that is not a zero.
 """
@@ -6,9 +6,13 @@ A sample whose generation or scoring failed has no reward and says why: that is 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from millrace.connectors.workers.pool import Outcome
 from millrace.core.contracts.sample import Figures, Scorable, Scoring
+from millrace.core.rewards.scoring import Scored
+from millrace.core.rewards.selection import Selected, UnknownRewardError
 from millrace.tasks.runtime.runtime import Runtime
 
 
@@ -23,18 +27,64 @@ class Score:
     seconds: float = 0.0
 
 
-async def score(runtime: Runtime, sample: Scorable) -> Score:
-    """Score a sample, unless there is nothing to score."""
+def scored_by_group(runtime: Runtime, sample: Scorable, own: Selected | None) -> bool:
+    """Whether one call scores the sample together with the others of its prompt. own: its source's or set's reward."""
+    try:
+        return runtime.scoring.selected(sample, own).function.group
+    except UnknownRewardError:
+        return False
+
+
+async def score(runtime: Runtime, sample: Scorable, own: Selected | None) -> Score:
+    """Score a sample, unless there is nothing to score. own: its source's or set's reward."""
+    settled = _settled(sample)
+    if settled:
+        return settled
+    try:
+        selected = runtime.scoring.selected(sample, own)
+    except UnknownRewardError as error:
+        return Score("failed", reason=str(error))
+    started = time.perf_counter()
+    outcome = await runtime.scoring.score(selected, sample)
+    seconds = time.perf_counter() - started
+    if outcome.kind != "done":
+        return _failed(outcome, seconds)
+    return _scored(outcome.value, seconds)
+
+
+async def score_group(runtime: Runtime, samples: Sequence[Scorable], own: Selected | None) -> list[Score]:
+    """Score the samples of a prompt in one call, without those where there is nothing to score.
+
+    The seconds of a call are divided among its samples.
+    """
+    settled = [_settled(sample) for sample in samples]
+    open_ = [sample for sample, done in zip(samples, settled, strict=True) if done is None]
+    if not open_:
+        return [done for done in settled if done]
+    started = time.perf_counter()
+    outcome = await runtime.scoring.score_group(runtime.scoring.selected(open_[0], own), open_)
+    seconds = (time.perf_counter() - started) / len(open_)
+    if outcome.kind == "done":
+        made = iter([_scored(value, seconds) for value in outcome.value])
+    else:
+        made = iter([_failed(outcome, seconds)] * len(open_))
+    return [done or next(made) for done in settled]
+
+
+def _settled(sample: Scorable) -> Score | None:
+    """The score of a sample that no reward is called for."""
     if sample["status"] in ("failed", "aborted"):
         return Score("skipped")
     given = sample["session_reward"]
     if given is not None:  # the rollout scored itself
         return Score("scored", given, list(sample["session_parts"] or ()))
-    started = time.perf_counter()
-    outcome = await runtime.scoring.score(sample)
-    seconds = time.perf_counter() - started
-    if outcome.kind == "done":
-        parts = list(outcome.value["parts"].items())
-        return Score("scored", outcome.value["reward"], parts, None, seconds)
+    return None
+
+
+def _scored(value: Scored, seconds: float) -> Score:
+    return Score("scored", value["reward"], list(value["parts"].items()), None, seconds)
+
+
+def _failed(outcome: Outcome, seconds: float) -> Score:
     scoring: Scoring = "timed_out" if outcome.kind == "timed_out" else "failed"
     return Score(scoring, reason=outcome.reason, seconds=seconds)

@@ -31,5 +31,6 @@ class UserFunction(Section):
         made = super().__get_pydantic_json_schema__(schema, handler)
         if "kind" in cls.model_fields:  # a variant of a choice, where a bare string is a kind
             return made
-        bare = {"type": "string", "pattern": IMPORT_PATH, "title": "import path"}
+        forms = (getattr(item, "pattern", None) for item in cls.model_fields["function"].metadata)
+        bare = {"type": "string", "pattern": next(filter(None, forms)), "title": "import path"}
         return {"title": cls.__name__, "anyOf": [made, bare]}

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.reward import NamedReward
 from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Sources that cannot be read, distinguished, or learned from."""
     yield from same_names("data.sources", config.data.sources)
+    yield from same_names("reward.named", config.reward.named)
     for source in config.data.sources:
         yield from file_problems(f"data.sources.{source.name}.path", source.path)
         if config.algorithm.supervised and source.label_key is None:
@@ -24,7 +26,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def same_names(field: str, items: Sequence[Source | EvalSet]) -> Iterator[Problem]:
+def same_names(field: str, items: Sequence[Source | EvalSet | NamedReward]) -> Iterator[Problem]:
     """Two items of a list with one name."""
     names = [item.name for item in items]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):

@@ -32,6 +32,9 @@ NO_PATH = {  # named or described by a word for one
     "run.prepare.function",
     "filter.group_filter.function",
     "reward.function",
+    "reward.named[].function",
+    "data.sources[].reward.function",
+    "evaluation.sets[].reward.function",
     "rollout.session.environment.function",
     "rollout.session.function.function",
     "rollout.session.tools[].function",
@@ -41,6 +44,7 @@ NO_PATH = {  # named or described by a word for one
     "sync.verify",
     "engines.addresses",
     "evaluation.sets[].name",
+    "reward.named[].name",
 }
 WORDS = re.compile(r"path|folder|\bfiles?\b|directory|root|\buri\b", re.IGNORECASE)
 RUN = """

@@ -1,0 +1,81 @@
+"""The forms of a reward: function or class, sync or async, of one sample or of a group, or with slime's signature.
+
+Owns how each is loaded and called; knows nothing of rows, of processes, or of what an answer means. A class is made once in
+a process for each set of its options, and its instance is called for every sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from millrace.core.contracts.references import resolved
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import load
+from millrace.core.rewards.slime import PREFIX, SlimeReward
+
+_made: dict[tuple[str, str], Callable[..., Any]] = {}  # instances of classes
+
+
+def loaded(path: str, field: str) -> Callable[..., Any]:
+    """The function or class at an import path. Errors: ConfigError of `millrace.core.hooks.load`."""
+    return load(import_path(path), f"{field}.function")
+
+
+def import_path(path: str) -> str:
+    """package.module:name, of slime's form too."""
+    if path.startswith(PREFIX) and "." in path:
+        module, _, name = path.removeprefix(PREFIX).rpartition(".")
+        return f"{module}:{name}"
+    return path
+
+
+def reward_of(path: str, options: Mapping[str, Any], field: str = "reward") -> Callable[[Any], Any]:
+    """What is called with a sample, or with the samples of a group; its options are bound, secrets in place of references.
+
+    Errors: ConfigError of an option that refers to what is not set; those of `bound`.
+    """
+    return bound(path, resolved(options, f"{field}.options"), field)
+
+
+def bound(path: str, given: Mapping[str, Any], field: str) -> Callable[[Any], Any]:
+    """The same, with options as they are.
+
+    Errors: ConfigError when it cannot be loaded, or its objects cannot be called; of a class, what making it raises.
+    """
+    function = loaded(path, field)
+    if import_path(path) != path:
+        return SlimeReward(function, given)
+    if not inspect.isclass(function):
+        return partial(function, **given) if given else function
+    key = (path, json.dumps(given, sort_keys=True, default=repr))
+    if key not in _made:
+        made = function(**given)
+        if not callable(made):
+            raise ConfigError(
+                f"objects of the class {function.__name__} cannot be called",
+                where=f"{field}.function = {path}",
+                remedy="give it a method __call__(self, sample)",
+            )
+        _made[key] = made
+    return _made[key]
+
+
+def answer_of(function: Callable[[Any], Any], samples: Any) -> Any:
+    """What a reward answers for a sample or a group; one that is awaited gets an event loop of its own."""
+    answer = function(samples)
+    return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+
+
+async def awaited_answer_of(function: Callable[[Any], Any], samples: Any) -> Any:
+    """The same, in the event loop that runs."""
+    answer = function(samples)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer

@@ -1,0 +1,53 @@
+"""A reward that is a weighted sum of others, each of any form, and each stored as a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.forms import awaited_answer_of, bound, import_path
+from millrace.core.rewards.scoring import read_score
+
+TAKES = {"function", "weight", "options", "name"}
+
+
+async def mixture(sample: RewardInput, *, parts: Sequence[Mapping[str, Any] | str]) -> RewardResult:
+    """The sum of the parts, each times its weight, 1 if it has none.
+
+    parts: each {function, weight, options, name}, or a bare import path. A part's name is that of its function unless it
+    has one. Its reward is stored under its name, before the weight, and its own parts under `name.part`.
+    Errors: ConfigError for a part of another form, or that cannot be loaded; those of `read_score`; what a part raises.
+    """
+    values: dict[str, float] = {}
+    total = 0.0
+    for number, part in enumerate(parts):
+        path, weight, options, name = _read(part, number)
+        if name in values:
+            raise _wrong(number, f"a part before it has the name {name}", "give each part its own name")
+        function = bound(path, options, f"reward.options.parts.{number}")
+        score = read_score(await awaited_answer_of(function, sample), path)
+        values[name] = score.reward
+        values |= {f"{name}.{inner}": value for inner, value in score.parts.items()}
+        total += weight * score.reward
+    return RewardResult(total, values)
+
+
+def _read(part: Any, number: int) -> tuple[str, float, Mapping[str, Any], str]:
+    """Path, weight, options and name of a part."""
+    part = {"function": part} if isinstance(part, str) else part
+    if not isinstance(part, Mapping) or not isinstance(part.get("function"), str):
+        raise _wrong(number, "names no function", "write {function: package.module:function, weight: 1}")
+    unknown = sorted(map(str, set(part) - TAKES))
+    if unknown:
+        raise _wrong(number, f"has unknown keys: {', '.join(unknown)}", f"use {', '.join(sorted(TAKES))}")
+    path, weight = part["function"], part.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise _wrong(number, f"has the weight {weight!r}", "give a number")
+    name = part.get("name") or import_path(path).rpartition(":")[2]
+    return path, float(weight), part.get("options") or {}, str(name)
+
+
+def _wrong(number: int, reason: str, remedy: str) -> ConfigError:
+    return ConfigError(reason, where=f"reward.options.parts.{number}", remedy=remedy)

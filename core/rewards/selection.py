@@ -1,0 +1,87 @@
+"""Which reward scores a sample: of its row, else of its source or held-out set, else of the section `reward`. Pure.
+
+Owns the order, and the list of every reward that a configuration names. A row names a key of `reward.named`, never an import
+path: data choose no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from millrace.core.config import RunConfig
+from millrace.core.config.reward import Reward, RewardFunction
+
+KEY = "reward"  # of a row's metadata
+MIXTURE = "millrace.core.rewards.mixture:mixture"
+
+
+class UnknownRewardError(Exception):
+    """A row names a reward that the configuration does not have."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A reward, and the field that names it."""
+
+    field: str
+    function: RewardFunction
+
+
+def select(reward: Reward, own: Selected | None, metadata: Mapping[str, Any]) -> Selected:
+    """The reward of a row. own: that of its source or set, if it has one.
+
+    Without `reward.named`, the row's metadata choose nothing. Errors: UnknownRewardError.
+    """
+    chosen = metadata.get(KEY) if reward.named else None
+    if chosen is None:
+        return own or Selected("reward", reward)
+    for named in reward.named:
+        if named.name == chosen:
+            return Selected(f"reward.named.{named.name}", named)
+    names = ", ".join(named.name for named in reward.named)
+    raise UnknownRewardError(f"its metadata.{KEY} is {str(chosen)[:40]!r}, and reward.named has {names}")
+
+
+def own_rewards(config: RunConfig) -> tuple[dict[str, Selected], dict[str, Selected]]:
+    """The rewards that sources have of their own, by source; and those of held-out sets, by set."""
+    sources = {
+        source.name: Selected(f"data.sources.{source.name}.reward", source.reward)
+        for source in config.data.sources
+        if source.reward
+    }
+    sets = {
+        held_out.name: Selected(f"evaluation.sets.{held_out.name}.reward", held_out.reward)
+        for held_out in config.evaluation.sets
+        if held_out.reward
+    }
+    return sources, sets
+
+
+def all_rewards(config: RunConfig) -> Iterator[Selected]:
+    """Every reward that a configuration names, and the parts of mixtures after each."""
+    sources, sets = own_rewards(config)
+    named = [Selected(f"reward.named.{each.name}", each) for each in config.reward.named]
+    for found in (Selected("reward", config.reward), *named, *sources.values(), *sets.values()):
+        yield found
+        yield from _parts(found)
+
+
+def _parts(mixture: Selected) -> Iterator[Selected]:
+    """The rewards that a mixture is made of. What has not the form of one is left to the mixture, which refuses it."""
+    parts = mixture.function.options.get("parts") if mixture.function.function == MIXTURE else None
+    for number, part in enumerate(parts if isinstance(parts, list) else []):
+        if not isinstance(part, Mapping):
+            continue
+        try:
+            function = RewardFunction.model_validate(
+                {name: part[name] for name in ("function", "options") if name in part}
+            )
+        except ValidationError:
+            continue
+        found = Selected(f"{mixture.field}.options.parts.{number}", function)
+        yield found
+        yield from _parts(found)
