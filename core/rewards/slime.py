@@ -19,7 +19,7 @@ from millrace.core.hooks import RewardInput
 PREFIX = "slime:"
 
 
-class Status(Enum):
+class SlimeStatus(Enum):
     """How a sample ended, with slime's names."""
 
     COMPLETED = "completed"
@@ -30,14 +30,14 @@ class Status(Enum):
 class Sample:
     """A sample with the names that slime gives its fields. Text is for reading: there are no token ids."""
 
-    Status = Status
+    Status = SlimeStatus
 
     prompt: Any
     response: str
     label: Any
     metadata: dict[str, Any]
     response_length: int
-    status: Status
+    status: SlimeStatus
     index: int = 0
     reward: Any = None
     messages: list[Any] = field(default_factory=list)
@@ -97,7 +97,7 @@ def _sample(given: RewardInput, index: int) -> Sample:
         label=given.label,
         metadata=dict(given.metadata),
         response_length=given.response_length,
-        status=Status(given.status),
+        status=SlimeStatus(given.status),
         index=index,
         messages=[dict(message) for message in given.messages],
     )

@@ -1,0 +1,30 @@
+"""A reward for responses that are JSON of a given schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.hooks import RewardInput
+
+FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+def json_schema(sample: RewardInput, *, schema: Mapping[str, Any], fenced: bool = True) -> float:
+    """1 if the response is JSON that the schema (JSON Schema) accepts, else 0.
+
+    fenced: what stands in the last block between ``` counts, where there is one.
+    Errors: jsonschema's SchemaError when the schema is none.
+    """
+    from jsonschema import validators  # here: other rewards do without
+
+    validator = validators.validator_for(schema)
+    validator.check_schema(schema)
+    blocks = FENCED.findall(sample.response) if fenced else []
+    try:
+        value = json.loads(blocks[-1] if blocks else sample.response)
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(validator(schema).is_valid(value))
