@@ -1,0 +1,52 @@
+"""A reward that an HTTP server gives.
+
+It is sent {"prompt", "response", "label", "metadata"} as JSON, and answers with a number, or with a mapping whose key `reward`
+is the reward and whose other keys are its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.connectors.rewards.posting import UnreadableError, post
+from millrace.core.hooks import RewardInput
+
+
+async def http(
+    sample: RewardInput,
+    *,
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    reward_key: str = "reward",
+    timeout_s: float = 10.0,
+    attempts: int = 3,
+    pause_s: float = 0.5,
+) -> Any:
+    """What the server at `url` answers for a sample. A secret in `headers` is a reference: "Bearer ${env:NAME}".
+
+    timeout_s: of one attempt; all of them and the pauses between them have reward.timeout_s.
+    Errors: UnreachableError, RefusedError, UnreadableError.
+    """
+    prompt = sample.prompt if isinstance(sample.prompt, str) else [dict(message) for message in sample.prompt]
+    body = {
+        "prompt": prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "metadata": dict(sample.metadata),
+    }
+    answer = await post(url, body, headers=headers, timeout_s=timeout_s, attempts=attempts, pause_s=pause_s)
+    if not isinstance(answer, Mapping):
+        return answer
+    if reward_key not in answer:
+        raise UnreadableError(
+            f"its answer has no {reward_key}, only {sorted(answer)}",
+            where=url,
+            remedy="name its key in the option reward_key",
+        )
+    parts = {
+        name: value
+        for name, value in answer.items()
+        if isinstance(value, int | float) and name not in (reward_key, "reward")
+    }
+    return {**parts, "reward": answer[reward_key]}

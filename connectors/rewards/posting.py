@@ -1,0 +1,111 @@
+"""One JSON question to an HTTP server, for rewards that ask one: tried again where that may help.
+
+Owns retries, their pauses, and the error of each kind of failure. Redirects are not followed: headers may hold a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from millrace.core.errors import MillraceError
+
+LATER = {408, 425, 429, 500, 502, 503, 504}  # statuses of a server that may answer later
+LONGEST_PAUSE_S = 30.0
+EXCERPT = 200
+LARGEST = 1 << 20  # bytes of an answer
+
+
+class RemoteRewardError(MillraceError):
+    """A server that a reward asks gave no answer that can be used."""
+
+
+class UnreachableError(RemoteRewardError):
+    """It could not be reached, or did not answer in time."""
+
+
+class RefusedError(RemoteRewardError):
+    """It answered with an error. `status` is that of HTTP."""
+
+    def __init__(self, reason: str, where: str, remedy: str, status: int) -> None:
+        super().__init__(reason, where=where, remedy=remedy)
+        self.status = status
+
+
+class UnreadableError(RemoteRewardError):
+    """Its answer is not what was asked for."""
+
+
+async def post(
+    url: str,
+    body: Any,
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 10.0,
+    attempts: int = 3,
+    pause_s: float = 0.5,
+) -> Any:
+    """What the server answers, read as JSON.
+
+    timeout_s: of one attempt. pause_s: before the second attempt; twice as long before each further one, up to 30 s.
+    Errors: UnreachableError, RefusedError, UnreadableError.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
+        for attempt in range(1, attempts + 1):
+            try:
+                return await _attempt(session, url, body)
+            except RemoteRewardError as error:
+                again = not isinstance(error, RefusedError) or error.status in LATER
+                if attempt == attempts or not again or isinstance(error, UnreadableError):
+                    raise
+            pause = min(LONGEST_PAUSE_S, pause_s * 2 ** (attempt - 1))
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+    raise AssertionError("attempts is at least 1")
+
+
+async def _attempt(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
+    try:
+        async with session.post(url, json=body, allow_redirects=False) as answer:
+            data = await answer.content.read(LARGEST + 1)
+            while len(data) <= LARGEST and (more := await answer.content.read(LARGEST)):
+                data += more
+            text = data[:LARGEST].decode(answer.charset or "utf-8", "replace")
+            if answer.status >= 300:
+                raise RefusedError(
+                    f"it answered with status {answer.status}: {text[:EXCERPT].strip()}",
+                    url,
+                    "look at the server's log, and at the options of the reward",
+                    answer.status,
+                )
+    except TimeoutError as error:
+        raise UnreachableError(
+            "no answer in time", where=url, remedy="raise the reward's timeout_s, or look at the server"
+        ) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise UnreachableError(
+            f"cannot be reached: {error or type(error).__name__}",
+            where=url,
+            remedy="start the server, or correct the url",
+        ) from error
+    if len(data) > LARGEST:
+        raise UnreadableError(
+            f"its answer is longer than {LARGEST} bytes", where=url, remedy="return the score alone"
+        )
+    return read_json(text, url)
+
+
+def read_json(text: str, url: str) -> Any:
+    """A text as JSON. Errors: UnreadableError."""
+
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(
+            f"its answer is not JSON: {text[:EXCERPT]!r}", where=url, remedy="have it answer with JSON"
+        ) from error
