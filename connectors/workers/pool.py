@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
-from millrace.connectors.workers.process import START_TIMEOUT_S, WorkerDiedError, WorkerProcess
+from millrace.connectors.workers.process import (
+    NO_LIMITS,
+    START_TIMEOUT_S,
+    Limits,
+    TooManyProcessesError,
+    WorkerDiedError,
+    WorkerProcess,
+)
 from millrace.core.errors import MillraceError
 
 STARTS = 3  # of processes for a call, all of which die before it begins
@@ -37,7 +44,9 @@ class WorkerPool:
     A thread waits for each process. Processes start when first needed.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, limits: Limits = NO_LIMITS) -> None:
+        """limits: of each process."""
+        self._limits = limits
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="millrace-worker")
         self._lock = threading.Lock()  # of all below
         self._idle: list[WorkerProcess] = []
@@ -104,6 +113,9 @@ class WorkerPool:
         except WorkerDiedError as error:
             self._discard(call, worker)
             return Outcome("died", reason=str(error)), error.signalled
+        except TooManyProcessesError as error:
+            self._discard(call, worker)
+            return Outcome("died", reason=str(error)), False
         if answer is None:
             self._discard(call, worker)
             return Outcome("timed_out", reason=f"no answer within {call.timeout_s:g} s"), False
@@ -133,7 +145,7 @@ class WorkerPool:
             if self._idle:
                 return self._idle.pop(), False
             try:
-                worker = WorkerProcess()
+                worker = WorkerProcess(self._limits)
             except OSError as error:
                 raise MillraceError(
                     f"no worker process could be started: {error}",

@@ -10,10 +10,12 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +30,13 @@ PR_SET_PDEATHSIG = 1
 _starting_or_closing = threading.Lock()
 
 
+class TooManyProcessesError(Exception):
+    """A call ran more processes than it may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"it started more than {most} processes (reward.max_processes)")
+
+
 class WorkerDiedError(Exception):
     """The process ended, or closed its pipe, in a call. `signalled`: a signal ended it."""
 
@@ -36,13 +45,27 @@ class WorkerDiedError(Exception):
         self.signalled = signalled
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a worker process may use. None: as much as there is."""
+
+    memory_mb: int | None = None  # an allocation beyond it raises MemoryError in the call
+    max_processes: int | None = None  # that its calls run at once; with more it is ended
+
+
+NO_LIMITS = Limits()
+
+
 class WorkerProcess:
     """A process that makes one call after the other. Used by one thread at a time, but for `kill`."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = NO_LIMITS) -> None:
         context = multiprocessing.get_context("spawn")
+        self._limits = limits
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), name="millrace-worker")
+        self._process = context.Process(
+            target=_serve, args=(theirs, limits.memory_mb), name="millrace-worker"
+        )
         try:
             with _starting_or_closing:
                 self._process.start()
@@ -97,6 +120,10 @@ class WorkerProcess:
                 return self._pipe.recv_bytes()
             if left <= 0:
                 return None
+            most = self._limits.max_processes
+            if most is not None and processes_of(self._process.pid or 0) > most + 1:
+                self.kill()
+                raise TooManyProcessesError(most)
             if not self._process.is_alive() and not self._pipe.poll():
                 raise EOFError
 
@@ -123,9 +150,11 @@ class WorkerProcess:
         return code
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, memory_mb: int | None) -> None:
     """Runs in the worker: one call after the other, until the pipe ends."""
     detach()
+    if memory_mb is not None:
+        limit_memory(memory_mb)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             pipe.recv_bytes()
@@ -153,6 +182,23 @@ class _Call:
             return pickle.dumps(("done", self._function(*self._args)))
         except BaseException as error:  # noqa: BLE001 - kept with its sample
             return pickle.dumps(("failed", described(error)))
+
+
+def limit_memory(megabytes: int) -> None:
+    """Let an allocation beyond it fail, in the call that makes it."""
+    limit = megabytes << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def processes_of(leader: int) -> int:
+    """Processes of a session, by its leader; 0 where the system does not show them."""
+    found = 0
+    with contextlib.suppress(FileNotFoundError):  # no Linux
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(ProcessLookupError):
+                    found += os.getsid(int(name)) == leader
+    return found
 
 
 def detach() -> None:

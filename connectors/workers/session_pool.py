@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from millrace.connectors.workers.process import processes_of
 from millrace.connectors.workers.session_worker import LINE, serve
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.errors import MillraceError
@@ -245,7 +246,7 @@ class _SessionProcess:
             await asyncio.sleep(LOOK_S)
             if not self._ready.done():
                 continue  # its start has a limit of its own
-            if _in_session(self._process.pid or 0) > self._settings.max_processes + 1:
+            if processes_of(self._process.pid or 0) > self._settings.max_processes + 1:
                 self._blame_running(
                     f"it started more than rollout.session.max_processes = {self._settings.max_processes} processes"
                 )
@@ -299,14 +300,3 @@ class _SessionProcess:
             return {running}
         at_work = {n for n, session in self.sessions.items() if session.calling and not session.open}
         return at_work if len(at_work) == 1 else set()
-
-
-def _in_session(leader: int) -> int:
-    """Processes of a session, by its leader; 0 where the system does not show them."""
-    found = 0
-    with contextlib.suppress(FileNotFoundError):  # no Linux
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(ProcessLookupError):
-                    found += os.getsid(int(name)) == leader
-    return found

@@ -13,13 +13,12 @@ import contextvars
 import inspect
 import json
 import os
-import resource
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.workers.mcp_tools import WorkerTools
-from millrace.connectors.workers.process import detach
+from millrace.connectors.workers.process import detach, limit_memory
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import described
@@ -76,14 +75,8 @@ def serve(connection: socket.socket, note: Any, settings: Mapping[str, Any]) -> 
     """Run sessions until the driver closes the connection. note: a shared number, which says whose code runs; 0: nobody's."""
     detach()
     worker = _Worker(Settings.model_validate(settings), note)
-    _limit_memory(worker.settings.memory_mb)
+    limit_memory(worker.settings.memory_mb)
     asyncio.run(worker.serve(connection))
-
-
-def _limit_memory(megabytes: int) -> None:
-    """Let an allocation beyond it fail, in the call that makes it."""
-    limit = megabytes << 20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 class _Worker:

@@ -65,6 +65,12 @@ class Reward(RewardFunction):
     timeout_s: Annotated[float, ANY_START] = Field(
         30, gt=0, description="Longest time for one call: of one sample, or of one group. Seconds."
     )
+    memory_mb: Annotated[int | None, ANY_START] = Field(
+        None, ge=256, description="Memory that each of these processes may allocate; null: all there is. MiB."
+    )
+    max_processes: Annotated[int | None, ANY_START] = Field(
+        None, ge=0, description="Processes that a call may run at once; null: as many as it starts."
+    )
     max_failed_share: Annotated[float, ANY_START] = Field(
         0.1, ge=0, le=1, description="Share of samples that may fail scoring before the run stops."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from millrace.connectors.storage.local import keep_private
-from millrace.flows.cli import look, run, server, tools
+from millrace.flows.cli import look, run, score, server, tools
 
 app = typer.Typer(
     help="LLM reinforcement-learning post-training as resumable Prefect flows.",
@@ -19,7 +19,17 @@ app = typer.Typer(
 app.callback()(keep_private)
 for command in (
     *(run.train, run.check, run.quickstart),
-    *(look.runs, look.show, tools.verify, tools.replay, look.sql, tools.branch, tools.discard, tools.stop),
+    *(
+        look.runs,
+        look.show,
+        tools.verify,
+        tools.replay,
+        look.sql,
+        score.score,
+        tools.branch,
+        tools.discard,
+        tools.stop,
+    ),
     *(server.server, server.ui, server.deploy),
 ):
     app.command()(command)

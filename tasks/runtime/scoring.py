@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.connectors.workers.pool import Outcome, WorkerPool
+from millrace.connectors.workers.process import Limits
 from millrace.core.config import RunConfig
 from millrace.core.contracts.progress import starting
 from millrace.core.contracts.references import scrubbed
@@ -51,7 +52,9 @@ class Scoring:
 
     async def _call(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
         if self._pool is None:
-            self._pool = WorkerPool(self._reward.workers)
+            self._pool = WorkerPool(
+                self._reward.workers, Limits(self._reward.memory_mb, self._reward.max_processes)
+            )
             with starting(log, f"scoring workers ({self._reward.workers})"):
                 await self._pool.warm()
         function, timeout_s = selected.function, self._reward.timeout_s

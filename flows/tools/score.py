@@ -1,0 +1,238 @@
+"""`millrace score`: score the rows of a file with a reward, without a run.
+
+Owns reading the rows, the calls, and the file of scores; the processes and their deadlines are those of a run. A row whose
+scoring fails has no reward and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from millrace.connectors.workers.pool import Outcome, WorkerPool
+from millrace.connectors.workers.process import Limits
+from millrace.core.config.reward import RewardFunction
+from millrace.core.contracts.prompts import value_at
+from millrace.core.contracts.references import resolved, scrubbed
+from millrace.core.errors import ConfigError, DataError
+from millrace.core.hooks import search_in
+from millrace.core.rewards.forms import loaded
+from millrace.core.rewards.scoring import score_group, score_sample
+
+ENDINGS = (".jsonl", ".json", ".parquet")
+OUT = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("scoring", pa.string()),
+        ("reason", pa.string()),
+    ]
+)
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a row has what the reward reads. Keys may be dotted."""
+
+    prompt: str = "prompt"
+    response: str = "response"
+    label: str = "label"
+    metadata: str = "metadata"
+    group: str | None = None  # rows with one value there are one group
+
+
+@dataclass
+class Scores:
+    """What came of the rows, in their order."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the rows that have one, smallest first."""
+        return sorted(row["reward"] for row in self.rows if row["reward"] is not None)
+
+    @property
+    def mean(self) -> float | None:
+        """None if no row has a reward."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def failures(self) -> list[tuple[str, int]]:
+        """Reasons, the most frequent first."""
+        return Counter(row["reason"] for row in self.rows if row["reason"]).most_common()
+
+    def quantile(self, share: float) -> float:
+        """The smallest reward that this share of the scored rows does not exceed."""
+        return self.rewards[max(0, math.ceil(share * len(self.rewards)) - 1)]
+
+
+def score_file(
+    path: str,
+    reward: str,
+    options: dict[str, Any],
+    columns: Columns,
+    *,
+    out: str | None,
+    workers: int,
+    timeout_s: float,
+    limits: Limits,
+) -> tuple[Scores, str]:
+    """Score every row and write the scores; also returns where.
+
+    Errors: ConfigError for a reward that cannot be loaded, DataError for a file that cannot be read.
+    """
+    try:
+        function = RewardFunction(function=reward, options=options, group=columns.group is not None)
+    except ValidationError as error:
+        raise ConfigError(
+            "no import path of a reward",
+            where=f"--reward {reward}",
+            remedy="write it as package.module:function",
+        ) from error
+    target = Path(out or f"{path.rpartition('.')[0]}.scores.jsonl")
+    for name, place in (("FILE", path), ("--out", str(target))):
+        if not place.endswith(ENDINGS):
+            raise ConfigError(
+                "the format is not known by its ending",
+                where=f"{name} = {place}",
+                remedy=f"use {', '.join(ENDINGS)}",
+            )
+    if target.resolve() == Path(path).resolve():
+        raise ConfigError(
+            "would replace the file that is read", where=f"--out {out}", remedy="give another name"
+        )
+    search_in()
+    loaded(function.function, "reward")  # before processes start
+    resolved(function.options, "--options")
+    rows = [_sample(values, number, path, columns) for number, values in enumerate(_read(path))]
+    if not rows:
+        raise DataError("holds no rows", where=path, remedy="give a file with prompts and responses")
+    scores = Scores(asyncio.run(_score_all(function, rows, workers, timeout_s, limits)))
+    _write(scores, target)
+    return scores, str(target)
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL or Parquet file."""
+    try:
+        if path.endswith(".parquet"):
+            rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+            return rows
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise DataError(f"cannot be read: {error}", where=path, remedy="correct the path") from error
+    values = []
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            values.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"is not JSON: {error}", where=f"{path}, line {number + 1}", remedy="write an object a line"
+            ) from error
+        if not isinstance(values[-1], dict):
+            raise DataError(
+                "is not an object", where=f"{path}, line {number + 1}", remedy="write an object a line"
+            )
+    return values
+
+
+def _sample(values: dict[str, Any], number: int, path: str, columns: Columns) -> dict[str, Any]:
+    """A row as a stored sample."""
+
+    def of(key: str, option: str, default: Any = _ABSENT) -> Any:
+        found = value_at(values, key, _ABSENT)
+        if found is not _ABSENT:
+            return found
+        if default is not _ABSENT:
+            return default
+        raise DataError(
+            f"has no {key}, only {', '.join(map(str, values))}",
+            where=f"{path}, row {number}",
+            remedy=f"name the column with {option}",
+        )
+
+    response, metadata = of(columns.response, "--response-key"), of(columns.metadata, "", None)
+    if not isinstance(response, str):
+        raise DataError(
+            f"its {columns.response} is no text",
+            where=f"{path}, row {number}",
+            remedy="name the column with --response-key",
+        )
+    label = of(columns.label, "", None)
+    return {
+        "row": number,
+        "group": None if columns.group is None else json.dumps(of(columns.group, "--group-key"), default=str),
+        "prompt": json.dumps(of(columns.prompt, "--prompt-key", "")),
+        "response": response,
+        "label": None if label is None else json.dumps(label, default=str),
+        "metadata": json.dumps(metadata, default=str) if isinstance(metadata, dict) else None,
+        "response_length": int(values.get("response_length") or 0),
+        "status": "truncated" if values.get("status") == "truncated" else "completed",
+    }
+
+
+async def _score_all(
+    function: RewardFunction, rows: Sequence[dict[str, Any]], workers: int, timeout_s: float, limits: Limits
+) -> list[dict[str, Any]]:
+    pool = WorkerPool(workers, limits)
+    units: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        units.setdefault(row["group"] if function.group else row["row"], []).append(row)
+
+    async def scored(unit: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        score: Any = score_group if function.group else score_sample
+        given: Any = unit if function.group else unit[0]
+        outcome = await pool.call(
+            score, function.function, function.options, given, timeout_s=timeout_s, again=1
+        )
+        return _rows(unit, outcome, function)
+
+    try:
+        made = await asyncio.gather(*map(scored, units.values()))
+    finally:
+        pool.close()
+    return sorted((row for unit in made for row in unit), key=lambda row: row["row"])
+
+
+def _rows(unit: Sequence[dict[str, Any]], outcome: Outcome, function: RewardFunction) -> list[dict[str, Any]]:
+    if outcome.kind == "done":
+        values = outcome.value if function.group else [outcome.value]
+        return [
+            {
+                "row": row["row"],
+                "reward": value["reward"],
+                "reward_parts": value["parts"],
+                "scoring": "scored",
+                "reason": None,
+            }
+            for row, value in zip(unit, values, strict=True)
+        ]
+    scoring = "timed_out" if outcome.kind == "timed_out" else "failed"
+    reason = scrubbed(outcome.reason or scoring, function.options)
+    none = {"reward": None, "reward_parts": {}, "scoring": scoring, "reason": reason}
+    return [{"row": row["row"], **none} for row in unit]
+
+
+def _write(scores: Scores, target: Path) -> None:
+    if target.suffix == ".parquet":
+        rows = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in scores.rows]
+        pq.write_table(pa.Table.from_pylist(rows, schema=OUT), target)
+        return
+    target.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scores.rows), encoding="utf-8"
+    )

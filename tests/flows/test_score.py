@@ -1,0 +1,95 @@
+"""`millrace score`: rows of a file scored without a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from millrace.flows.cli import app
+
+FORMS = "tests.support.reward_forms"
+ROWS = [
+    {"q": "1+1=", "prompt": "?", "response": "2", "label": 2, "task": "a"},
+    {"q": "2+2=", "prompt": "?", "response": "five", "label": 4, "task": "a"},
+    {"q": "3+3=", "prompt": "?", "response": "raises", "label": 6, "task": "b"},
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path / "rows.jsonl"
+
+
+def called(*arguments: str, expect: int = 0) -> str:
+    result = CliRunner().invoke(app, ["score", *arguments], env={"COLUMNS": "2000"})
+    assert result.exit_code == expect, result.output
+    return result.output
+
+
+def scores(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_scored_in_order_and_failures_counted_by_reason(file: Path) -> None:
+    out = called(str(file), "--reward", f"{FORMS}:hostile")
+    assert f"3 rows, 2 scored; scores in {file.parent}/rows.scores.jsonl" in out
+    assert "mean 2.5, least 1 p10 1 median 1 p90 4 most 4" in out
+    assert "1  KeyError: 'points' in reward_forms.py" in out
+    made = scores(file.parent / "rows.scores.jsonl")
+    assert [(row["row"], row["reward"], row["scoring"]) for row in made] == [
+        (0, 1.0, "scored"),
+        (1, 4.0, "scored"),
+        (2, None, "failed"),
+    ]
+
+
+def test_options_parts_and_parquet(file: Path) -> None:
+    source, target = file.with_suffix(".parquet"), file.parent / "scores.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), source)
+    called(str(source), "--reward", f"{FORMS}:Length", "--options", "{scale: 2}", "--out", str(target))
+    rows = pq.read_table(target).to_pylist()
+    assert [row["reward"] for row in rows] == [2.0, 8.0, 12.0]
+    assert rows[0]["reward_parts"] == [("made", 1.0)]
+
+
+def test_rows_of_a_group_are_scored_together(file: Path) -> None:
+    called(str(file), "--reward", f"{FORMS}:rank", "--group-key", "task")
+    assert [row["reward"] for row in scores(file.parent / "rows.scores.jsonl")] == [0.0, 1.0, 0.0]
+
+
+def test_a_deadline_ends_a_row_alone(file: Path) -> None:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("hangs in C", "ok")))
+    arguments = ("--reward", f"{FORMS}:hostile", "--response-key", "text", "--timeout-s", "1")
+    out = called(str(file), *arguments)
+    assert "1  no answer within 1 s" in out
+    assert [row["reward"] for row in scores(file.parent / "rows.scores.jsonl")] == [None, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--reward", "no.such:thing"], "reward.function = no.such:thing: cannot be imported"),
+        (["--reward", "thing"], "write it as package.module:function"),
+        (["--reward", f"{FORMS}:hostile", "--response-key", "text"], "name the column with --response-key"),
+        (["--reward", f"{FORMS}:hostile", "--options", "[1]"], "is no mapping"),
+        (["--reward", f"{FORMS}:hostile", "--options", "{key: '${env:NO_SUCH_KEY}'}"], "export NO_SUCH_KEY"),
+        (["--reward", f"{FORMS}:hostile", "--out", "x.csv"], "the format is not known"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(file: Path, arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["score", str(file), *arguments], env={"COLUMNS": "2000"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_the_file_itself_is_not_replaced(file: Path) -> None:
+    out = called(str(file), "--reward", f"{FORMS}:hostile", "--out", str(file), expect=2)
+    assert "would replace the file that is read" in " ".join(out.split())
+    assert scores(file) == ROWS

@@ -1,0 +1,133 @@
+"""Rewards of every form, good and hostile, for tests that have worker processes call them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.core.hooks import RewardInput
+
+
+class Length:
+    """A class: made once in a process."""
+
+    made = 0
+
+    def __init__(self, *, scale: float = 1.0) -> None:
+        Length.made += 1
+        self.scale = scale
+
+    def __call__(self, sample: RewardInput) -> dict[str, float]:
+        return {"reward": self.scale * len(sample.response), "made": Length.made}
+
+
+class AsyncLength(Length):
+    """Its call is awaited."""
+
+    async def __call__(self, sample: RewardInput) -> dict[str, float]:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().__call__(sample)
+
+
+class FailsWhereItIsMade:
+    """A class without an instance."""
+
+    def __init__(self) -> None:
+        raise ValueError("no index")
+
+
+class Uncallable:
+    """A class whose objects cannot be called."""
+
+
+def rank(samples: Sequence[RewardInput]) -> list[float]:
+    """A group reward: the place by length, 0 for the shortest."""
+    lengths = sorted(len(sample.response) for sample in samples)
+    return [float(lengths.index(len(sample.response))) for sample in samples]
+
+
+async def rank_awaited(samples: Sequence[RewardInput]) -> list[float]:
+    """The same, awaited."""
+    await asyncio.sleep(0)
+    return rank(samples)
+
+
+def too_few(samples: Sequence[RewardInput]) -> list[float]:
+    """A group reward that forgets one."""
+    return rank(samples)[1:]
+
+
+def one_number(samples: Sequence[RewardInput]) -> float:
+    """A group reward with one answer for all."""
+    return 1.0
+
+
+async def slime_length(args: Any, sample: Any, **kwargs: Any) -> Any:
+    """slime's signature."""
+    return {"score": args.scale * len(sample.response), "acc": True, "pred": "x", "label": sample.label}
+
+
+async def slime_group(args: Any, samples: list[Any], **kwargs: Any) -> list[float]:
+    """slime's signature for a group."""
+    return [float(sample.index) for sample in samples]
+
+
+async def slime_tokens(args: Any, sample: Any, **kwargs: Any) -> float:
+    """Reads what there is not."""
+    return float(len(sample.tokens))
+
+
+def by_response(response: str) -> float:
+    """Does what the response says, as hostile code would."""
+    if response == "loops":
+        while True:
+            pass
+    if response == "memory":
+        return float(len(bytearray(64 << 30)))
+    if response == "forks":
+        for _ in range(200):
+            subprocess.Popen(["sleep", "60"])
+        time.sleep(60)
+    if response == "power":
+        return float(9**9**9)
+    if response == "regex":
+        return float(bool(re.match(r"(a+)+$", "a" * 60 + "b")))
+    if response == "raises":
+        raise KeyError("points")
+    if response == "words":
+        return "1"  # type: ignore[return-value]
+    if response == "hangs in C":
+        ctypes.CDLL(None).sleep(60)
+    if response == "exits":
+        os._exit(3)
+    if response == "cancelled":
+        raise asyncio.CancelledError("closed")
+    return float(len(response))
+
+
+def hostile(sample: RewardInput) -> float:
+    """A function."""
+    return by_response(sample.response)
+
+
+async def hostile_awaited(sample: RewardInput) -> float:
+    """An async function."""
+    return by_response(sample.response)
+
+
+class Hostile:
+    """A class."""
+
+    def __call__(self, sample: RewardInput) -> float:
+        return by_response(sample.response)
+
+
+def hostile_group(samples: Sequence[RewardInput]) -> list[float]:
+    """A group reward."""
+    return [by_response(sample.response) for sample in samples]
