@@ -16,6 +16,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reward import Reward, RewardFunction
 
 KEY = "reward"  # of a row's metadata
+TAKEN = ("function", "options")  # of a part
 MIXTURE = "millrace.core.rewards.mixture:mixture"
 
 
@@ -74,12 +75,9 @@ def _parts(mixture: Selected) -> Iterator[Selected]:
     """The rewards that a mixture is made of. What has not the form of one is left to the mixture, which refuses it."""
     parts = mixture.function.options.get("parts") if mixture.function.function == MIXTURE else None
     for number, part in enumerate(parts if isinstance(parts, list) else []):
-        if not isinstance(part, Mapping):
-            continue
+        values = {name: part[name] for name in TAKEN if name in part} if isinstance(part, Mapping) else part
         try:
-            function = RewardFunction.model_validate(
-                {name: part[name] for name in ("function", "options") if name in part}
-            )
+            function = RewardFunction.model_validate(values)
         except ValidationError:
             continue
         found = Selected(f"{mixture.field}.options.parts.{number}", function)

@@ -224,7 +224,7 @@ def _rows(unit: Sequence[dict[str, Any]], outcome: Outcome, function: RewardFunc
         ]
     scoring = "timed_out" if outcome.kind == "timed_out" else "failed"
     reason = scrubbed(outcome.reason or scoring, function.options)
-    none = {"reward": None, "reward_parts": {}, "scoring": scoring, "reason": reason}
+    none: dict[str, Any] = {"reward": None, "reward_parts": {}, "scoring": scoring, "reason": reason}
     return [{"row": row["row"], **none} for row in unit]
 
 

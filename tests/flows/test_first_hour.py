@@ -59,18 +59,15 @@ def without(overrides: tuple[str, ...], *fields: str) -> tuple[str, ...]:
 
 
 def test_own_data_and_an_own_reward_are_checked_and_trained(reader: Reader) -> None:
-    reader.writes("own-reward", "python", "rewards.py")
-    reader.writes("own-reward", "yaml", "run.yaml")
-    plan = reader.types("own-reward", "millrace check run.yaml", *TINY)
+    reader.writes("rewards", "python", "rewards.py")
+    reader.writes("rewards", "yaml", "run.yaml")
+    plan = reader.types("rewards", "millrace check run.yaml", *TINY)
     assert "train.jsonl: 100 rows" in plan
     assert "rewards:score gives on row 0" in plan
-    assert "2 iterations complete, 2 of them now" in reader.types(
-        "own-reward", "millrace train run.yaml", *TINY
-    )
-    for command in blocks("own-reward", "sh")[0].splitlines()[2:]:
+    assert "2 iterations complete, 2 of them now" in reader.types("rewards", "millrace train run.yaml", *TINY)
+    for command in blocks("rewards", "sh")[0].splitlines()[2:]:
         assert (
-            "digits" in reader.types("own-reward", command.partition("  #")[0], "--json")
-            or "label" in command
+            "digits" in reader.types("rewards", command.partition("  #")[0], "--json") or "label" in command
         )
 
 

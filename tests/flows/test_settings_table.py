@@ -34,9 +34,10 @@ def configuration(**changes: Any) -> RunConfig:
         {
             "run": {"name": "a", "prepare": FUNCTION},
             "model": {"path": "model"},
-            "data": {"sources": [{"path": "train.jsonl"}]},
+            "data": {"sources": [{"path": "train.jsonl", "reward": FUNCTION}]},
+            "reward": {"named": {"code": FUNCTION}},
             "filter": {"group_filter": FUNCTION},
-            "evaluation": {"sets": [{"name": "held_out", "path": "held_out.jsonl"}]},
+            "evaluation": {"sets": [{"name": "held_out", "path": "held_out.jsonl", "reward": FUNCTION}]},
             **changes,
         }
     )

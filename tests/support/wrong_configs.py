@@ -245,6 +245,7 @@ def write_good(folder: Path) -> None:
     lines = {
         "train.jsonl": rows,
         "unlabelled.jsonl": [{"prompt": row["prompt"]} for row in rows],
+        "names_a_reward.jsonl": [{**row, "metadata": {"reward": "codes"}} for row in rows],
         "nothing.jsonl": [],
     }
     for name, kept in lines.items():
