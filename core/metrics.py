@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import comb
 
 import numpy as np
@@ -10,6 +11,9 @@ import pyarrow as pa
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.group_filters import zero_variance
 from millrace.core.staleness import staleness
+
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")  # of metrics
+MOST_PARTS = 200  # that become metrics
 
 
 def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
@@ -40,7 +44,7 @@ def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
             "reward/std": float(scored.std()),
             "reward/max": float(scored.max()),
         }
-    return metrics | _by_source(rollouts, rewards)
+    return metrics | _by_source(rollouts, rewards) | _of_parts(rollouts, rewards)
 
 
 def group_metrics(rewards: pa.Table) -> dict[str, float]:
@@ -116,3 +120,23 @@ def _by_source(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
         if value is not None:
             values.setdefault(source_of[sample], []).append(value)
     return {f"reward/{source}/mean": sum(each) / len(each) for source, each in values.items()}
+
+
+def _of_parts(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
+    """Means of the parts of rewards, over the samples that have them; with several sources, of each source too."""
+    source_of = dict(
+        zip(rollouts.column("sample_id").to_pylist(), rollouts.column("source").to_pylist(), strict=True)
+    )
+    several = len(set(source_of.values())) > 1
+    values: dict[str, list[float]] = {}
+    for sample, parts in zip(
+        rewards.column("sample_id").to_pylist(), rewards.column("reward_parts").to_pylist(), strict=True
+    ):
+        for part, value in parts:
+            name = NOT_IN_NAMES.sub("_", part)
+            values.setdefault(f"reward_part/{name}", []).append(value)
+            if several:
+                values.setdefault(f"reward_part/{source_of[sample]}/{name}", []).append(value)
+    if len(values) > MOST_PARTS:  # named by their samples, not by their kinds
+        return {}
+    return {name: sum(each) / len(each) for name, each in values.items()}

@@ -62,6 +62,11 @@ class Reward(RewardFunction):
     workers: Annotated[int, ANY_START] = Field(
         1, ge=1, description="Processes that score samples; each can be killed on its own."
     )
+    concurrency: Annotated[int, ANY_START] = Field(
+        1,
+        ge=1,
+        description="Samples that one process scores at once; more than 1 for async rewards that wait.",
+    )
     timeout_s: Annotated[float, ANY_START] = Field(
         30, gt=0, description="Longest time for one call: of one sample, or of one group. Seconds."
     )

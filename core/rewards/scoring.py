@@ -6,11 +6,13 @@ or budgets.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
+from millrace.core.errors import described
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.forms import answer_of, awaited_answer_of, reward_of
 
@@ -22,6 +24,11 @@ class Scored(TypedDict):
 
     reward: float
     parts: dict[str, float]
+
+
+Ended = tuple[
+    Literal["done", "failed", "timed_out"], Scored | str
+]  # with its score, or the reason why there is none
 
 
 def sample_input(row: Row) -> RewardInput:
@@ -56,15 +63,33 @@ def score_group(
     return _scored_group(answer, len(rows), path)
 
 
-async def score_awaited(
-    path: str, options: Mapping[str, Any], rows: Row | Sequence[Row], field: str = "reward"
-) -> Scored | list[Scored]:
-    """Score a row, or the rows of a group, in the event loop that runs. Errors: as of `score_sample` and `score_group`."""
-    function = reward_of(path, options, field)
-    if isinstance(rows, Mapping):
-        return _scored(await awaited_answer_of(function, sample_input(rows)), path)
-    answer = await awaited_answer_of(function, [sample_input(row) for row in rows])
-    return _scored_group(answer, len(rows), path)
+def score_side_by_side(
+    path: str, options: Mapping[str, Any], rows: Sequence[Row], field: str, timeout_s: float
+) -> list[Ended]:
+    """Score rows at once in one event loop, each with a deadline of its own: how each ended, in order.
+
+    What does not await runs while the others wait. Of a row that failed or was late, it has the reason.
+    """
+
+    async def scored(row: Row) -> Ended:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                function = reward_of(path, options, field)
+                return "done", _scored(await awaited_answer_of(function, sample_input(row)), path)
+        except TimeoutError as error:
+            if not deadline.expired():  # one of the reward's own
+                return "failed", described(error)
+            return "timed_out", f"no answer within {timeout_s:g} s"
+        except asyncio.CancelledError as error:
+            return "failed", described(error)
+        except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
+            return "failed", described(error)
+
+    async def all_scored() -> list[Ended]:
+        return await asyncio.gather(*map(scored, rows))
+
+    return asyncio.run(all_scored())
 
 
 def read_score(answer: Any, path: str) -> RewardResult:

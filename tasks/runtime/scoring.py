@@ -16,6 +16,7 @@ from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
 from millrace.core.rewards.scoring import score_group, score_sample
 from millrace.core.rewards.selection import Selected, own_rewards, select
+from millrace.tasks.samples.scoring_batches import ScoringBatches
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Scoring:
         self._of_sources, self._of_sets = own_rewards(config)
         self._pool: WorkerPool | None = None
         self._credit: WorkerPool | None = None
+        self._batches: ScoringBatches | None = None
 
     def of_source(self, name: str) -> Selected | None:
         """The reward that a source has of its own."""
@@ -44,27 +46,47 @@ class Scoring:
 
     async def score(self, selected: Selected, sample: Scorable) -> Outcome:
         """Score one sample in a worker process; once more if a signal kills that, which may be no doing of the reward."""
-        return await self._call(score_sample, selected, sample)
+        if self._reward.concurrency == 1:
+            return await self._call(score_sample, selected, sample)
+        if self._batches is None:
+            reward, alone = self._reward, self._alone
+            self._batches = ScoringBatches(
+                await self._started(), reward.workers, reward.concurrency, reward.timeout_s, alone
+            )
+        return self._explained(await self._batches.score(selected, sample), selected)
+
+    async def _alone(self, selected: Selected, sample: Scorable) -> Outcome:
+        return await self._called(score_sample, selected, sample)
 
     async def score_group(self, selected: Selected, samples: Sequence[Scorable]) -> Outcome:
         """The same for the samples of a prompt, in one call."""
         return await self._call(score_group, selected, list(samples))
 
     async def _call(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
+        return self._explained(await self._called(score, selected, scored), selected)
+
+    async def _started(self) -> WorkerPool:
         if self._pool is None:
             self._pool = WorkerPool(
                 self._reward.workers, Limits(self._reward.memory_mb, self._reward.max_processes)
             )
             with starting(log, f"scoring workers ({self._reward.workers})"):
                 await self._pool.warm()
-        function, timeout_s = selected.function, self._reward.timeout_s
-        outcome = await self._pool.call(
+        return self._pool
+
+    async def _called(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
+        pool, function, timeout_s = await self._started(), selected.function, self._reward.timeout_s
+        return await pool.call(
             score, function.function, function.options, scored, selected.field, timeout_s=timeout_s, again=1
         )
+
+    def _explained(self, outcome: Outcome, selected: Selected) -> Outcome:
+        """With a reason that names the field of a deadline, and holds no secret: it is stored."""
         reason = outcome.reason
         if outcome.kind == "timed_out":
             reason = f"{reason} (reward.timeout_s)"
-        return replace(outcome, reason=scrubbed(reason, function.options) if reason else None)  # it is stored
+        options = selected.function.options
+        return replace(outcome, reason=scrubbed(reason, options) if reason else None)
 
     @property
     def credit_worker(self) -> WorkerPool:

@@ -91,3 +91,29 @@ def test_the_samples_of_a_rollout_count_once() -> None:
     }
     plain = pa.table({"samples": pa.array([None], pa.int32()), "turns": [1]})
     assert session_metrics(plain, turns) == {}
+
+
+def test_parts_of_rewards_have_means_and_with_several_sources_those_of_each() -> None:
+    import pyarrow as pa
+
+    def tables(sources: list[str]) -> tuple[pa.Table, pa.Table]:
+        ids = [f"s{number}" for number in range(len(sources))]
+        rollouts = {"sample_id": ids, "source": sources, "response_length": [1] * len(ids)}
+        rollouts["status"] = ["completed"] * len(ids)
+        parts = [[("right", 1.0), ("on time?", 0.0)], [("right", 0.0)], []]
+        kind = pa.map_(pa.string(), pa.float64())
+        rewards = {"sample_id": ids, "reward": [1.0, 0.0, None], "scoring": ["scored", "scored", "failed"]}
+        return pa.table(rollouts), pa.table({**rewards, "reward_parts": pa.array(parts, type=kind)})
+
+    def of_parts(*sources: str) -> dict[str, float]:
+        metrics = sample_metrics(*tables(list(sources)))
+        return {name: value for name, value in metrics.items() if name.startswith("reward_part/")}
+
+    assert of_parts("a", "a", "a") == {"reward_part/right": 0.5, "reward_part/on_time_": 0.0}
+    assert of_parts("a", "b", "b") == {
+        "reward_part/right": 0.5,
+        "reward_part/on_time_": 0.0,
+        "reward_part/a/right": 1.0,
+        "reward_part/a/on_time_": 0.0,
+        "reward_part/b/right": 0.0,
+    }

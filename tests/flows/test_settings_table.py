@@ -137,7 +137,7 @@ def test_a_change_of_the_field_is_accepted_or_refused_by_name_with_its_reason(pa
             check()
         where = path.removesuffix(".name") if path.startswith("data.sources") else path
         where = where.removesuffix(".0") if path.endswith("sources.0.name") else where
-        where = where.removesuffix(".0.name") if path.endswith("tools.0.name") else where
+        where = where.removesuffix(".0.name") if path.endswith(("tools.0.name", "named.0.name")) else where
         assert f"  {where}: was " in refused.value.reason
         assert "another" in refused.value.reason
         assert refused.value.reason.rstrip(")").rpartition(" (")[2], "the reason"
@@ -187,7 +187,8 @@ def test_a_branch_cannot_add_a_model_that_the_checkpoint_lacks() -> None:
 
 
 def test_data_that_only_moved_is_the_same_configuration() -> None:
-    check_resume(configuration(), configuration(data={"sources": [{"path": "elsewhere.jsonl"}]}))
+    moved = {"sources": [{"path": "elsewhere.jsonl", "reward": FUNCTION}]}
+    check_resume(configuration(), configuration(data=moved))
 
 
 @pytest.mark.parametrize("field", ["path", "tokenizer", "chat_template"])

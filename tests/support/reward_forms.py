@@ -131,3 +131,13 @@ class Hostile:
 def hostile_group(samples: Sequence[RewardInput]) -> list[float]:
     """A group reward."""
     return [by_response(sample.response) for sample in samples]
+
+
+async def waits(sample: RewardInput) -> float:
+    """An async function that waits, as for a server."""
+    if sample.response == "never":
+        await asyncio.sleep(600)
+    await asyncio.sleep(0.3)
+    if sample.response == "late":
+        raise TimeoutError("mine")
+    return by_response(sample.response)

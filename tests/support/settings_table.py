@@ -87,7 +87,9 @@ ROWS: dict[str, Row] = {
     **_branch("core/rewards/selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),
     **_branch("core/rewards/selection.py", *_under("data.sources.0.reward", f"{FUNCTION} group")),
     **_branch("core/rewards/selection.py", *_under("evaluation.sets.0.reward", f"{FUNCTION} group")),
-    **_any_start("tasks/runtime/scoring.py", *_under("reward", "workers timeout_s memory_mb max_processes")),
+    **_any_start(
+        "tasks/runtime/scoring.py", *_under("reward", "workers concurrency timeout_s memory_mb max_processes")
+    ),
     **_any_start("tasks/reward.py", "reward.max_failed_share"),
     **_branch("core/group_filters.py", "filter.drop_zero_variance", *_under("filter.group_filter", FUNCTION)),
     **_branch("tasks/sample_prompts.py", "filter.refill_factor"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.core.rewards.scoring import score_awaited, score_group, score_sample
+from millrace.core.rewards.scoring import score_group, score_sample, score_side_by_side
 from millrace.core.rewards.trial import try_reward
 
 FORMS = "tests.support.reward_forms"
@@ -48,8 +48,6 @@ def test_a_class_that_cannot_be_made_or_called_fails_the_sample() -> None:
 def test_a_group_is_scored_in_one_call(name: str) -> None:
     rows = [row("abc"), row("a"), row("ab")]
     assert [each["reward"] for each in score_group(f"{FORMS}:{name}", {}, rows)] == [2.0, 0.0, 1.0]
-    awaited = asyncio.run(score_awaited(f"{FORMS}:{name}", {}, rows))
-    assert awaited == score_group(f"{FORMS}:{name}", {}, rows)
 
 
 @pytest.mark.parametrize(
@@ -110,3 +108,18 @@ def test_slimes_signature_is_called_with_arguments_and_a_sample() -> None:
         score_sample(f"slime:{FORMS}.slime_length", {"reward_key": "score"}, row("a"))
     with pytest.raises(AttributeError, match="sees no token ids"):
         score_sample(f"slime:{FORMS}.slime_tokens", {}, row("a"))
+
+
+def test_rows_are_scored_side_by_side_and_each_ends_by_itself() -> None:
+    started = time.monotonic()
+    rows = [row(text) for text in ("fine", "never", "late", "raises", "cancelled", "words", *["fine"] * 20)]
+    ended = score_side_by_side(f"{FORMS}:waits", {}, rows, "reward", 1.0)
+    assert time.monotonic() - started < 10
+    assert ended[0] == ended[-1] == ("done", {"reward": 4.0, "parts": {}})
+    assert ended[1] == ("timed_out", "no answer within 1 s")
+    kinds, reasons = zip(*ended[2:6], strict=True)
+    assert kinds == ("failed",) * 4
+    for reason, said in zip(
+        reasons, ("TimeoutError: mine", "KeyError", "CancelledError: closed", "of type str"), strict=True
+    ):
+        assert said in reason

@@ -1,0 +1,87 @@
+"""Many samples at once in one process: fast, and none pays for another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from millrace.connectors.workers.pool import Outcome
+from millrace.core.config import RunConfig
+from millrace.core.contracts.sample import Scorable
+from millrace.tasks.runtime.scoring import Scoring
+
+Make = Callable[..., RunConfig]
+
+
+def sample(response: str) -> Scorable:
+    return {
+        "prompt": '"?"',
+        "label": None,
+        "metadata": None,
+        "response": response,
+        "response_length": 1,
+        "status": "completed",
+        "dialogue": None,
+        "session_reward": None,
+        "session_parts": None,
+    }
+
+
+async def outcomes(config: RunConfig, responses: list[str]) -> list[Outcome]:
+    scoring = Scoring(config)
+    try:
+        samples: list[Any] = [sample(response) for response in responses]
+        await scoring.score(scoring.selected(samples[0], None), sample("first"))
+        calls = [scoring.score(scoring.selected(each, None), each) for each in samples]
+        return await asyncio.gather(*calls)
+    finally:
+        scoring.close()
+
+
+async def test_samples_that_wait_do_so_together(make_config: Make) -> None:
+    reward = {"function": "tests.support.reward_forms:waits", "concurrency": 32, "timeout_s": 60}
+    started = time.monotonic()
+    found = await outcomes(make_config(reward=reward), ["ok"] * 64)
+    assert [each.value["reward"] for each in found] == [2.0] * 64
+    assert time.monotonic() - started < 0.3 * 64, "one after the other takes longer"
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "reason"),
+    [
+        ("exits", "died", "ended itself with exit code 3"),
+        ("hangs in C", "timed_out", "no answer within 2 s (reward.timeout_s)"),
+        ("never", "timed_out", "no answer within 2 s (reward.timeout_s)"),
+        ("raises", "failed", "KeyError: 'points'"),
+    ],
+)
+async def test_a_hostile_sample_costs_no_other_of_its_batch(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, response: str, kind: str, reason: str
+) -> None:
+    monkeypatch.setattr("millrace.tasks.samples.scoring_batches.GRACE_S", 0.5)
+    reward = {"function": "tests.support.reward_forms:waits", "concurrency": 8, "timeout_s": 2}
+    found = await outcomes(make_config(reward=reward), ["ok", response, "fine", "ok"])
+    assert [each.value and each.value["reward"] for each in found] == [2.0, None, 4.0, 2.0], found
+    assert found[1].kind == kind
+    assert reason in str(found[1].reason)
+
+
+async def test_a_batch_that_nobody_waits_for_is_ended(make_config: Make) -> None:
+    reward = {"function": "tests.support.reward_forms:waits", "concurrency": 8, "timeout_s": 600}
+    scoring = Scoring(make_config(reward=reward))
+    try:
+        chosen = scoring.selected(sample(""), None)
+        await scoring.score(chosen, sample("first"))
+        calls = [asyncio.ensure_future(scoring.score(chosen, sample("never"))) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        for call in calls:
+            call.cancel()
+        started = time.monotonic()
+        assert (await scoring.score(chosen, sample("fine"))).value["reward"] == 4.0
+        assert time.monotonic() - started < 60
+    finally:
+        scoring.close()
