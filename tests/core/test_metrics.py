@@ -31,6 +31,7 @@ def tables() -> tuple[pa.Table, pa.Table]:
             "group_id": ["h", "h", "g", "g"],
             "scoring": ["skipped", "scored", "scored", "scored"],
             "reward": pa.array([None, 1.0, 0.0, 1.0]),
+            "reward_parts": pa.array([[], [], [], []], type=pa.map_(pa.string(), pa.float64())),
         }
     )
     return rollouts, rewards
@@ -94,8 +95,6 @@ def test_the_samples_of_a_rollout_count_once() -> None:
 
 
 def test_parts_of_rewards_have_means_and_with_several_sources_those_of_each() -> None:
-    import pyarrow as pa
-
     def tables(sources: list[str]) -> tuple[pa.Table, pa.Table]:
         ids = [f"s{number}" for number in range(len(sources))]
         rollouts = {"sample_id": ids, "source": sources, "response_length": [1] * len(ids)}
