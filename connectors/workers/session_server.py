@@ -193,7 +193,7 @@ def _key(http: web.Request) -> str:
     scheme, _, given = http.headers.get("Authorization", "").partition(" ")
     if scheme == "Basic":
         try:
-            return BasicAuth.decode(f"Basic {given}").password
+            return str(BasicAuth.decode(f"Basic {given}").password)
         except ValueError:
             return ""
     return given if scheme == "Bearer" else ""

@@ -15,23 +15,10 @@ from typing import Any
 
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import load
-from millrace.core.rewards.slime import PREFIX, SlimeReward
+from millrace.core.hooks import load, written_for_slime
+from millrace.core.slime.reward import SlimeReward
 
 _made: dict[tuple[str, str], Callable[..., Any]] = {}  # instances of classes
-
-
-def loaded(path: str, field: str) -> Callable[..., Any]:
-    """The function or class at an import path. Errors: ConfigError of `millrace.core.hooks.load`."""
-    return load(import_path(path), f"{field}.function")
-
-
-def import_path(path: str) -> str:
-    """package.module:name, of slime's form too."""
-    if path.startswith(PREFIX) and "." in path:
-        module, _, name = path.removeprefix(PREFIX).rpartition(".")
-        return f"{module}:{name}"
-    return path
 
 
 def reward_of(path: str, options: Mapping[str, Any], field: str = "reward") -> Callable[[Any], Any]:
@@ -47,8 +34,8 @@ def bound(path: str, given: Mapping[str, Any], field: str) -> Callable[[Any], An
 
     Errors: ConfigError when it cannot be loaded, or its objects cannot be called; of a class, what making it raises.
     """
-    function = loaded(path, field)
-    if import_path(path) != path:
+    function = load(path, f"{field}.function")
+    if written_for_slime(path):
         return SlimeReward(function, given)
     if not inspect.isclass(function):
         return partial(function, **given) if given else function

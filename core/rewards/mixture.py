@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.core.errors import ConfigError
-from millrace.core.hooks import RewardInput, RewardResult
-from millrace.core.rewards.forms import awaited_answer_of, bound, import_path
+from millrace.core.hooks import RewardInput, RewardResult, module_and_name
+from millrace.core.rewards.forms import awaited_answer_of, bound
 from millrace.core.rewards.scoring import read_score
 
 TAKES = {"function", "weight", "options", "name"}
@@ -45,7 +45,7 @@ def _read(part: Any, number: int) -> tuple[str, float, Mapping[str, Any], str]:
     path, weight = part["function"], part.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise _wrong(number, f"has the weight {weight!r}", "give a number")
-    name = part.get("name") or import_path(path).rpartition(":")[2]
+    name = part.get("name") or module_and_name(path)[1]
     return path, float(weight), part.get("options") or {}, str(name)
 
 

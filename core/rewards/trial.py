@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from millrace.core.errors import described
+from millrace.core.hooks import load
 from millrace.core.rewards import scoring
-from millrace.core.rewards.forms import answer_of, loaded, reward_of
+from millrace.core.rewards.forms import answer_of, reward_of
 
 WANTED = "return a number, a RewardResult, or a mapping with the key reward"
 WANTED_OF_GROUP = "return a list with a score for each sample, or leave out reward.group"
@@ -32,7 +33,7 @@ def try_reward(
 
     Errors: ConfigError when it cannot be loaded.
     """
-    loaded(path, field)
+    load(path, f"{field}.function")
     alone = isinstance(row, Mapping)
     try:
         function = reward_of(path, options, field)

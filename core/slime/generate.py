@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from millrace.core.sessions.completions import SAMPLED, BadRequestError
 from millrace.core.sessions.interface import Session, SessionError, Turn
-from millrace.core.slime.sample import Arguments, Sample, Status, provide, tokenizer
+from millrace.core.slime.sample import Arguments, Sample, SlimeStatus, provide, tokenizer
 
 READ = ("text", "input_ids", "sampling_params", "return_logprob", "stream", "rid", "session_id")
 OF_SAMPLING = ("max_new_tokens", "stop")
@@ -145,7 +145,7 @@ class SlimeRollout:
     def _take(self, sample: Any, reward_key: str | None) -> None:
         """A sample that came back. Raises SessionError for one that is not what was generated."""
         status = getattr(sample.status, "value", sample.status)
-        if status in (Status.ABORTED.value, Status.FAILED.value):
+        if status in (SlimeStatus.ABORTED.value, SlimeStatus.FAILED.value):
             raise SessionError(f"the function returned a sample that is {status}")
         if sample.remove_sample:
             raise SessionError(

@@ -20,7 +20,7 @@ PREFIX = "slime"
 POST_TIMEOUT_S = 24 * 3600.0  # the rollout's own limits end it before
 
 
-class Status(enum.Enum):
+class SlimeStatus(enum.Enum):
     """How a sample stands."""
 
     PENDING = "pending"
@@ -34,7 +34,7 @@ class Status(enum.Enum):
 class Sample:
     """A sample. `prompt` is the text that the model is shown, or messages where no chat template is applied."""
 
-    Status: ClassVar[type[Status]] = Status
+    Status: ClassVar[type[SlimeStatus]] = SlimeStatus
 
     group_index: int | None = None
     index: int | None = None
@@ -47,12 +47,13 @@ class Sample:
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
     weight_versions: list[str] = field(default_factory=list)
-    status: Status = Status.PENDING
+    status: SlimeStatus = SlimeStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     remove_sample: bool = False
     train_metadata: dict[str, Any] | None = None
     rollout_id: int | None = None
     session_id: str | None = None
+    messages: list[Any] = field(default_factory=list)  # the whole dialogue, where a reward reads it
     non_generation_time: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Sample:
     def from_dict(cls, values: Mapping[str, Any]) -> Sample:
         """From plain values; those that are no field become attributes."""
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
-        made = cls(**{**known, "status": Status(values.get("status", "pending"))})
+        made = cls(**{**known, "status": SlimeStatus(values.get("status", "pending"))})
         for key in values.keys() - known.keys():
             setattr(made, key, values[key])
         return made

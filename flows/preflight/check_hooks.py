@@ -27,7 +27,6 @@ from millrace.core.config.rules.passthrough import (
 )
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import hidden_module, load, written_for_slime
-from millrace.core.rewards.forms import import_path, loaded
 from millrace.core.rewards.selection import all_rewards
 
 ROUTER = ("router_args.py",)
@@ -48,7 +47,7 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
 def hidden_modules(config: RunConfig) -> Iterator[str]:
     """A sentence for each function whose module lies in two places. Call it after `check_hooks`."""
     for place, function, _ in _functions(config):
-        hidden = hidden_module(import_path(function.function)) if function else None
+        hidden = hidden_module(function.function) if function else None
         if function and hidden:
             yield f"{place}.function = {function.function} is imported from {hidden[1]}, not from {hidden[0]}."
 
@@ -80,7 +79,7 @@ def _hook(
         return
     field, path, options = f"{place}.function", user_function.function, user_function.options
     try:
-        function = loaded(path, place) if isinstance(user_function, RewardFunction) else load(path, field)
+        function = load(path, field)
     except ConfigError as error:
         yield Problem(field, path, error.reason, error.remedy or "correct the path")
         return
@@ -126,7 +125,7 @@ def _of_reward(
     reward: RewardFunction, function: Callable[..., Any], signature: inspect.Signature
 ) -> tuple[inspect.Signature, Sequence[str], dict[str, Any]]:
     """The signature of a reward, the arguments it is called with, and the options it gets, by its form."""
-    if import_path(reward.function) != reward.function:
+    if written_for_slime(reward.function):
         return signature, ("args", "samples" if reward.group else "sample"), {}
     if inspect.isclass(function):
         return signature, (), reward.options

@@ -25,8 +25,7 @@ from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.prompts import value_at
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks import search_in
-from millrace.core.rewards.forms import loaded
+from millrace.core.hooks import load, search_in
 from millrace.core.rewards.scoring import score_group, score_sample
 
 ENDINGS = (".jsonl", ".json", ".parquet")
@@ -115,7 +114,7 @@ def score_file(
             "would replace the file that is read", where=f"--out {out}", remedy="give another name"
         )
     search_in()
-    loaded(function.function, "reward")  # before processes start
+    load(function.function, "reward.function")  # before processes start
     resolved(function.options, "--options")
     rows = [_sample(values, number, path, columns) for number, values in enumerate(_read(path))]
     if not rows:

@@ -16,9 +16,11 @@ from millrace.core.contracts.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
 from millrace.core.errors import BudgetError
 from millrace.core.rewards.scoring import score_sample
+from millrace.core.rewards.selection import Selected
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before
 from millrace.tasks.runtime.prompt_dataset import PromptSet
+from millrace.tasks.runtime.scoring import Scoring
 from tests.support.scripted_engines import ScriptedEngines
 
 MakeConfig = Callable[..., RunConfig]
@@ -45,16 +47,20 @@ def context(
     async def ready(version: int) -> ScriptedEngines:
         return engines
 
-    async def score(sample: Scorable) -> Outcome:
-        return Outcome("done", score_sample(config.reward.function, config.reward.options, sample))
+    scoring = Scoring(config)
 
-    async def score_unless_unreadable(sample: Scorable) -> Outcome:
-        return UNREADABLE[sample["prompt"]] if sample["prompt"] in unreadable else await score(sample)
+    async def score_unless_unreadable(selected: Selected, sample: Scorable) -> Outcome:
+        if sample["prompt"] in unreadable:
+            return UNREADABLE[sample["prompt"]]
+        function = selected.function
+        return Outcome("done", score_sample(function.function, function.options, sample, selected.field))
 
     runtime: Any = SimpleNamespace(
         run_folder=RunFolder(config.storage.root, config.run.name),
         memory=SimpleNamespace(for_engines=ready),
-        scoring=SimpleNamespace(score=score_unless_unreadable),
+        scoring=SimpleNamespace(
+            score=score_unless_unreadable, of_set=scoring.of_set, selected=scoring.selected
+        ),
         prompts=SimpleNamespace(
             held_out=lambda held_out: PromptSet(held_out.name, ROWS, [[n] for n in range(len(ROWS))])
         ),

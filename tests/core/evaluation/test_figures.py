@@ -38,7 +38,8 @@ def test_pass_at_k_of_many_samples_is_the_papers_product(k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"), [(0, []), (1, []), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+    ("most", "expected"),
+    [(0, []), (1, []), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])],
 )
 def test_which_k_there_are(most: int, expected: list[int]) -> None:
     assert powers(most) == expected

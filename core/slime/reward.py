@@ -1,60 +1,29 @@
 """Rewards written for slime: `async def reward(args, sample, **kwargs)`, or with a list of samples for a group.
 
-Owns the object that stands in for slime's Sample, with the fields that rewards read, and the one for its arguments. Imports
-nothing of slime's.
+It gets slime's sample with what rewards read of it, and the options as args. Imports nothing of slime's.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any
 
 from millrace.core.hooks import RewardInput
-
-PREFIX = "slime:"
-
-
-class SlimeStatus(Enum):
-    """How a sample ended, with slime's names."""
-
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
+from millrace.core.slime.sample import Arguments, Sample, SlimeStatus
 
 
-@dataclass
-class Sample:
-    """A sample with the names that slime gives its fields. Text is for reading: there are no token ids."""
+class ReadSample(Sample):
+    """A sample as a reward may read it. Rewards run apart from the tokenizer."""
 
-    Status = SlimeStatus
-
-    prompt: Any
-    response: str
-    label: Any
-    metadata: dict[str, Any]
-    response_length: int
-    status: SlimeStatus
-    index: int = 0
-    reward: Any = None
-    messages: list[Any] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Refused: rewards run apart from the tokenizer."""
-        raise AttributeError(
-            "a reward sees no token ids here: read response, response_length, or metadata instead of tokens"
-        )
-
-
-class Arguments(SimpleNamespace):
-    """slime's arguments: the reward's options, and nothing else."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"args has no {name}: name it in the options of this reward")
+    def __getattribute__(self, name: str) -> Any:
+        """Refuses token ids."""
+        if name in ("tokens", "loss_mask", "rollout_log_probs"):
+            raise AttributeError(
+                f"a reward sees no token ids here: read response, response_length or metadata instead of {name}"
+            )
+        return super().__getattribute__(name)
 
 
 class SlimeReward:
@@ -89,9 +58,9 @@ class SlimeReward:
         return {**{name: float(value) for name, value in parts.items()}, "reward": answer[key]}
 
 
-def _sample(given: RewardInput, index: int) -> Sample:
+def _sample(given: RewardInput, index: int) -> ReadSample:
     prompt = given.prompt if isinstance(given.prompt, str) else [dict(message) for message in given.prompt]
-    return Sample(
+    made = ReadSample(
         prompt=prompt,
         response=given.response,
         label=given.label,
@@ -99,5 +68,6 @@ def _sample(given: RewardInput, index: int) -> Sample:
         response_length=given.response_length,
         status=SlimeStatus(given.status),
         index=index,
-        messages=[dict(message) for message in given.messages],
     )
+    made.messages = [dict(message) for message in given.messages]
+    return made
