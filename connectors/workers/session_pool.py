@@ -28,6 +28,7 @@ from millrace.core.errors import MillraceError
 
 START_TIMEOUT_S = 120.0
 LOOK_S = 0.25  # between looks at the clock
+FROM_ANYWHERE = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that another one may have ended
 GRACE_S = 5.0  # from asking a session to end to ending its process
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,14 @@ Handle = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class SessionLostError(Exception):
-    """A session's process ended. `blamed`: by this session's doing; else it may be run again."""
+    """A session's process ended. `blamed`: by this session's doing; else it may be run again.
 
-    def __init__(self, reason: str, blamed: bool) -> None:
+    `certain`: of the blame. A signal that ends processes may come from anywhere, such as from a host without memory.
+    """
+
+    def __init__(self, reason: str, blamed: bool, certain: bool = True) -> None:
         super().__init__(reason)
-        self.blamed = blamed
+        self.blamed, self.certain = blamed, certain
 
 
 class _Running:
@@ -282,6 +286,7 @@ class _SessionProcess:
         code = self._process.exitcode
         died = f"its process died of signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else ""
         why = self._why or died or f"its process ended itself with exit code {code}"
+        certain = bool(self._why) or code not in FROM_ANYWHERE
         if not self._why:
             self._blamed = self._suspected()
         self.kill(why)
@@ -290,7 +295,7 @@ class _SessionProcess:
         for number, session in list(self.sessions.items()):
             await session.stop()
             if not session.end.done():
-                session.end.set_exception(SessionLostError(why, number in self._blamed))
+                session.end.set_exception(SessionLostError(why, number in self._blamed, certain))
         self._writer.close()
 
     def _suspected(self) -> set[int]:

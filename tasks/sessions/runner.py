@@ -2,6 +2,7 @@
 
 A rollout whose process ended by another's doing is run again from its record: what was generated and answered is found
 there. One that was to blame fails with the reason, or, where a call of a tool was, goes on with that as the answer.
+One that may be to blame, since a signal ended its process, is run by itself once more first.
 """
 
 from __future__ import annotations
@@ -105,12 +106,17 @@ class SessionRunner:
             if self._settings.function and written_for_slime(self._settings.function.function):
                 start["slime"] = {"model": self._model, "prompt_ids": list(opening.prompt_ids)}
             await rollout.open()
+            suspected = False
             for attempt in range(TRIES):
                 try:
-                    end = await self._pool.run(start, rollout.handle, alone=attempt >= TOGETHER)
+                    alone = suspected or attempt >= TOGETHER
+                    end = await self._pool.run(start, rollout.handle, alone=alone)
                     break
                 except SessionLostError as error:
-                    if not await rollout.lost(str(error), error.blamed):
+                    # whether it was to blame shows when it runs alone
+                    blamed = error.blamed and (error.certain or suspected)
+                    suspected = suspected or error.blamed
+                    if not await rollout.lost(str(error), blamed):
                         end = {"status": "failed", "reason": str(error), "rewards": {}}
                         break
                     end = {"status": "failed", "reason": f"{error}, {TRIES} times", "rewards": {}}

@@ -253,3 +253,27 @@ async def bad_or_good(session: Session, *, bad: str) -> Any:
             await asyncio.sleep(0.3)
         return 3.0
     return await globals()[bad](session)
+
+
+async def is_killed(session: Session, *, times: int, path: str) -> float:
+    """Its process is killed, as by another one, while its code runs: so many times."""
+    await session.generate()
+    with open(path, "a") as file:
+        file.write("x")
+    if len(Path(path).read_text()) <= times:
+        os.kill(os.getpid(), 9)
+    return 1.0
+
+
+def kills(path: str, times: int) -> str:
+    """A tool whose process is killed so many times.
+
+    Args:
+        path: Where it is counted.
+        times: How often.
+    """
+    with open(path, "a") as file:
+        file.write("x")
+    if len(Path(path).read_text()) <= times:
+        os.kill(os.getpid(), 9)
+    return "done"

@@ -357,3 +357,28 @@ async def test_a_thousand_turns_end_at_the_limit(make: Callable[..., Place]) -> 
     place = make("x", function="for_ever", max_turns=1000)
     (sample,) = await place.run(longest=100_000)
     assert (sample.turns, sample.status) == (1000, "truncated")
+
+
+@pytest.mark.parametrize(
+    ("times", "status", "reason"),
+    [(1, "completed", None), (2, "failed", "its process died of signal 9 (Killed)")],
+)
+async def test_a_rollout_whose_process_is_killed_fails_only_if_it_is_killed_alone_too(
+    make: Callable[..., Place], tmp_path: Path, times: int, status: str, reason: str | None
+) -> None:
+    place = make("one", function=("is_killed", {"times": times, "path": str(tmp_path / "seen")}))
+    (sample,) = await place.run()
+    assert (sample.status, sample.reason) == (status, reason)
+    assert len(place.engines.requests) == 1
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_call_whose_process_is_killed_is_made_once_more(
+    make: Callable[..., Place], tmp_path: Path, times: int
+) -> None:
+    call = {"tool": "kills", "path": str(tmp_path / "seen"), "times": times}
+    place = make("one", "two", function=("calls", call), tools=["kills"])
+    (sample,) = await place.run()
+    (row,) = [row for row in place.rows if row.kind == "call"]
+    assert (sample.status, sample.turns) == ("completed", 2)
+    assert row.text == ("done" if times == 1 else "kills failed: its process died of signal 9 (Killed)")
