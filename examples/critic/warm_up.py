@@ -14,8 +14,10 @@ from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.core.config.reading.load import load_config
 from millrace.flows.quickstart import HELD_OUT, arithmetic, learn_answers, recipe
 
-ROWS = 40_000
-TARGET_LOSS = 0.45  # mean of the last ten steps: much is left to learn
+ROWS = 64_000
+TARGET_LOSS = 0.5  # mean of the last ten steps: much is left to learn
+ITERATIONS = 12  # of the warm-up, at most
+JUDGED = 0.25  # share of its rows
 
 
 def prepare(config: RunConfig) -> None:
@@ -34,6 +36,7 @@ def prepare(config: RunConfig) -> None:
     warm_up = [
         f"run.name=warm-up-{seed}",
         f"run.seed={seed}",
+        f"run.iterations={ITERATIONS}",
         f"storage.root={folder / 'runs'}",
         f"model.path={folder / 'model'}",
         f"data.sources.0.path={folder / 'warm_up.jsonl'}",
@@ -42,8 +45,8 @@ def prepare(config: RunConfig) -> None:
 
 
 def lesson(row: dict[str, str], rng: random.Random) -> dict[str, str]:
-    """A sum to solve, or in one case of two an answer to judge, which is right in one case of two."""
-    if rng.random() < 0.5:
+    """A sum to solve, or an answer to judge, which is right in one case of two."""
+    if rng.random() >= JUDGED:
         return row
     right = rng.random() < 0.5
     error = 0 if right else rng.choice((-10, -2, -1, 1, 2, 10))

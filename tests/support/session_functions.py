@@ -258,10 +258,7 @@ async def bad_or_good(session: Session, *, bad: str) -> Any:
 async def is_killed(session: Session, *, times: int, path: str) -> float:
     """Its process is killed, as by another one, while its code runs: so many times."""
     await session.generate()
-    with open(path, "a") as file:
-        file.write("x")
-    if len(Path(path).read_text()) <= times:
-        os.kill(os.getpid(), 9)
+    kills(path, times)
     return 1.0
 
 
