@@ -31,6 +31,7 @@ class IterationContext:
             "rollouts": [],
             "turns": [],
             "rewards": [],
+            "evaluations": [],
         }  # while their task runs
 
     def start_parts(self, folder: str) -> None:

@@ -1,7 +1,8 @@
 """evaluate: sample the held-out sets with the engines' current weights and score them.
 
-Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Same engines and same
-failure budget as training, and the same reward unless the set has its own. An answer whose scoring failed or timed out counts as wrong, and is counted:
+Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Scored samples are parts of
+the iteration's folder until then: what is stored is not generated again. Same engines and same failure budget as training,
+and the same reward unless the set has its own. An answer whose scoring failed or timed out counts as wrong, and is counted:
 else a policy would gain by answers that no grader can read.
 """
 
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 
 from prefect import task
 
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.parts import read_parts
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
@@ -25,14 +28,21 @@ from millrace.core.contracts.sample import EvaluatedSample, Scorable
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import only_first_error
+from millrace.core.evaluation.figures import Answer, by_subset, figures
+from millrace.core.rewards.answer_text import spelling
+from millrace.core.rewards.math import answer_of
 from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.samples.part_writer import PartWriter
 from millrace.tasks.samples.scoring import Score, score, score_group, scored_by_group
 from millrace.tasks.sessions.runner import session_task
 
 log = logging.getLogger(__name__)
+KIND = "evaluations"
+UNSCORED = ("failed", "timed_out")
 
 
 @task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -51,22 +61,41 @@ async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Ev
     """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained."""
     started = time.perf_counter()
     results: dict[str, EvaluatedSet] = {}
+    stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
+    await asyncio.to_thread(ctx.start_parts, KIND)
+    known = [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]
     for held_out in ctx.config.evaluation.sets:
-        samples = await _evaluate_set(ctx, held_out, done, version)
+        of_set = [sample for sample in known if sample.set == held_out.name]
+        samples = await _evaluate_set(ctx, held_out, done, version, of_set)
         path = f"eval/{held_out.name}/{done:06d}.parquet"
         table = schema.to_table(samples, "evaluations")
         entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, "evaluations")
-        results[held_out.name] = _figures(entry.record(), samples)
-    return {"version": version, "done": done, "sets": results, "seconds": time.perf_counter() - started}
+        results[held_out.name] = _figures(entry.record(), samples, held_out)
+    seconds = time.perf_counter() - started
+    return {"version": version, "done": done, "sets": results, "seconds": seconds, "files": ctx.parts[KIND]}
 
 
-def _figures(file: FileRecord, samples: list[EvaluatedSample]) -> EvaluatedSet:
+def _figures(file: FileRecord, samples: list[EvaluatedSample], held_out: EvalSet) -> EvaluatedSet:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    unscored = sum(sample.scoring in ("failed", "timed_out") for sample in samples)
-    answered, count = len(rewards) + unscored, max(1, len(samples))
+    answers = [
+        _answer(sample) for sample in samples if sample.reward is not None or sample.scoring in UNSCORED
+    ]
+    unscored, count = len(answers) - len(rewards), max(1, len(samples))
+    whole = figures(answers, held_out.correct_from)
     return {
         "file": file,
-        "reward_mean": sum(rewards) / answered if answered else None,
+        "reward_mean": whole.reward_mean,
+        "interval": whole.interval,
+        "majority": whole.majority,
+        "pass_at": {str(k): value for k, value in whole.pass_at.items()},
+        "subsets": {
+            name: {
+                "samples": part.answers,
+                "reward_mean": part.reward_mean,
+                "pass_at": {str(k): value for k, value in part.pass_at.items()},
+            }
+            for name, part in by_subset(answers, held_out.correct_from).items()
+        },
         "samples": len(samples),
         "not_scored": len(samples) - len(rewards),
         "unscored": unscored,
@@ -76,12 +105,17 @@ def _figures(file: FileRecord, samples: list[EvaluatedSample]) -> EvaluatedSet:
     }
 
 
+def _answer(sample: EvaluatedSample) -> Answer:
+    text = answer_of(sample.response) or sample.response.strip()
+    return Answer(sample.prompt_id, sample.reward or 0.0, spelling(text), sample.subset)
+
+
 async def _evaluate_set(
-    ctx: IterationContext, held_out: EvalSet, done: int, version: int
+    ctx: IterationContext, held_out: EvalSet, done: int, version: int, stored: list[EvaluatedSample]
 ) -> list[EvaluatedSample]:
     """The samples of a set, by prompt and index. Raises BudgetError naming the set if too many fail to generate.
 
-    Why answers could not be scored is said in the log: their rows have no reason.
+    stored: those of an earlier attempt.
     """
     prompts = ctx.runtime.prompts.held_out(held_out)
     budget = FailureBudget(
@@ -90,7 +124,7 @@ async def _evaluate_set(
         len(prompts.rows) * held_out.samples_per_prompt,
         what="failed to generate",
         where=f"evaluation of {held_out.name} after {done} iterations",
-        remedy="fix the cause or raise the share, and start the same command again: the evaluation is then repeated",
+        remedy="fix the cause or raise the share, and start the same command again: what was answered is kept",
     )
     unscored = Failures()
     generator = SampleGenerator(
@@ -98,17 +132,37 @@ async def _evaluate_set(
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once
     answers = respond(ctx, held_out, generator, version)
+    units = [
+        unit
+        for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
+        for unit in _units(ctx, held_out, row, tokens)
+    ]
+    made = {(sample.prompt_id, sample.index): sample for sample in stored if sample.status != "failed"}
+    due = [unit for unit in units if not all(place.key in made for place in unit)]
+    limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
+
+    async def landed(_: FileEntry) -> None:
+        await kill_point(ctx.index, "evaluate", "in")
+
     with only_first_error():
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(_evaluate(ctx, answers, unit, version))
-                for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
-                for unit in _units(ctx, held_out, row, tokens)
-            ]
-    results = [result for each in running for result in each.result()]
-    for sample, reason in results:
-        if sample.scoring in ("failed", "timed_out"):
-            unscored.add(reason or sample.scoring, f"sample {sample.index} of prompt {sample.prompt_id}")
+        async with (
+            PartWriter(ctx, KIND, limit, lambda: generator.outstanding > 0, landed).open() as writer,
+            asyncio.TaskGroup() as group,
+        ):
+
+            async def work(unit: list[_Place]) -> None:
+                rows = await _evaluate(ctx, answers, unit, version)
+                made.update({(row.prompt_id, row.index): row for row in rows})
+                writer.put(rows)
+
+            for unit in due:
+                group.create_task(work(unit))
+    results = [made[place.key] for unit in units for place in unit]
+    for sample in results:
+        if sample.scoring in UNSCORED:
+            unscored.add(
+                sample.reason or sample.scoring, f"sample {sample.index} of prompt {sample.prompt_id}"
+            )
     if unscored.total:
         log.warning(
             "evaluation of %s: %d of %d answers could not be scored and count as wrong; most often: %s",
@@ -117,7 +171,7 @@ async def _evaluate_set(
             len(results),
             unscored.most_frequent(),
         )
-    return [sample for sample, _ in results]
+    return results
 
 
 @dataclass(frozen=True)
@@ -128,6 +182,17 @@ class _Place:
     row: PromptRow
     tokens: list[int]
     index: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which sample of the set it is."""
+        return self.row.prompt_id, self.index
+
+    @property
+    def subset(self) -> str | None:
+        """The subset of its row."""
+        found = (self.row.metadata or {}).get(self.held_out.subset_key or "")
+        return None if found is None else str(found)
 
     def seed(self, run_seed: int) -> int:
         """Its sampling seed."""
@@ -196,7 +261,7 @@ def _in_sessions(
 
 
 async def _not_stored(row: TurnRow) -> None:
-    """An evaluation is repeated whole."""
+    """A rollout of an evaluation is repeated whole."""
 
 
 def _units(ctx: IterationContext, held_out: EvalSet, row: PromptRow, tokens: list[int]) -> list[list[_Place]]:
@@ -208,8 +273,8 @@ def _units(ctx: IterationContext, held_out: EvalSet, row: PromptRow, tokens: lis
 
 async def _evaluate(
     ctx: IterationContext, respond: Respond, places: list[_Place], version: int
-) -> list[tuple[EvaluatedSample, str | None]]:
-    """The rows of samples that are scored together, and why each could not be scored."""
+) -> list[EvaluatedSample]:
+    """The rows of samples that are scored together."""
     own = ctx.runtime.scoring.of_set(places[0].held_out.name)
     answers = await asyncio.gather(*map(respond, places))
     if scored_by_group(ctx.runtime, answers[0], own):
@@ -217,7 +282,7 @@ async def _evaluate(
     else:
         results = [await score(ctx.runtime, answer, own) for answer in answers]
     return [
-        (_row(place, answer, result, version), result.reason)
+        _row(place, answer, result, version)
         for place, answer, result in zip(places, answers, results, strict=True)
     ]
 
@@ -235,4 +300,6 @@ def _row(place: _Place, answer: Scorable, result: Score, version: int) -> Evalua
         reward=result.reward,
         scoring=result.scoring,
         version=version,
+        subset=place.subset,
+        reason=result.reason,
     )

@@ -171,12 +171,18 @@ async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
     """Metrics of an evaluation, by name."""
-    return {
-        f"eval/{name}/{figure}": value
-        for name, result in record["sets"].items()
-        for figure, value in result.items()
-        if isinstance(value, int | float)
-    }
+    metrics: dict[str, float] = {}
+    for name, result in record["sets"].items():
+        parts = {
+            name: result,
+            **{f"{name}/{subset}": part for subset, part in result.get("subsets", {}).items()},
+        }
+        for path, part in parts.items():
+            for figure, value in part.items():
+                if isinstance(value, int | float):
+                    metrics[f"eval/{path}/{figure}"] = value
+            metrics |= {f"eval/{path}/pass_at_{k}": value for k, value in part.get("pass_at", {}).items()}
+    return metrics
 
 
 def _summary(ctx: IterationContext, metrics: dict[str, float]) -> str:

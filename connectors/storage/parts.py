@@ -27,7 +27,7 @@ from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 
-PART_FOLDERS = ("rollouts", "turns", "rewards")  # of an iteration
+PART_FOLDERS = ("rollouts", "turns", "rewards", "evaluations")  # of an iteration
 # the token of the driver that wrote it, and the first digits of its hash; parts of earlier releases lack them
 PART = re.compile(r"part-(?:(\d{6,})-)?[0-9a-f]{32}(?:\.([0-9a-f]{16}))?\.parquet")
 TAKEOVER = re.compile(r"^takeover-(\d{6,})\.json$")

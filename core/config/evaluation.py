@@ -26,7 +26,15 @@ class EvalSet(Section):
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
         None, description="Reward of this set's samples; null: that of the section `reward`."
     )
-    samples_per_prompt: int = Field(1, ge=1, description="Samples per prompt.")
+    samples_per_prompt: int = Field(
+        1, ge=1, description="Samples per prompt. Of two or more there are pass@k and the majority's share."
+    )
+    correct_from: float = Field(
+        1.0, description="Reward from which an answer counts as correct, in pass@k and the majority."
+    )
+    subset_key: str | None = Field(
+        None, description="Key of `metadata` that names a row's subset: figures are by subset too."
+    )
     sampling: Sampling = Sampling(temperature=0)
 
 

@@ -133,6 +133,8 @@ class EvaluatedSample:
     reward: float | None
     scoring: Scoring
     version: int  # weight version that generated it
+    subset: str | None  # of its row, as evaluation.sets[].subset_key names it
+    reason: str | None  # why it was not scored
 
 
 class Scorable(TypedDict):

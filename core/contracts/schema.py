@@ -43,6 +43,7 @@ ADDED = {  # nullable columns that a stored table of this version may lack
     "rollouts": SESSION,
     "rewards": ["samples", "role"],
     "batch": ["shaped_reward", *SESSION],
+    "evaluations": ["subset", "reason"],
 }
 
 

@@ -128,6 +128,14 @@ class CheckpointRecord(TypedDict):
     export_files: NotRequired[list[FileRecord]]
 
 
+class EvaluatedSubset(TypedDict):
+    """Figures of the rows of one subset."""
+
+    samples: int
+    reward_mean: float | None
+    pass_at: dict[str, float]
+
+
 class EvaluatedSet(TypedDict):
     """Figures of one held-out set. A sample that was not generated is in no mean of rewards; an unscored one is a 0."""
 
@@ -139,6 +147,14 @@ class EvaluatedSet(TypedDict):
     response_length_mean: float
     truncated_share: float
     failed: NotRequired[int]  # samples that could not be generated
+    interval: NotRequired[
+        float | None
+    ]  # half of the 95 % interval of reward_mean; None of fewer than two prompts
+    majority: NotRequired[
+        float | None
+    ]  # share of prompts whose most frequent answer is correct; None of one sample
+    pass_at: NotRequired[dict[str, float]]  # by k; none of one sample
+    subsets: NotRequired[dict[str, EvaluatedSubset]]
 
 
 class EvaluateRecord(TypedDict):
@@ -148,6 +164,7 @@ class EvaluateRecord(TypedDict):
     done: int  # iterations trained
     sets: dict[str, EvaluatedSet]
     seconds: float
+    files: NotRequired[list[FileRecord]]  # its parts
 
 
 class PublishRecord(TypedDict):

@@ -99,6 +99,8 @@ async def test_every_prompt_is_sampled_and_scored_in_order(make_config: MakeConf
         "reward": 0.0,
         "scoring": "scored",
         "version": 2,
+        "subset": None,
+        "reason": None,
     }
     rid, tokens, params, session = engines.requests[3]
     assert (rid, tokens, session) == ("eval-2-p1-1", [1], None)

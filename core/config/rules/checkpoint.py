@@ -8,8 +8,9 @@ from math import lcm
 from millrace.core.config.parts.problems import Problem, nearest
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.task_records import EvaluatedSet
+from millrace.core.evaluation.figures import powers
 
-FIGURES = tuple(name for name in EvaluatedSet.__annotations__ if name != "file")
+FIGURES = tuple(name for name in EvaluatedSet.__annotations__ if name not in ("file", "pass_at", "subsets"))
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
@@ -30,7 +31,11 @@ def _keep_best(config: RunConfig) -> Iterator[Problem]:
     c, e = config.checkpoint, config.evaluation
     if c.keep_best is None:
         return
-    made = [f"eval/{held_out.name}/{figure}" for held_out in e.sets for figure in FIGURES]
+    made = [
+        f"eval/{held_out.name}/{figure}"
+        for held_out in e.sets
+        for figure in (*FIGURES, *(f"pass_at_{k}" for k in powers(held_out.samples_per_prompt)))
+    ]
     if c.keep_best not in made:
         yield Problem(
             "checkpoint.keep_best",
