@@ -104,14 +104,14 @@ async def _compare_weights(
     here = None if config.sync.by_url else config.sync.directory
     with temporary_folder("millrace-replay", here) as name:
         again, stored = Path(name).absolute() / "again", Path(name).absolute() / "stored"
-        await _export(config, ranks, version, again)
+        await export_ranks(config, ranks, version, again)
         if folder.store.list(f"exports/{last:06d}"):
-            _download_export(folder, last, stored)
+            export_folder(folder, last, stored)
             against = "export"
         elif last in folder.complete_checkpoints():
             check_marker(folder, last, version)
             await ranks.load(folder.store.url_of(folder.checkpoint_path(last)))
-            await _export(config, ranks, version, stored)
+            await export_ranks(config, ranks, version, stored)
             against = "checkpoint"
         else:
             result.weights = (
@@ -128,7 +128,7 @@ async def _compare_weights(
     )
 
 
-def _download_export(folder: RunFolder, last: int, into: Path) -> None:
+def export_folder(folder: RunFolder, last: int, into: Path) -> None:
     """The export after an iteration. Raises CorruptFileError for a file that is not as the checkpoint task recorded it."""
     export = folder.store.child(f"exports/{last:06d}")
     record = IterationFiles(folder, last - 1).record("checkpoint") or {}
@@ -138,7 +138,7 @@ def _download_export(folder: RunFolder, last: int, into: Path) -> None:
     export.download_dir("", str(into), [entry.path for entry in entries] or None)
 
 
-async def _export(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:
+async def export_ranks(config: RunConfig, ranks: TrainerHandle, version: int, folder: Path) -> None:
     """The weights of the ranks in a folder of this host, by way of sync.directory where that is a URL."""
     if not config.sync.by_url:
         await ranks.export(str(folder), version)

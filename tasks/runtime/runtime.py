@@ -22,7 +22,8 @@ from millrace.tasks.runtime.tracking import Tracking
 class Runtime:
     """Everything of one run that holds memory or connections."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, memory: type[GpuMemory] = GpuMemory) -> None:
+        """memory: who brings engines to a version; by default from the trainer."""
         self.config = config
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.recovery = Recovery()
@@ -30,7 +31,7 @@ class Runtime:
         self.scoring = Scoring(config)
         self.sessions = Sessions(config, self.prompts)
         self.tracking = Tracking(config)
-        self.memory = GpuMemory(config, cluster := Cluster(config), self.run_folder, self.recovery)
+        self.memory = memory(config, cluster := Cluster(config), self.run_folder, self.recovery)
         self._cluster = cluster
         self._run_id: str | None = None
         self._record_storage: RecordStorage | None = None

@@ -1,0 +1,174 @@
+"""`millrace eval`: held-out sets answered by a stored run's weights after some iteration, or by a Hugging Face folder.
+
+Uses engines of its own beside a run that may be going on; changes nothing in the run's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.own_folders import temporary_folder
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.config.parts.problems import nearest, render_problems
+from millrace.core.config.reading.load import load_config
+from millrace.core.contracts.task_records import EvaluatedSet
+from millrace.core.errors import ConfigError, StorageError
+from millrace.core.hooks import search_in
+from millrace.flows.driver.named_model import at_commit
+from millrace.flows.preflight.check import check
+from millrace.flows.preflight.check_references import pass_blocks_on
+from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks
+from millrace.tasks.context import IterationContext
+from millrace.tasks.evaluate import evaluate_version
+from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.runtime.stored_weights import StoredWeights
+from millrace.tasks.runtime.trainer import bring_up, make_ranks
+
+CONFIG_JSON = "config.json"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was evaluated: figures by set, and the iterations that the weights had been trained for."""
+
+    done: int
+    version: int
+    sets: dict[str, EvaluatedSet]
+
+
+def evaluate_run(root: str, run: str, at: int | None, sets: Sequence[str], out: Path | None) -> Evaluated:
+    """Evaluate a run's weights after iteration `at`, by default the newest committed one. out: folder for the rows.
+
+    Weights come from the export after it, or are made again from the checkpoint before it and the stored batches.
+    """
+    record, folder = run_record(root, run), RunFolder(root, run)
+    committed = folder.first_open_iteration()
+    done = committed if at is None else at
+    if not 0 <= done <= committed:
+        raise StorageError(
+            f"has {committed} committed iterations", where=folder.store.url, remedy=f"ask for 0 <= at <= {committed}"
+        )
+    config = configuration_of(record, folder, max(0, done - 1)) if committed else _of_record(record)
+    config = at_commit(config, record.get("model_commit")).config
+    version = done * config.steps_per_iteration
+    with temporary_folder("millrace-evaluation") as name:
+        weights = Path(name) / "weights"
+        if done == 0:
+            return _evaluate(config, config.model.path, done, version, sets, Path(name), out)
+        if folder.store.list(f"exports/{done:06d}"):
+            export_folder(folder, done, weights)
+        else:
+            _make_again(config, folder, str(record.get("id")), done, weights)
+        return _evaluate(config, str(weights), done, version, sets, Path(name), out)
+
+
+def evaluate_folder(
+    model: Path, config_file: Path, overrides: Sequence[str], sets: Sequence[str], out: Path | None
+) -> Evaluated:
+    """Evaluate a Hugging Face folder on the sets of a configuration. out: folder for the rows."""
+    if not (model / CONFIG_JSON).exists():
+        raise ConfigError(
+            f"there is no run of this name, and no {CONFIG_JSON} in a folder of this name",
+            where=str(model),
+            remedy="name a run under --root, or a folder with a Hugging Face model",
+        )
+    config = load_config(config_file, [*overrides, f"model.path={model.absolute()}"])
+    search_in(config.run.import_from)
+    with temporary_folder("millrace-evaluation") as name:
+        return _evaluate(config, str(model.absolute()), 0, 0, sets, Path(name), out)
+
+
+def _of_record(record: dict[str, object]) -> RunConfig:
+    return RunConfig.model_validate(record["config"])
+
+
+def _make_again(config: RunConfig, folder: RunFolder, run_id: str, done: int, into: Path) -> None:
+    pass_blocks_on(config)
+    cluster.start_or_join(config.placement.ray_address, f"{folder.identity(run_id)}-evaluation")
+    try:
+        asyncio.run(_weights(config, folder, done, into))
+    finally:
+        cluster.leave()
+
+
+async def _weights(config: RunConfig, folder: RunFolder, done: int, into: Path) -> None:
+    steps = config.steps_per_iteration
+    try:
+        places = placement.Reservation(config, engines=False).places("trainer")
+        ranks = make_ranks(config, config.for_actors(), places)
+        await ranks.setup()
+        await bring_up(ranks, folder, done * steps, steps)
+        await export_ranks(config, ranks, done * steps, into)
+    finally:
+        await actors.end()
+        placement.release()
+
+
+def _evaluate(
+    config: RunConfig,
+    model: str,
+    done: int,
+    version: int,
+    sets: Sequence[str],
+    folder: Path,
+    out: Path | None,
+) -> Evaluated:
+    config = _alone(config, model, sets, folder)
+    pass_blocks_on(config)
+    problems = check(config, prepared=True)
+    if problems:
+        raise ConfigError(render_problems(problems))
+    runtime = Runtime(config, StoredWeights)
+    record = asyncio.run(_answered(runtime, done, version))
+    if out:
+        for name in record:
+            target = out / f"{name}-{done:06d}.parquet"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stored = Path(config.storage.root) / config.run.name / "eval" / name / f"{done:06d}.parquet"
+            shutil.copyfile(stored, target)
+    return Evaluated(done, version, record)
+
+
+async def _answered(runtime: Runtime, done: int, version: int) -> dict[str, EvaluatedSet]:
+    try:
+        context = IterationContext(runtime.config, done, runtime)
+        return (await evaluate_version(context, done, version))["sets"]
+    finally:
+        await runtime.close(end_actors=True)
+
+
+def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> RunConfig:
+    """The configuration with this model and these sets, in a folder that nobody else uses. Raises ConfigError."""
+    known = {held_out.name: held_out for held_out in config.evaluation.sets}
+    if not known:
+        raise ConfigError(
+            "there are no held-out sets", where="evaluation.sets", remedy="add one to the configuration"
+        )
+    for name in sets:
+        if name not in known:
+            raise ConfigError(
+                "there is no such held-out set", where=f"--set {name}", remedy=nearest(name, list(known))
+            )
+    if config.engines.kind == "external":
+        raise ConfigError(
+            "an evaluation loads other weights, which engines of another run may not be given",
+            where="engines.kind = external",
+            remedy="set engines.kind to sglang or embedded: engines=... of its own configuration",
+        )
+    values = config.model_dump(mode="json")
+    values["model"]["path"] = model
+    values["storage"]["root"] = str(folder)
+    values["run"]["name"] = f"evaluation-{uuid.uuid4().hex[:8]}"
+    values["checkpoint"]["keep_best"] = None
+    values["evaluation"]["sets"] = [
+        known[name].model_dump(mode="json") for name in (sets or known)
+    ]
+    return RunConfig.model_validate(values)
