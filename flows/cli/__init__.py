@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from millrace.connectors.storage.local import keep_private
-from millrace.flows.cli import look, run, score, server, tools
+from millrace.flows.cli import evaluate, look, run, score, server, tools
 
 app = typer.Typer(
     help="LLM reinforcement-learning post-training as resumable Prefect flows.",
@@ -33,3 +33,4 @@ for command in (
     *(server.server, server.ui, server.deploy),
 ):
     app.command()(command)
+app.command("eval")(evaluate.evaluate)

@@ -54,7 +54,9 @@ def evaluate_run(root: str, run: str, at: int | None, sets: Sequence[str], out: 
     done = committed if at is None else at
     if not 0 <= done <= committed:
         raise StorageError(
-            f"has {committed} committed iterations", where=folder.store.url, remedy=f"ask for 0 <= at <= {committed}"
+            f"has {committed} committed iterations",
+            where=folder.store.url,
+            remedy=f"ask for 0 <= at <= {committed}",
         )
     config = configuration_of(record, folder, max(0, done - 1)) if committed else _of_record(record)
     config = at_commit(config, record.get("model_commit")).config
@@ -80,7 +82,7 @@ def evaluate_folder(
             where=str(model),
             remedy="name a run under --root, or a folder with a Hugging Face model",
         )
-    config = load_config(config_file, [*overrides, f"model.path={model.absolute()}"])
+    config = load_config(str(config_file), [*overrides, f"model.path={model.absolute()}"])
     search_in(config.run.import_from)
     with temporary_folder("millrace-evaluation") as name:
         return _evaluate(config, str(model.absolute()), 0, 0, sets, Path(name), out)
@@ -168,7 +170,5 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     values["storage"]["root"] = str(folder)
     values["run"]["name"] = f"evaluation-{uuid.uuid4().hex[:8]}"
     values["checkpoint"]["keep_best"] = None
-    values["evaluation"]["sets"] = [
-        known[name].model_dump(mode="json") for name in (sets or known)
-    ]
+    values["evaluation"]["sets"] = [known[name].model_dump(mode="json") for name in (sets or known)]
     return RunConfig.model_validate(values)

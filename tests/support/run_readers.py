@@ -26,7 +26,7 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.flows.tools.branch import branch_run
 from millrace.flows.tools.browse import run_record
-from millrace.flows.tools.replay import _download_export
+from millrace.flows.tools.replay import export_folder
 from millrace.flows.tools.sql import connect
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate_version
@@ -70,7 +70,7 @@ def replay(root: str) -> Numbers:
     exported = Path(root) / f"export-{uuid.uuid4().hex}" if "://" not in root else None
     read = brought_up(folder, OPEN)
     if exported:
-        _download_export(folder, OPEN + 1, exported)
+        export_folder(folder, OPEN + 1, exported)
         read["export"] = {path.name: digest(path.read_bytes()) for path in exported.iterdir()}
         shutil.rmtree(exported)
     return {"config": record["config"], **read}
@@ -146,7 +146,7 @@ class Evaluation:
             return stored  # its task runs again before anything is evaluated
         with tempfile.TemporaryDirectory() as name:
             export = Path(name) / "export"
-            _download_export(folder, OPEN + 1, export)
+            export_folder(folder, OPEN + 1, export)
             content = digest(
                 repr(sorted((p.name, digest(p.read_bytes())) for p in export.iterdir())).encode()
             )

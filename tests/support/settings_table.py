@@ -137,7 +137,8 @@ ROWS: dict[str, Row] = {
         "tasks/evaluate.py",
         *_under(
             "evaluation.sets.0",
-            "name path prompt_key label_key metadata_key extra_keys chat system samples_per_prompt",
+            "name path prompt_key label_key metadata_key extra_keys chat system samples_per_prompt correct_from "
+            "subset_key",
         ),
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
