@@ -85,7 +85,9 @@ def run(workplace: Workplace, folder: str, name: str, rows: list[dict[str, Any]]
 def batches(run: Path) -> list[list[dict[str, Any]]]:
     paths = sorted((run / "iterations").glob("*/batch.parquet"))
     assert len(paths) == 2
-    return [pq.read_table(path).to_pylist() for path in paths]
+    found = [pq.read_table(path).to_pylist() for path in paths]
+    texts = ("prompt", "label")
+    return [[row | {name: json.loads(row[name]) for name in texts} for row in rows] for rows in found]
 
 
 def said(row: dict[str, Any], role: str) -> list[str]:
