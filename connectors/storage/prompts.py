@@ -1,58 +1,44 @@
-"""Data sources: JSONL and Parquet files at any fsspec URL, read block by block and row by row.
+"""Data sources: files of prompts at any fsspec URL, read block by block and row by row.
 
 A row that cannot be used is quarantined with the reason. A source that cannot be read at all is an error.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import IO, Any, NamedTuple, Protocol
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import NamedTuple
 
 from millrace.connectors.storage.faults import retried
-from millrace.connectors.storage.store import Store, split_url
+from millrace.connectors.storage.sources.formats import Item, count_rows, lines, rows_of
+from millrace.connectors.storage.sources.locate import DataFiles, Located, located, where
 from millrace.core.contracts.prompts import (
-    Keys,
     PromptRow,
     Quarantined,
     SourceFingerprint,
-    column_of,
     parse_line,
-    parse_row,
-    refuse,
     require_labels,
 )
-from millrace.core.errors import DataError, MissingColumnError, MissingFileError
-
-FORMATS = (".jsonl", ".json", ".parquet")
-BATCH_ROWS = 1024
-HEAD = 1 << 20
-
-
-class Located(Keys, Protocol):
-    """A data source: its path and the names of its columns."""
-
-    @property
-    def path(self) -> str: ...
+from millrace.core.errors import DataError, MissingFileError
 
 
 def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
-    """The usable rows of a source, and the quarantined ones with their reasons, both in file order.
+    """The usable rows of a source, and the quarantined ones with their reasons, both in the order of the files.
 
     Raises DataError naming the file if it is missing, of an unknown format or a broken Parquet file.
     """
-    store, name = _locate(source)
-    rows, quarantined = _separate(source, _items(source, store, name))
+    files = located(source)
+
+    def items() -> Iterator[Item]:
+        return _sliced(rows_of(source, files), files, lambda: sum(_counts(source, files)[0]))
+
+    rows, quarantined = _separate(source, items)
     rows, unlabelled = require_labels(rows, source)
     return rows, sorted(quarantined + unlabelled, key=lambda item: item.row)
 
 
 class FirstRows(NamedTuple):
-    """The first rows of a source. `total`: rows of the file, or about as many; `whole`: these are all."""
+    """The first rows of a source. `total`: its rows, or about as many; `whole`: these are all."""
 
     usable: list[PromptRow]
     refused: list[Quarantined]
@@ -65,31 +51,57 @@ def first_rows(source: Located, count: int, size: int) -> FirstRows:
 
     Raises as `read_source` does, and StorageError if the storage does not answer soon.
     """
-    store, name = _locate(source)
-    total = 0
+    files = located(source, probe=True)
+    total, exact = 0, True
 
-    def head() -> list[PromptRow | Quarantined]:
-        nonlocal total
-        path = f"{store.root}/{name}"
-        held = store.fs.size(path)
-        if name.endswith(".parquet"):
-            with store.fs.open(path, "rb") as file:
-                total = _parquet_rows(source, file)
-                file.seek(0)
-                return list(_until(islice(_parquet(source, file, buffered=HEAD), count), size))
-        data = store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
-        lines = list(_lines([data]))
-        if held > size and len(lines) > 1:
-            lines = lines[:-1]  # the last one is cut
-        total = round(len(lines) * held / max(1, len(data)))
-        return [parse_line(line, number, source) for number, line in enumerate(lines[:count])]
+    def head() -> list[Item]:
+        nonlocal total, exact
+        if files.one and files.path.whole and files.names[0].endswith((".jsonl", ".json")):
+            total, items = _first_lines(source, files, count, size)
+            return items
+        counts, exact = _counts(source, files, size)
+        total = len(files.path.rows_of(sum(counts)))
+        wanted = _sliced(rows_of(source, files, head=True), files, lambda: sum(counts))
+        return list(_until(islice(wanted, count), size))
 
-    rows, refused = _separate(source, lambda: retried("read", store.url_of(name), head, probe=True))
-    whole = len(rows) + len(refused) == total
+    url = files.store.url_of(files.names[0])
+    rows, refused = _separate(source, lambda: retried("read", url, head, probe=True))
+    whole = exact and len(rows) + len(refused) == total
     if whole:
         rows, unlabelled = require_labels(rows, source)
         refused = sorted(refused + unlabelled, key=lambda item: item.row)
     return FirstRows(rows, refused, total, whole)
+
+
+def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tuple[int, list[Item]]:
+    """About how many lines a file has, and the first of them."""
+    path = f"{files.store.root}/{files.names[0]}"
+    held = files.store.fs.size(path)
+    data = files.store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
+    found = list(lines([data]))
+    if held > size and len(found) > 1:
+        found = found[:-1]  # the last one is cut
+    total = round(len(found) * held / max(1, len(data)))
+    return total, [parse_line(line, number, source) for number, line in enumerate(found[:count])]
+
+
+def _counts(source: Located, files: DataFiles, most: int | None = None) -> tuple[list[int], bool]:
+    """Rows of each file, and whether they are exact. most: bytes of a file whose lines are counted, else estimated."""
+    sizes = files.sizes()
+    found = [
+        count_rows(source, files, number, size, size if most is None else most)
+        for number, size in enumerate(sizes)
+    ]
+    return [rows for rows, _ in found], all(exact for _, exact in found)
+
+
+def _sliced(items: Iterator[Item], files: DataFiles, total: Callable[[], int]) -> Iterator[Item]:
+    """The items of the slice. `total` is asked for only where a bound counts from the end."""
+    first, last = files.path.first, files.path.last
+    if files.path.from_the_end:
+        found = files.path.rows_of(total())
+        first, last = found.start, max(found.start, found.stop)
+    return islice(items, first, last)
 
 
 def _until(rows: Iterable[PromptRow | Quarantined], size: int) -> Iterator[PromptRow | Quarantined]:
@@ -113,104 +125,25 @@ def _separate(
             else:
                 quarantined.append(item)
     except MissingFileError as error:
-        raise DataError("no such file", where=_where(source), remedy="correct the source's path") from error
+        raise DataError("no such file", where=where(source), remedy="correct the source's path") from error
     return rows, quarantined
-
-
-def _items(source: Located, store: Store, name: str) -> Callable[[], Iterable[PromptRow | Quarantined]]:
-    if name.endswith(".parquet"):
-        return lambda: _parquet(source, pa.BufferReader(store.read(name)))
-    return lambda: _jsonl(source, store, name)
 
 
 def fingerprint(
     source: Located, usable: Iterable[PromptRow], quarantined: Iterable[Quarantined]
 ) -> SourceFingerprint:
     """Size, hash and row counts of a source, from its rows as read."""
-    store, name = _locate(source)
-    hashed, size = hashlib.sha256(), 0
-    for block in store.blocks(name):
-        hashed.update(block)
-        size += len(block)
+    size, sha256, files = located(source).content()
     good = list(usable)
     rows = len(good) + sum(1 for _ in quarantined)
-    return SourceFingerprint.of(source.path, size, hashed.hexdigest(), rows, good)
+    return SourceFingerprint.of(source.path, size, sha256, rows, good, files)
 
 
-def _where(source: Located) -> str:
-    return f"source {source.name}: {source.path}"
+def size_and_hash(source: Located, most: int) -> tuple[int, str]:
+    """Size and hash of a source as its fingerprint has them; no hash if it holds more than `most` bytes.
 
-
-def _locate(source: Located) -> tuple[Store, str]:
-    if not source.path.endswith(FORMATS):
-        raise DataError(
-            "unknown format", where=_where(source), remedy=f"give a file that ends in {' or '.join(FORMATS)}"
-        )
-    return split_url(source.path)
-
-
-def _jsonl(source: Located, store: Store, name: str) -> Iterator[PromptRow | Quarantined]:
-    for number, line in enumerate(_lines(store.blocks(name))):
-        yield parse_line(line, number, source)
-
-
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file that is read in blocks. Text after the last newline is a line too."""
-    rest: list[bytes] = []
-    for block in blocks:
-        first, *others = block.split(b"\n")
-        rest.append(first)
-        if others:
-            yield b"".join(rest)
-            yield from others[:-1]
-            rest = others[-1:]
-    last = b"".join(rest)
-    if last:
-        yield last
-
-
-def _parquet_rows(source: Located, data: IO[bytes]) -> int:
-    try:
-        return int(pq.ParquetFile(data).metadata.num_rows)
-    except (pa.ArrowException, OSError) as error:
-        raise _torn(source, error) from error
-
-
-def _torn(source: Located, error: Exception) -> DataError:
-    return DataError(f"not a whole Parquet file: {error}", where=_where(source), remedy="write it again")
-
-
-def _parquet(source: Located, data: IO[bytes], buffered: int = 0) -> Iterator[PromptRow | Quarantined]:
-    number = 0
-    try:
-        file = pq.ParquetFile(data, buffer_size=buffered)
-        names = file.schema_arrow.names
-        keys = (source.prompt_key, source.label_key, source.metadata_key, *source.extra_keys)
-        wanted = {column_of(key, names) for key in keys if key}
-        columns = [column for column in names if column in wanted]
-        if column_of(source.prompt_key, names) not in columns:
-            raise MissingColumnError(
-                f"has no column {column_of(source.prompt_key, names)}, only {', '.join(names)}",
-                where=_where(source),
-                remedy="set the source's prompt_key",
-            )
-        for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-            yield from _batch(source, batch, number)
-            number += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise _torn(source, error) from error
-
-
-def _batch(source: Located, batch: pa.RecordBatch, first: int) -> Iterator[PromptRow | Quarantined]:
-    try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            yield refuse(source, first, f"not UTF-8: byte {error.start}", repr(error.object[:80]))
-            return
-        half = batch.num_rows // 2
-        yield from _batch(source, batch.slice(0, half), first)
-        yield from _batch(source, batch.slice(half), first + half)
-        return
-    for number, values in enumerate(rows, first):
-        yield parse_row(values, number, source)
+    Raises DataError or StorageError if it cannot be read.
+    """
+    files = located(source, probe=True)
+    size = sum(files.sizes())
+    return size, files.content()[1] if size <= most else ""

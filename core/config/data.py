@@ -20,7 +20,9 @@ class Source(Section):
     name: str = Field(
         "default", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the source in metrics and lineage."
     )
-    path: Annotated[str, ANY_START, READS] = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    path: Annotated[str, ANY_START, READS] = Field(
+        description="JSONL or Parquet file, a folder of them, a pattern (data/*.jsonl) or a folder of `save_to_disk`; path or fsspec URL. `@[first:last]` after it takes a slice of the rows."
+    )
     weight: float = Field(
         1.0, gt=0, description="Share of the prompts drawn from this source, relative to the others."
     )

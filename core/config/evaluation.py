@@ -16,7 +16,7 @@ class EvalSet(Section):
     """One held-out set."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the set in metrics and files.")
-    path: Annotated[str, READS] = Field(description="JSONL or Parquet file, path or fsspec URL.")
+    path: Annotated[str, READS] = Field(description="Files of the set, as `data.sources[].path` takes them.")
     prompt_key: str = Field("prompt", description="Column with the prompt; dotted for a part of it.")
     label_key: str | None = Field("label", description="Column with the reference answer.")
     metadata_key: str | None = Field("metadata", description="Column with a mapping for the reward.")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from millrace.core.contracts.ids import prompt_id
 
@@ -70,18 +70,36 @@ class SourceFingerprint(BaseModel):
     rows: int
     usable: int
     usable_sha256: str  # of the usable rows' prompt ids, in order
+    files: dict[str, str] = {}  # hash by name; not stored where the path names one file
+
+    @model_serializer(mode="wrap")
+    def _without_no_files(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return values if self.files else {name: value for name, value in values.items() if name != "files"}
 
     @classmethod
     def of(
-        cls, path: str, size: int, sha256: str, rows: int, usable: Iterable[PromptRow]
+        cls,
+        path: str,
+        size: int,
+        sha256: str,
+        rows: int,
+        usable: Iterable[PromptRow],
+        files: Mapping[str, str] | None = None,
     ) -> SourceFingerprint:
-        """The fingerprint of a file of `rows` rows, of which `usable` are the usable ones."""
+        """The fingerprint of a source of `rows` rows, of which `usable` are the usable ones."""
         hashed, count = hashlib.sha256(), 0
         for row in usable:
             hashed.update(row.prompt_id.encode())
             count += 1
         return cls(
-            path=path, size=size, sha256=sha256, rows=rows, usable=count, usable_sha256=hashed.hexdigest()
+            path=path,
+            size=size,
+            sha256=sha256,
+            rows=rows,
+            usable=count,
+            usable_sha256=hashed.hexdigest(),
+            files=dict(files or {}),
         )
 
 
@@ -99,9 +117,20 @@ def source_changes(
         what = same if old.sha256 == new.sha256 else f"{old.size} -> {new.size} bytes"
         lines.append(
             f"source {name} ({new.path}): {what}, {old.rows} -> {new.rows} rows, "
-            f"{old.usable} -> {new.usable} of them usable"
+            f"{old.usable} -> {new.usable} of them usable{_files_changed(old.files, new.files)}"
         )
     return lines
+
+
+def _files_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first of the files that changed, where a source has several."""
+    if not before or not now:
+        return ""
+    changed = [f"new file {name}" for name in now if name not in before]
+    changed += [f"{name} is no longer there" for name in before if name not in now]
+    changed += [f"{name} changed" for name in now if before.get(name, now[name]) != now[name]]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f": {', '.join(changed[:3])}{more}" if changed else ""
 
 
 def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import fsspec
 
+from millrace.connectors.storage.sources.locate import is_absent
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig, rules
 from millrace.core.config.parts.problems import Problem
@@ -77,7 +77,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     wrong_fields = {problem.field for problem in problems}
     data = [rows for rows in sources(config) if f"{rows.field}.path" not in wrong_fields]
     if may_be_made:
-        data = [rows for rows in data if not _absent(rows.source.path)]
+        data = [rows for rows in data if not is_absent(rows.source.path)]
     found = Checked(config, problems, data)
     touches = _touches(found, wrong_fields)
     later = [*check_model(config, may_be_made, found.model)]
@@ -156,10 +156,6 @@ class _Touches:
             for field in self._threads
             for problem in self._found.get(field, [silent._replace(field=field)])
         ]
-
-
-def _absent(path: str) -> bool:
-    return "://" not in path and not Path(path).exists()
 
 
 def _is_known(field: str, url: str, problems: list[Problem]) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.connectors.huggingface.hub import is_named
+from millrace.connectors.storage.prompts import size_and_hash
 from millrace.connectors.storage.run_folder import MANIFEST, RunFolder, numbers_of
-from millrace.connectors.storage.store import split_url
 from millrace.core.config import RunConfig
+from millrace.core.config.data import Source
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.restart import Change
 from millrace.core.config.reading.findings import by_name
@@ -28,7 +28,7 @@ from millrace.flows.driver.same_run import (
 from millrace.flows.driver.taken_up import check_same_model
 from millrace.flows.tools.browse import check_no_run
 
-HASHED = 16 << 20  # bytes of a data file that is compared by its hash; a larger one by its size
+HASHED = 16 << 20  # bytes of a source that is compared by its hash; a larger one by its size
 ANOTHER = "give the new run another run.name"
 
 
@@ -124,7 +124,7 @@ def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
     recorded = spans[-1]["sources"] if spans else {}
     for source in config.data.sources:
         before = recorded.get(source.name)
-        now = _size_and_hash(source.path) if before else None
+        now = _size_and_hash(source) if before else None
         if before and now and now != (before["size"], now[1] and before["sha256"]):
             yield Problem(
                 f"data.sources.{source.name}.path",
@@ -134,11 +134,9 @@ def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _size_and_hash(path: str) -> tuple[int, str] | None:
-    """Size of a file, and its SHA-256 unless it is large; None if it cannot be read, which other checks say."""
-    store, name = split_url(path)
+def _size_and_hash(source: Source) -> tuple[int, str] | None:
+    """Size of a source, and its SHA-256 unless it is large; None if it cannot be read, which other checks say."""
     try:
-        size = int(store.fs.size(f"{store.root}/{name}"))
-        return size, hashlib.sha256(store.read(name)).hexdigest() if size <= HASHED else ""
+        return size_and_hash(source, HASHED)
     except (OSError, MillraceError):
         return None

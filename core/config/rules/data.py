@@ -9,6 +9,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import NamedReward
 from millrace.core.config.run_config import RunConfig
+from millrace.core.contracts.source_path import FORMATS, REMEDY, UNREAD, source_path
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
@@ -40,8 +41,13 @@ def same_names(field: str, items: Sequence[Source | EvalSet | NamedReward]) -> I
 
 
 def file_problems(field: str, path: str) -> Iterator[Problem]:
-    """A file whose format its ending does not say."""
-    if not path.endswith((".jsonl", ".json", ".parquet")):
+    """A path that ends in what is no slice, or names a file of a format that is not read."""
+    try:
+        files = source_path(path).files
+    except ValueError as error:
+        yield Problem(field, path, str(error), REMEDY)
+        return
+    if files.endswith(UNREAD):
         yield Problem(
-            field, path, "the format is not known by its ending", "give a .jsonl, .json or .parquet file"
+            field, path, "files of this format are not read", f"give files in {' or '.join(FORMATS)}"
         )

@@ -147,6 +147,7 @@ def test_a_source_that_changed_is_noticed_and_what_changed_is_named(root: str) -
     assert source_changes({"s": first}, {"s": taken(lines)}) == []
     [said] = source_changes({"s": first}, {"s": taken([*lines, good(100)])})
     assert "100 -> 101 rows, 100 -> 101 of them usable" in said
+    assert set(first.model_dump()) == {"path", "size", "sha256", "rows", "usable", "usable_sha256"}
     [said] = source_changes({"s": first}, {"s": taken(lines, longest=5)})
     assert "the file is the same, what makes a row usable changed" in said
 

@@ -1,0 +1,168 @@
+"""Rows of one file of prompts: JSONL, Parquet, or Arrow as `save_to_disk` writes it.
+
+Owns reading block by block and row by row; what a usable row is, core decides. Every row gives one item, in file order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from millrace.connectors.storage.sources.locate import DataFiles, Located, where
+from millrace.connectors.storage.store import Store
+from millrace.core.contracts.prompts import (
+    PromptRow,
+    Quarantined,
+    column_of,
+    parse_line,
+    parse_row,
+    refuse,
+)
+from millrace.core.errors import DataError, MissingColumnError
+
+BATCH_ROWS = 1024
+HEAD = 1 << 20
+MARK = b"\xef\xbb\xbf"  # that some editors put at the start of a file
+Item = PromptRow | Quarantined
+
+
+def rows_of(source: Located, files: DataFiles, head: bool = False) -> Iterator[Item]:
+    """The rows of all files, one after the other and numbered through; without regard to a slice.
+
+    head: only the first rows are wanted, so a file is not read whole.
+    """
+    first = 0
+    for name in files.names:
+        reader = _Reader(source, files.store, name, files.one)
+        for item in reader.rows(first, head):
+            yield item
+            first = item.row + 1
+
+
+def count_rows(source: Located, files: DataFiles, number: int, size: int, most: int) -> tuple[int, bool]:
+    """Rows of a file, and whether that is exact: the lines of one larger than `most` bytes are estimated."""
+    name = files.names[number]
+    return _Reader(source, files.store, name, files.one).count(size, most)
+
+
+class _Reader:
+    """One file."""
+
+    def __init__(self, source: Located, store: Store, name: str, one: bool) -> None:
+        self._source, self._store, self._name = source, store, name
+        self._where = where(source) if one else f"{where(source)}: {name}"
+
+    def rows(self, first: int, head: bool) -> Iterator[Item]:
+        """Its rows; `first` is the number of the first one."""
+        if not self._name.endswith((".parquet", ".arrow")):
+            yield from self._jsonl(first)
+            return
+        with ExitStack() as stack:
+            data = (
+                stack.enter_context(self._open()) if head else pa.BufferReader(self._store.read(self._name))
+            )
+            read = self._parquet if self._name.endswith(".parquet") else self._arrow
+            yield from read(data, first, HEAD if head else 0)
+
+    def count(self, size: int, most: int) -> tuple[int, bool]:
+        """Its rows, and whether that is exact."""
+        if self._name.endswith(".parquet"):
+            with self._open() as data:
+                return int(self._checked(lambda: pq.ParquetFile(data).metadata.num_rows)), True
+        if self._name.endswith(".arrow"):
+            with self._open() as data:
+                return int(
+                    self._checked(lambda: sum(batch.num_rows for batch in pa.ipc.open_stream(data)))
+                ), True
+        if size <= most:
+            return sum(1 for _ in lines(self._store.blocks(self._name))), True
+        start = self._store.fs.cat_file(f"{self._store.root}/{self._name}", start=0, end=HEAD)
+        return round(max(1, start.count(b"\n")) * size / len(start)), False
+
+    def _open(self) -> Any:
+        return self._store.fs.open(f"{self._store.root}/{self._name}", "rb")
+
+    def _jsonl(self, first: int) -> Iterator[Item]:
+        for number, line in enumerate(lines(self._store.blocks(self._name)), first):
+            yield parse_line(line.removeprefix(MARK) if number == first else line, number, self._source)
+
+    def _parquet(self, data: IO[bytes], first: int, buffered: int) -> Iterator[Item]:
+        try:
+            file = pq.ParquetFile(data, buffer_size=buffered)
+            columns = self._columns(file.schema_arrow.names)
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                yield from self._batch(batch, first)
+                first += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise self._torn(error) from error
+
+    def _arrow(self, data: IO[bytes], first: int, buffered: int) -> Iterator[Item]:
+        del buffered
+        try:
+            stream = pa.ipc.open_stream(data)
+            columns = self._columns(stream.schema.names)
+            for batch in stream:
+                for at in range(0, batch.num_rows, BATCH_ROWS):
+                    part = batch.select(columns).slice(at, BATCH_ROWS)
+                    yield from self._batch(part, first)
+                    first += part.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise self._torn(error) from error
+
+    def _columns(self, names: list[str]) -> list[str]:
+        """The columns that are read. Raises MissingColumnError without that of the prompt."""
+        source = self._source
+        keys = (source.prompt_key, source.label_key, source.metadata_key, *source.extra_keys)
+        wanted = {column_of(key, names) for key in keys if key}
+        columns = [column for column in names if column in wanted]
+        prompt = column_of(source.prompt_key, names)
+        if prompt not in columns:
+            raise MissingColumnError(
+                f"has no column {prompt}, only {', '.join(names)}",
+                where=self._where,
+                remedy="set the source's prompt_key",
+            )
+        return columns
+
+    def _batch(self, batch: pa.RecordBatch, first: int) -> Iterator[Item]:
+        try:
+            rows: list[dict[str, Any]] = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            if batch.num_rows == 1:
+                yield refuse(self._source, first, f"not UTF-8: byte {error.start}", repr(error.object[:80]))
+                return
+            half = batch.num_rows // 2
+            yield from self._batch(batch.slice(0, half), first)
+            yield from self._batch(batch.slice(half), first + half)
+            return
+        for number, values in enumerate(rows, first):
+            yield parse_row(values, number, self._source)
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (pa.ArrowException, OSError) as error:
+            raise self._torn(error) from error
+
+    def _torn(self, error: Exception) -> DataError:
+        kind = "Parquet" if self._name.endswith(".parquet") else "Arrow"
+        return DataError(f"not a whole {kind} file: {error}", where=self._where, remedy="write it again")
+
+
+def lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a file that is read in blocks. Text after the last newline is a line too."""
+    rest: list[bytes] = []
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest = others[-1:]
+    last = b"".join(rest)
+    if last:
+        yield last

@@ -1,0 +1,54 @@
+"""What the path of a data source says: files, and which of their rows. Pure.
+
+Owns the slice at a path's end and what makes it a pattern; knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+FORMATS = (".jsonl", ".json", ".parquet", ".arrow")
+UNREAD = (".csv", ".tsv", ".txt", ".xlsx", ".gz", ".zst", ".zip", ".tar")
+IN_A_FOLDER = (".jsonl", ".parquet")
+SLICE = re.compile(r"(.+)@\[([^\[\]]*)\]$", re.DOTALL)
+BOUND = re.compile(r"-?\d+")
+REMEDY = "write path@[first:last]: whole numbers, either may be missing, negative ones count from the end"
+
+
+class SourcePath(NamedTuple):
+    """A path without its slice, and the slice, as Python's lists take it."""
+
+    files: str
+    first: int | None = None
+    last: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are meant."""
+        return self.first is None and self.last is None
+
+    @property
+    def from_the_end(self) -> bool:
+        """Whether the number of rows must be known to find the slice."""
+        return any(bound is not None and bound < 0 for bound in (self.first, self.last))
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it may name several files, as data/*.jsonl does."""
+        return any(character in self.files for character in "*?[")
+
+    def rows_of(self, total: int) -> range:
+        """Numbers of the rows that are meant, of so many."""
+        return range(total)[self.first : self.last]
+
+
+def source_path(path: str) -> SourcePath:
+    """Read a path. Raises ValueError if it ends in what is no slice."""
+    match = SLICE.fullmatch(path)
+    if match is None:
+        return SourcePath(path)
+    first, colon, last = (part.strip() for part in match[2].partition(":"))
+    if not colon or not all(not bound or BOUND.fullmatch(bound) for bound in (first, last)):
+        raise ValueError(f"@[{match[2]}] is no slice")
+    return SourcePath(match[1], int(first) if first else None, int(last) if last else None)
