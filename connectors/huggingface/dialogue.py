@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.connectors.huggingface.response_templates import Template, template_for
-from millrace.connectors.huggingface.suffix import Message, suffix
+from millrace.connectors.huggingface.suffix import Message, Render, suffix
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.core.contracts.chat_options import PLAIN, ChatOptions
 from millrace.core.sessions.interface import ToolCall, Turn
 
 SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
@@ -44,24 +45,26 @@ class Dialogues:
         text: str = self._tokenizer.tokenizer.decode(list(ids))
         return text
 
-    def opening(self, messages: Sequence[Message], chat: bool) -> list[int]:
+    def opening(self, messages: Sequence[Message], chat: bool, options: ChatOptions = PLAIN) -> list[int]:
         """Token ids of a prompt of its own."""
         if not chat:
             return self._encode("".join(str(message.get("content", "")) for message in messages))
-        return self._encode(self._render(messages, True))
+        return self._encode(self._renderer(options)(messages, True))
 
-    def following(self, messages: Sequence[Message], ids: Sequence[int], chat: bool) -> list[int]:
+    def following(
+        self, messages: Sequence[Message], ids: Sequence[int], chat: bool, options: ChatOptions = PLAIN
+    ) -> list[int]:
         """Token ids to add to a dialogue `ids`, whose last turn it ends.
 
         Where the turn does not end as the template ends turns, that comes first. Raises ValueError where the template refuses them.
         """
         if not chat:
             return self._encode("".join(str(message.get("content", "")) for message in messages))
-        end, text = suffix(self._render, messages, self._ends)
+        end, text = suffix(self._renderer(options), messages, self._ends)
         ended = bool(end) and ids[-1] == self._tokenizer.tokenizer.convert_tokens_to_ids(end)
         return self._encode(text if ended else end + text)
 
-    def read(self, text: str, prompt_ids: Sequence[int]) -> Reading:
+    def read(self, text: str, prompt_ids: Sequence[int], options: ChatOptions = PLAIN) -> Reading:
         """Thinking, content and tool calls of a turn. One that cannot be read is all content, with the problem."""
         if self._template is None:
             return Reading(self._without_end(text), "", [], None)
@@ -69,15 +72,24 @@ class Dialogues:
 
         shown = self.decode(prompt_ids[-SHOWN:])
         try:
-            found = parse_response(text, self._template, prefix=shown, tools=[*self._tools])
+            found = parse_response(
+                text, self._template, prefix=shown, tools=[*self._tools, *map(dict, options.tools)]
+            )
             calls = [_call(item) for item in found.get("tool_calls") or []]
         except (ValueError, KeyError, TypeError) as error:
             return Reading(self._without_end(text), "", [], str(error).partition("\n")[0])
         return Reading(found.get("content") or "", found.get("reasoning_content") or "", calls, None)
 
-    def turn(self, output_ids: Sequence[int], text: str, truncated: bool, prompt_ids: Sequence[int]) -> Turn:
+    def turn(
+        self,
+        output_ids: Sequence[int],
+        text: str,
+        truncated: bool,
+        prompt_ids: Sequence[int],
+        options: ChatOptions = PLAIN,
+    ) -> Turn:
         """A generated turn, read."""
-        reading = self.read(text, prompt_ids)
+        reading = self.read(text, prompt_ids, options)
         return Turn(
             text=text,
             content=reading.content,
@@ -88,15 +100,22 @@ class Dialogues:
             problem=reading.problem,
         )
 
-    def _render(self, messages: Sequence[Message], for_answer: bool) -> str:
+    def _renderer(self, options: ChatOptions) -> Render:
+        def render(messages: Sequence[Message], for_answer: bool) -> str:
+            return self._render(messages, for_answer, options)
+
+        return render
+
+    def _render(self, messages: Sequence[Message], for_answer: bool, options: ChatOptions) -> str:
         from jinja2 import TemplateError
 
         try:
             text: str = self._tokenizer.tokenizer.apply_chat_template(
                 list(messages),
-                tools=self._tools or None,
+                tools=[*self._tools, *options.tools] or None,
                 tokenize=False,
                 add_generation_prompt=for_answer,
+                **options.template_kwargs,
             )
         except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses: {error}") from error

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -83,7 +85,7 @@ class ChatTemplate:
     def __init__(self, text: str, special: Mapping[str, str]) -> None:
         self.text = text
         self._special = dict(special)
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -94,14 +96,20 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
 
+    @cached_property
+    def variables(self) -> set[str]:
+        """Names that it reads and does not set itself."""
+        return find_undeclared_variables(self._environment.parse(self.text))
+
     def render(
         self,
         prompt: Prompt,
         system: str | None = None,
         for_answer: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a prompt, ready for an answer if `for_answer`; with what is shown of tools.
+        """The text of a prompt, ready for an answer if `for_answer`; with what is shown of tools, and the template's variables.
 
         Raises ValueError with the template's own message.
         """
@@ -116,7 +124,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=for_answer,
-                **self._special,
+                **{**self._special, **(template_kwargs or {})},
             )
         except (
             jinja2.TemplateError,

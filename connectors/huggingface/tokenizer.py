@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.config.model import Model
+from millrace.core.contracts.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.prompts import Prompt
 from millrace.core.errors import ConfigError
 
@@ -53,12 +54,24 @@ class PromptTokenizer:
         return cls(tokenizer, tools)
 
     def encode_prompts(
-        self, prompts: Sequence[Prompt], *, chat: bool, system: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        chat: bool,
+        system: str | None = None,
+        options: Sequence[ChatOptions] | None = None,
     ) -> list[list[int]]:
-        """Token ids of prompts, ready for generation. With `chat`, a string becomes one user message."""
+        """Token ids of prompts, ready for generation. With `chat`, a string becomes one user message.
+
+        options: of each prompt.
+        """
         if not prompts:
             return []
-        texts = [self.render(prompt, chat=chat, system=system) for prompt in prompts]
+        each = options or [PLAIN] * len(prompts)
+        texts = [
+            self.render(prompt, chat=chat, system=system, options=own)
+            for prompt, own in zip(prompts, each, strict=True)
+        ]
         encoded = self.tokenizer(texts, add_special_tokens=not chat)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
@@ -68,7 +81,7 @@ class PromptTokenizer:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*ids, self.tokenizer.eos_token_id]
 
-    def render(self, prompt: Prompt, *, chat: bool, system: str | None) -> str:
+    def render(self, prompt: Prompt, *, chat: bool, system: str | None, options: ChatOptions = PLAIN) -> str:
         """The text that is tokenised."""
         if isinstance(prompt, str) and not chat:
             return (system or "") + prompt
@@ -84,6 +97,10 @@ class PromptTokenizer:
                 remedy="name a template file, or set chat=false for sources whose prompts are plain text",
             )
         text: str = self.tokenizer.apply_chat_template(
-            messages, tools=self._tools or None, tokenize=False, add_generation_prompt=True
+            messages,
+            tools=[*self._tools, *options.tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **options.template_kwargs,
         )
         return text

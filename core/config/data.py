@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -40,6 +40,20 @@ class Source(Section):
     )
     chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
+    tools_key: str | None = Field(
+        None,
+        description="Column with a list of tools in OpenAI's form, or its JSON text, which the chat template shows the model.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables of the chat template: {enable_thinking: false}."
+    )
+    chat_template_kwargs_key: str | None = Field(
+        None, description="Column with such variables of the row, which come before those of the source."
+    )
+    label_from_prompt: bool = Field(
+        False,
+        description="The assistant's message at the end of a prompt is taken off it and is the reference answer, in place of `label_key`.",
+    )
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
         None, description="Reward of this source's samples; null: that of the section `reward`."
     )

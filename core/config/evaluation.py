@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -23,6 +23,12 @@ class EvalSet(Section):
     extra_keys: list[str] = Field([], description="Further columns, in `metadata` under these names.")
     chat: bool = Field(True, description="Apply the chat template.")
     system: str | None = Field(None, description="System message put before prompts that have none.")
+    tools_key: str | None = Field(None, description="Column with tools in OpenAI's form.")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables of the chat template.")
+    chat_template_kwargs_key: str | None = Field(None, description="Column with such variables of the row.")
+    label_from_prompt: bool = Field(
+        False, description="The assistant's message at the end of a prompt is the reference answer."
+    )
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
         None, description="Reward of this set's samples; null: that of the section `reward`."
     )

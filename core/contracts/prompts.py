@@ -13,6 +13,14 @@ from typing import Any, NoReturn, Protocol
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
+from millrace.core.contracts.chat_options import (
+    TEMPLATE_KWARGS,
+    TOOLS,
+    from_sharegpt,
+    row_template_kwargs,
+    row_tools,
+    with_read_arguments,
+)
 from millrace.core.contracts.ids import prompt_id
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -34,6 +42,12 @@ class Keys(Protocol):
     def metadata_key(self) -> str | None: ...
     @property
     def extra_keys(self) -> Sequence[str]: ...
+    @property
+    def tools_key(self) -> str | None: ...
+    @property
+    def chat_template_kwargs_key(self) -> str | None: ...
+    @property
+    def label_from_prompt(self) -> bool: ...
 
 
 Prompt = str | list[dict[str, Any]]
@@ -156,11 +170,20 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
     given = value_at(values, keys.prompt_key, _ABSENT)
     if given is _ABSENT:
         return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
-    prompt, problem = _prompt(given)
+    prompt, problem = _prompt(given, with_tools=keys.tools_key is not None)
     label = value_at(values, keys.label_key) if keys.label_key else None
+    if keys.label_from_prompt and not problem:
+        prompt, label = _without_answer(prompt)
+        problem = None if prompt else "empty prompt: the answer is its only message"
     metadata, wrong = _metadata(value_at(values, keys.metadata_key) if keys.metadata_key else None)
     extra = {key: value_at(values, key, _ABSENT) for key in keys.extra_keys}
     metadata |= {key: value for key, value in extra.items() if value is not _ABSENT}
+    if keys.tools_key:
+        metadata[TOOLS], bad = row_tools(value_at(values, keys.tools_key))
+        wrong = wrong or bad
+    if keys.chat_template_kwargs_key:
+        metadata[TEMPLATE_KWARGS], bad = row_template_kwargs(value_at(values, keys.chat_template_kwargs_key))
+        wrong = wrong or bad
     problem = problem or wrong or _not_storable({"prompt": prompt, "label": label, "metadata": metadata})
     if problem:
         return refuse(keys, row, problem, _shown(values))
@@ -192,9 +215,12 @@ def column_of(key: str, columns: Collection[str]) -> str:
 
 def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRow], list[Quarantined]]:
     """Rows with a label, and refused ones: a source has labels in every row or, for rewards that need none, in none."""
-    if keys.label_key is None or all(row.label is None for row in rows):
+    named = keys.label_key is not None or keys.label_from_prompt
+    if not named or all(row.label is None for row in rows):
         return list(rows), []
     reason = f"missing key: {keys.label_key} (other rows of the source have it)"
+    if keys.label_from_prompt:
+        reason = "no answer: the last message is no text of the assistant (in other rows it is)"
     refused = [refuse(keys, row.row, reason, _shown(row.prompt)) for row in rows if row.label is None]
     return [row for row in rows if row.label is not None], refused
 
@@ -205,12 +231,13 @@ def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
     return Quarantined(keys.name, row, reason.encode("utf-8", "backslashreplace").decode(), excerpt)
 
 
-def _prompt(value: Any) -> tuple[Prompt, str | None]:
-    """The prompt, and what is wrong with it."""
+def _prompt(value: Any, with_tools: bool) -> tuple[Prompt, str | None]:
+    """The prompt, and what is wrong with it. with_tools: calls of tools in it are read."""
     if isinstance(value, str):
         return value, None if value.strip() else "empty prompt: only white space"
     if not isinstance(value, list):
         return "", f"wrong type: the prompt is {_type(value)}, not text or a list of messages"
+    value, problem = from_sharegpt(value)
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
@@ -224,9 +251,19 @@ def _prompt(value: Any) -> tuple[Prompt, str | None]:
         if not isinstance(present.get("content"), str | list) and not present.get("tool_calls"):
             return "", f"bad message: number {number}: content is {_type(message.get('content'))}"
         messages.append(present)
+    if problem:
+        return "", problem
     if not any(_has_text(message.get("content")) for message in messages):
         return "", "empty prompt: no message has content"
-    return messages, None
+    return with_read_arguments(messages) if with_tools else (messages, None)
+
+
+def _without_answer(prompt: Prompt) -> tuple[Prompt, str | None]:
+    """A dialogue without the assistant's text that ends it, and that text."""
+    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return prompt, None
+    answer = prompt[-1].get("content")
+    return prompt[:-1], answer if isinstance(answer, str) and answer else None
 
 
 def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import fsspec
 
@@ -83,7 +84,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     later = [*check_model(config, may_be_made, found.model)]
     hooks = [*check_references(config), *check_hooks(config)]
     if config.rollout.session and not any(problem.field.startswith("rollout.session") for problem in hooks):
-        hooks += check_session(config.rollout.session, found.model)
+        hooks += check_session(config.rollout.session, found.model, _template_kwargs(config))
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
     if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
         later += check_run(config, found.run)
@@ -93,6 +94,15 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     for rows in data:
         later += check_rows(config, rows, found.model)
     _add(problems, later, stood_in)
+    return found
+
+
+def _template_kwargs(config: RunConfig) -> list[dict[str, Any]]:
+    """The different variables that sources and sets give to the chat template."""
+    found: list[dict[str, Any]] = []
+    for rows in sources(config):
+        if rows.source.chat_template_kwargs not in found:
+            found.append(rows.source.chat_template_kwargs)
     return found
 
 

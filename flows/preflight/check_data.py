@@ -17,6 +17,7 @@ from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import RewardFunction
+from millrace.core.contracts.chat_options import TEMPLATE_KWARGS, TOOLS
 from millrace.core.contracts.prompts import PromptRow, Quarantined
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput
@@ -152,7 +153,14 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
     missing = all(label is None for label in labels)
     field, path = f"{rows.field}.label_key", rows.source.path
     reward = rows.source.reward or config.reward
-    if key not in (None, "label") and missing:
+    if rows.source.label_from_prompt and missing:
+        yield Problem(
+            f"{rows.field}.label_from_prompt",
+            True,
+            f"none of the first {len(labels)} prompts of {path} ends in a text of the assistant",
+            "set it to false, and label_key to the key that holds the reference answer",
+        )
+    elif key not in (None, "label") and missing:
         yield Problem(
             field,
             key,
@@ -187,7 +195,13 @@ def _metadata(rows: Rows) -> Iterator[Problem]:
     source, count = rows.source, len(rows.usable)
     absent = f"none of the first {count} rows of {source.path} has it"
     remedy = "correct it; a part of a column is dotted, as in extra_info.index"
-    extra = set(source.extra_keys)
+    extra = {*source.extra_keys, TOOLS, TEMPLATE_KWARGS}
+    for name, key, held in (
+        ("tools_key", source.tools_key, TOOLS),
+        ("chat_template_kwargs_key", source.chat_template_kwargs_key, TEMPLATE_KWARGS),
+    ):
+        if key and not any(row.metadata.get(held) for row in rows.usable):
+            yield Problem(f"{rows.field}.{name}", key, absent, "correct it, or set it to null")
     if source.metadata_key not in (None, "metadata") and all(
         row.metadata.keys() <= extra for row in rows.usable
     ):

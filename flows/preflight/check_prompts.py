@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.huggingface.template import ChatTemplate, last_text
 from millrace.core.config.parts.problems import Problem
+from millrace.core.contracts.chat_options import RESERVED, chat_options
 from millrace.core.contracts.prompts import Prompt, PromptRow
 from millrace.flows.preflight.check_model import Checkpoint
 
@@ -39,7 +40,13 @@ def rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str
             texts.append((source.system or "") + str(row.prompt))
             continue
         try:
-            text = model.template.render(row.prompt, source.system, tools=model.tools)
+            options = chat_options(source, row.metadata)
+            text = model.template.render(
+                row.prompt,
+                source.system,
+                tools=[*model.tools, *options.tools],
+                template_kwargs=options.template_kwargs,
+            )
         except ValueError as error:
             yield _refused(rows, model.template, row, error)
             return []
@@ -53,8 +60,31 @@ def rendered(rows: Rows, model: Checkpoint) -> Generator[Problem, None, list[str
             return []
         texts.append(text)
     if model.template is not None and not plain[0]:
-        yield from _ready(model.template, chosen[0].prompt)
+        options = chat_options(source, chosen[0].metadata)
+        yield from _ready(model.template, chosen[0].prompt, options.template_kwargs)
+        yield from _unread(rows, model.template, chosen)
     return texts
+
+
+def _unread(rows: Rows, template: ChatTemplate, chosen: Sequence[PromptRow]) -> Iterator[Problem]:
+    """Variables and tools of which the template makes nothing."""
+    source = rows.source
+    for name in source.chat_template_kwargs:
+        if name not in template.variables:
+            read = ", ".join(sorted(template.variables - RESERVED)) or "none"
+            yield Problem(
+                f"{rows.field}.chat_template_kwargs",
+                name,
+                f"the chat template reads no variable of this name; those it reads: {read}",
+                "correct the name or remove it",
+            )
+    if "tools" not in template.variables and any(chat_options(source, row.metadata).tools for row in chosen):
+        yield Problem(
+            "model.chat_template",
+            None,
+            f"it does not show the model the tools of {rows.field}",
+            f"name a template that writes `tools`, or set {rows.field}.tools_key to null",
+        )
 
 
 def _first(usable: Sequence[PromptRow]) -> list[PromptRow]:
@@ -69,15 +99,21 @@ def _first(usable: Sequence[PromptRow]) -> list[PromptRow]:
     return chosen
 
 
-def _ready(template: ChatTemplate, prompt: Prompt) -> Iterator[Problem]:
+def _ready(template: ChatTemplate, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> Iterator[Problem]:
     """A problem if the template writes something before an answer that it does not write after a prompt."""
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if messages[-1].get("role") == "assistant":
         return
     try:
-        sent, without = (template.render(messages, None, for_answer=ready) for ready in (True, False))
+        sent, without = (
+            template.render(messages, None, for_answer=ready, template_kwargs=template_kwargs)
+            for ready in (True, False)
+        )
         answered = template.render(
-            [*messages, {"role": "assistant", "content": ANSWER}], None, for_answer=False
+            [*messages, {"role": "assistant", "content": ANSWER}],
+            None,
+            for_answer=False,
+            template_kwargs=template_kwargs,
         )
     except ValueError:
         return  # it takes no answers, or has refused the prompt already
@@ -96,7 +132,8 @@ def _refused(rows: Rows, template: ChatTemplate, row: PromptRow, error: ValueErr
     system = rows.source.system
     if system:
         try:
-            template.render(row.prompt, None)
+            options = chat_options(rows.source, row.metadata)
+            template.render(row.prompt, None, tools=options.tools, template_kwargs=options.template_kwargs)
         except ValueError:
             pass
         else:

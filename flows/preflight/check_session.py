@@ -6,12 +6,12 @@ were: shown here over a set of dialogues, or refused with the first text that di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace.connectors.huggingface.dialogues import Follows, dialogues
 from millrace.connectors.huggingface.response_templates import template_for
-from millrace.connectors.huggingface.suffix import Message, first_difference
+from millrace.connectors.huggingface.suffix import Message, Render, first_difference
 from millrace.connectors.workers.mcp_tools import server_schemas
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import McpTools, Session
@@ -22,8 +22,12 @@ from millrace.flows.preflight.check_model import Checkpoint
 SHOWN = 60
 
 
-def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
+def check_session(
+    session: Session, model: Checkpoint, template_kwargs: Sequence[Mapping[str, Any]] = ({},)
+) -> Iterator[Problem]:
     """Tools that no model can be shown, answers whose calls cannot be read, a template that rewrites earlier turns.
+
+    template_kwargs: the variables of the template that each source sets.
 
     Notes in `model` what it is shown of the tools.
     """
@@ -49,7 +53,7 @@ def check_session(session: Session, model: Checkpoint) -> Iterator[Problem]:
         own_code = session.function or session.environment
         follow: Sequence[Follows] = ("user", "tool") if own_code and session.tools else ("user",)
         for follows in follow if own_code else ("tool",):
-            yield from _leaves_history(model, follows)
+            yield from _leaves_history(model, follows, template_kwargs)
 
 
 def _reads_calls(model: Checkpoint) -> Iterator[Problem]:
@@ -77,15 +81,25 @@ def _reads_calls(model: Checkpoint) -> Iterator[Problem]:
         )
 
 
-def _leaves_history(model: Checkpoint, follows: Follows) -> Iterator[Problem]:
+def _leaves_history(
+    model: Checkpoint, follows: Follows, template_kwargs: Sequence[Mapping[str, Any]]
+) -> Iterator[Problem]:
     template = model.template
     assert template is not None, "it was asked for"
 
-    def render(messages: Sequence[Message], for_answer: bool) -> str:
-        return template.render([dict(message) for message in messages], None, for_answer, model.tools)
+    def renderer(variables: Mapping[str, Any]) -> Render:
+        def render(messages: Sequence[Message], for_answer: bool) -> str:
+            given = [dict(message) for message in messages]
+            return template.render(given, None, for_answer, model.tools, variables)
+
+        return render
 
     try:
-        found = first_difference(render, dialogues(follows), model.ends)
+        differences = (
+            first_difference(renderer(variables), dialogues(follows), model.ends)
+            for variables in template_kwargs
+        )
+        found = next((difference for difference in differences if difference), None)
     except ValueError as error:
         yield Problem(
             "model.chat_template",

@@ -17,6 +17,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
+from millrace.core.contracts.chat_options import chat_options
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.prompts import PromptRow, Quarantined, SourceFingerprint
 from millrace.core.contracts.task_records import FileRecord
@@ -86,7 +87,12 @@ class PromptDataset:
 def load_prompts(source: Source | EvalSet, tokenizer: PromptTokenizer, max_tokens: int) -> PromptSet:
     """Read and tokenise one source; rows that cannot be used are quarantined with their reason."""
     rows, quarantined = read_source(source)
-    tokens = tokenizer.encode_prompts([row.prompt for row in rows], chat=source.chat, system=source.system)
+    tokens = tokenizer.encode_prompts(
+        [row.prompt for row in rows],
+        chat=source.chat,
+        system=source.system,
+        options=[chat_options(source, row.metadata) for row in rows],
+    )
     usable: list[PromptRow] = []
     kept: list[list[int]] = []
     for row, ids in zip(rows, tokens, strict=True):

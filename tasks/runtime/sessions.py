@@ -55,6 +55,7 @@ class Sessions:
             seed=seed,
             chat=source.chat,
             longest=self._config.data.max_prompt_tokens + self._config.rollout.longest_response,
+            columns=source,
         )
 
     def close(self) -> None:

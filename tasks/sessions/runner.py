@@ -88,7 +88,7 @@ class SessionRunner:
                 await write(row)
 
             rollout = SessionRollout(
-                opening,
+                opening.of_row(task["metadata"]),
                 self._settings,
                 self._sampling,
                 self._dialogues,

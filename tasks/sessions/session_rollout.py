@@ -9,11 +9,12 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.core.config.rollout import Sampling, Session
+from millrace.core.contracts.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
 from millrace.core.contracts.ids import tokens_hash, turn_seed
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.sessions.interface import Message, Turn
@@ -33,6 +34,12 @@ class Opening:
     seed: int
     chat: bool
     longest: int  # tokens of the whole dialogue, prompt and all
+    columns: ChatColumns | None = None  # of the source
+    options: ChatOptions = PLAIN
+
+    def of_row(self, metadata: Mapping[str, Any] | None) -> Opening:
+        """The opening with the chat options of a row that has this metadata."""
+        return replace(self, options=chat_options(self.columns, metadata)) if self.columns else self
 
 
 @dataclass
@@ -205,7 +212,7 @@ class SessionRollout:
         branch.events += 1
         self.engine_id = rows[-1].engine_id
         text, cut = "".join(row.text for row in rows), rows[-1].ended == "length"
-        turn = self._dialogues.turn(output, text, cut, ids)
+        turn = self._dialogues.turn(output, text, cut, ids, self.opening.options)
         said = self.said[branch.number]
         said.turns.append(turn)
         said.messages.append(_said(turn))
@@ -226,7 +233,7 @@ class SessionRollout:
                 branch.prompt_ids = self._opening_ids(said.messages, run)
             elif run:
                 ids = branch.ids
-                branch.observe(self._dialogues.following(run, ids, self.opening.chat))
+                branch.observe(self._dialogues.following(run, ids, self.opening.chat, self.opening.options))
             said.messages += run
             run = []
             branch.observe(piece["ids"])
@@ -235,7 +242,7 @@ class SessionRollout:
         ids: list[int] = []
         messages = [*before, *_messages(new)]
         if messages:
-            ids += self._dialogues.opening(messages, self.opening.chat)
+            ids += self._dialogues.opening(messages, self.opening.chat, self.opening.options)
         for piece in new:
             ids += piece.get("ids", ())
         if not ids:

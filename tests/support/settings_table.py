@@ -42,12 +42,14 @@ def _under(prefix: str, names: str) -> list[str]:
 
 SAMPLING = "temperature top_p top_k min_p max_new_tokens stop stop_token_ids"
 FUNCTION = "function options"
+CHAT = "tools_key chat_template_kwargs chat_template_kwargs_key label_from_prompt"
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
         (
             "run.seed",
             *_under("model", "path revision tokenizer chat_template dtype"),
             *_under("data.sources.0", "name weight prompt_key label_key metadata_key extra_keys chat system"),
+            *_under("data.sources.0", CHAT),
             *_under("data", "shuffle max_prompt_tokens"),
             *_under("rollout", "prompts samples_per_prompt"),
             *_under("trainer", "global_batch optimizer.distributed megatron_optimizer"),
@@ -137,8 +139,8 @@ ROWS: dict[str, Row] = {
         "tasks/evaluate.py",
         *_under(
             "evaluation.sets.0",
-            "name path prompt_key label_key metadata_key extra_keys chat system samples_per_prompt correct_from "
-            "subset_key",
+            f"name path prompt_key label_key metadata_key extra_keys chat system samples_per_prompt {CHAT} "
+            "correct_from subset_key",
         ),
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),

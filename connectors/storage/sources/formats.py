@@ -116,7 +116,8 @@ class _Reader:
     def _columns(self, names: list[str]) -> list[str]:
         """The columns that are read. Raises MissingColumnError without that of the prompt."""
         source = self._source
-        keys = (source.prompt_key, source.label_key, source.metadata_key, *source.extra_keys)
+        more = (source.tools_key, source.chat_template_kwargs_key, *source.extra_keys)
+        keys = (source.prompt_key, source.label_key, source.metadata_key, *more)
         wanted = {column_of(key, names) for key in keys if key}
         columns = [column for column in names if column in wanted]
         prompt = column_of(source.prompt_key, names)

@@ -9,6 +9,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import NamedReward
 from millrace.core.config.run_config import RunConfig
+from millrace.core.contracts.chat_options import RESERVED
 from millrace.core.contracts.source_path import FORMATS, REMEDY, UNREAD, source_path
 
 
@@ -18,7 +19,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from same_names("reward.named", config.reward.named)
     for source in config.data.sources:
         yield from file_problems(f"data.sources.{source.name}.path", source.path)
-        if config.algorithm.supervised and source.label_key is None:
+        yield from template_problems(f"data.sources.{source.name}", source)
+        if config.algorithm.supervised and source.label_key is None and not source.label_from_prompt:
             yield Problem(
                 f"data.sources.{source.name}.label_key",
                 None,
@@ -37,6 +39,15 @@ def same_names(field: str, items: Sequence[Source | EvalSet | NamedReward]) -> I
             name,
             f"item {places[0]} has the same name, and metrics and lineage distinguish them by name",
             "give each its own name",
+        )
+
+
+def template_problems(field: str, source: Source | EvalSet) -> Iterator[Problem]:
+    """Variables that a chat template gets from elsewhere."""
+    for name in sorted(RESERVED & source.chat_template_kwargs.keys()):
+        remedy = "name the column with tools in tools_key" if name == "tools" else "remove it"
+        yield Problem(
+            f"{field}.chat_template_kwargs", name, "chat templates get it from millrace itself", remedy
         )
 
 

@@ -31,6 +31,9 @@ class Columns:
     label_key: str | None = "label"
     metadata_key: str | None = "metadata"
     extra_keys: tuple[str, ...] = ()
+    tools_key: str | None = None
+    chat_template_kwargs_key: str | None = None
+    label_from_prompt: bool = False
 
 
 KEYS = Columns()
