@@ -6,12 +6,13 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.connectors.huggingface.tiny import build_tiny_model
+from millrace.connectors.huggingface.tiny import TOOL_TEMPLATE, build_tiny_model
 from millrace.connectors.storage.prompts import read_source
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
@@ -45,11 +46,11 @@ def checked(project: Path, page: str) -> RunConfig:
 
 
 def test_the_files_of_the_page_on_data_are_read_whole(project: Path) -> None:
-    (lines,), (row,) = blocks("own-data", "jsonl"), blocks("own-data", "json")
+    (lines,), (row, *_) = blocks("data", "jsonl"), blocks("data", "json")
     for name in ("train", "test"):
         (project / f"{name}.jsonl").write_text(lines)
     pq.write_table(pa.Table.from_pylist([json.loads(row)]), project / "level.parquet")
-    config = checked(project, "own-data")
+    config = checked(project, "data")
     assert [source.path for source in config.data.sources] == [
         f"{project}/train.jsonl",
         f"{project}/level.parquet",
@@ -58,6 +59,78 @@ def test_the_files_of_the_page_on_data_are_read_whole(project: Path) -> None:
     assert (rows[0].label, quarantined) == ("72", [])
     assert rows[0].metadata["extra_info.index"] == 0
     assert rows[0].metadata["data_source"] == "sums"
+
+
+SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4="}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+FORMATS: dict[str, tuple[Any, Any, set[str]]] = {  # prompt, label, and keys of the metadata
+    "gsm8k": ("Ann has 3 pens and buys 4. How many has she?", "3+4=<<3+4=7>>7\n#### 7", set()),
+    "dapo": (
+        [{"role": "user", "content": "What is 48/2? The last line is Answer: and the number."}],
+        "24",
+        set(),
+    ),
+    "math": ("What is 2+3?", "We add and get $\\boxed{5}$.", {"level", "type"}),
+    "gpqa": ("Which is a noble gas?", "neon", {f"Incorrect Answer {number}" for number in (1, 2, 3)}),
+    "ifeval": ("Write a title of at most 9 words.", None, {"instruction_id_list", "kwargs"}),
+    "sharegpt": (SAID, "7", set()),
+    "openai": (
+        [
+            {"role": "user", "content": "What is 3+4?"},
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "7"},
+        ],
+        "It is 7.",
+        {"tools"},
+    ),
+}
+RIGHT = {  # an answer for which the reward of the page gives 1
+    "gsm8k": "It is 7.",
+    "dapo": "Answer: 24",
+    "math": "\\boxed{5}",
+    "gpqa": "It is neon.",
+    "ifeval": "Spring",
+    "sharegpt": "7",
+    "openai": "It is 7. Yes.",
+}
+
+
+def test_the_page_has_these_formats() -> None:
+    assert [re.findall(r"name: (\w+)", block) for block in blocks("data", "yaml")[1:]] == [
+        [name] for name in FORMATS
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
+def test_rows_of_public_formats_are_read_checked_and_scored_with_settings_alone(
+    project: Path, name: str, stored: str
+) -> None:
+    number = list(FORMATS).index(name)
+    row, source = blocks("data", "json")[number + 1], blocks("data", "yaml")[number + 1]
+    path = re.findall(r"path: (\S+)", source)[0]
+    source = source.replace(path, f"{name}.{stored}")
+    if stored == "parquet":
+        pq.write_table(pa.Table.from_pylist([json.loads(row)]), project / f"{name}.parquet")
+    else:
+        (project / f"{name}.jsonl").write_text(json.dumps(json.loads(row)) + "\n")
+    (project / "tools.jinja").write_text(TOOL_TEMPLATE)
+    (project / "run.yaml").write_text(
+        "run: {name: format}\nmodel: {path: ../model, chat_template: tools.jinja}\n"
+        'reward: {function: "millrace.core.rewards.number:arithmetic"}\n' + source
+    )
+    config = load_config(str(project / "run.yaml"), ["rollout.prompts=2", "rollout.samples_per_prompt=2"])
+    (read,), quarantined = read_source(config.data.sources[0])
+    prompt, label, metadata = FORMATS[name]
+    assert (read.prompt, read.label, set(read.metadata)) == (prompt, label, metadata)
+    assert quarantined == []
+    assert check(config) == []
+    reward = config.data.sources[0].reward
+    assert reward is not None
+    sample = {"prompt": json.dumps(read.prompt), "metadata": json.dumps(read.metadata)}
+    sample |= {"label": None if label is None else json.dumps(label), "status": "completed"}
+    answer = {"response": RIGHT[name], "response_length": 9}
+    assert score_sample(reward.function, reward.options, sample | answer)["reward"] == 1.0
 
 
 def modules_of(project: Path, page: str) -> None:
@@ -72,7 +145,7 @@ def test_the_reward_of_the_page_is_found_beside_its_file_and_scores(
 ) -> None:
     monkeypatch.syspath_prepend("")  # the search path is put back at the end
     modules_of(project, "rewards")
-    (project / "train.jsonl").write_text(blocks("own-data", "jsonl")[0])
+    (project / "train.jsonl").write_text(blocks("data", "jsonl")[0])
     config = checked(project, "rewards")
     row = {"prompt": '"17+48="', "label": '"65"', "metadata": None, "response": " 65 "}
     row |= {"response_length": 2, "status": "completed"}
@@ -94,7 +167,7 @@ def test_each_configuration_of_the_page_on_rewards_is_right(
         monkeypatch.setenv(key, "k")
     monkeypatch.syspath_prepend("")
     modules_of(project, "rewards")
-    (project / "train.jsonl").write_text(blocks("own-data", "jsonl")[0])
+    (project / "train.jsonl").write_text(blocks("data", "jsonl")[0])
     whole, *fragments = blocks("rewards", "yaml")
     (project / "run.yaml").write_text(whole.partition("reward:")[0])
     (project / "more.yaml").write_text(f"base: run.yaml\n{fragments[number - 1]}")
@@ -118,7 +191,7 @@ def test_the_page_on_rewards_lists_those_that_ship() -> None:
         load(f"millrace.core.rewards.{name}")
 
 
-@pytest.mark.parametrize("page", ["own-data", "rewards", "debugging"])
+@pytest.mark.parametrize("page", ["data", "rewards", "debugging"])
 def test_every_query_of_the_pages_is_answered(page: str, tmp_path: Path) -> None:
     write_run(str(tmp_path), "mine")
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")

@@ -74,16 +74,16 @@ def test_own_data_and_an_own_reward_are_checked_and_trained(reader: Reader) -> N
 def test_chat_messages_sources_with_weights_and_rows_that_cannot_be_used(reader: Reader) -> None:
     sums = reader.folder / "sums"
     sums.mkdir()
-    rows = [*blocks("own-data", "jsonl")[0].splitlines(), '{"question": "no prompt"}', "{"]
+    rows = [*blocks("data", "jsonl")[0].splitlines(), '{"question": "no prompt"}', "{"]
     (sums / "train.jsonl").write_text("\n".join([*rows, *(json.dumps(row) for row in SUMS)]) + "\n")
     (sums / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS[:8]))
-    level = json.loads(blocks("own-data", "json")[0])
+    level = json.loads(blocks("data", "json")[0])
     pq.write_table(pa.Table.from_pylist([level] * 12), sums / "level.parquet")
-    (sums / "run.yaml").write_text(blocks("own-data", "yaml")[0].replace("name: mine", "name: chat"))
+    (sums / "run.yaml").write_text(blocks("data", "yaml")[0].replace("name: mine", "name: chat"))
     sizes = (*without(TINY, "evaluation.sets"), "evaluation.sets.0.sampling.max_new_tokens=8")
-    plan = reader.types("own-data", "millrace check sums/run.yaml", *sizes)
+    plan = reader.types("data", "millrace check sums/run.yaml", *sizes)
     assert re.search(r"data sums .*2 unusable", plan), plan
-    assert "reward" in reader.types("own-data", "millrace train sums/run.yaml", *sizes)
+    assert "reward" in reader.types("data", "millrace train sums/run.yaml", *sizes)
     query = "select system, prompt, label from prompts"
     sent = json.loads(reader.calls("millrace", "sql", "chat", query, "--json"))
     assert {row["system"] for row in sent} >= {None}
