@@ -88,6 +88,11 @@ def test_every_field_that_names_a_file_or_folder_is_one_of_these_kinds() -> None
         assert f"`{path}`" in page().partition("**Changes.**")[0]
 
 
+def test_a_pattern_and_a_slice_lie_beside_the_file_too(here: Path) -> None:
+    text = RUN.replace("path: train.jsonl", 'path: "data/*.jsonl@[:3]"')
+    assert loaded("project/run.yaml", text).data.sources[0].path == "project/data/*.jsonl@[:3]"
+
+
 def test_what_a_run_reads_lies_beside_its_file_and_what_it_writes_where_it_starts(here: Path) -> None:
     config = loaded("project/run.yaml")
     assert (config.model.path, config.model.tokenizer) == ("project/model", "project/../tokenizer")
