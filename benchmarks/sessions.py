@@ -138,6 +138,16 @@ async def busy(engine: psutil.Process, client: EngineClient, make: Make, rollout
     }
 
 
+def session_settings(args: argparse.Namespace, turns: int) -> Session:
+    """Rollouts of so many turns with a call after each."""
+    function = {
+        "function": "benchmarks.sessions:turns_with_calls",
+        "options": {"turns": turns, "wait": args.wait},
+    }
+    limits = {"max_rollouts": args.rollouts, "max_calls": args.rollouts}
+    return Session.model_validate({"function": function, "tools": ["benchmarks.sessions:look"], **limits})
+
+
 @asynccontextmanager
 async def kinds(args: argparse.Namespace, model: Path, client: EngineClient) -> Any:
     """What is measured, by name."""
@@ -168,17 +178,7 @@ async def kinds(args: argparse.Namespace, model: Path, client: EngineClient) -> 
     pools: list[SessionPool] = []
 
     def runner(turns: int) -> SessionRunner:
-        settings = Session.model_validate(
-            {
-                "function": {
-                    "function": "benchmarks.sessions:turns_with_calls",
-                    "options": {"turns": turns, "wait": args.wait},
-                },
-                "tools": ["benchmarks.sessions:look"],
-                "max_rollouts": args.rollouts,
-                "max_calls": args.rollouts,
-            }
-        )
+        settings = session_settings(args, turns)
         pools.append(SessionPool(settings))
         return SessionRunner(
             settings,
