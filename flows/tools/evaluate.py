@@ -28,8 +28,8 @@ from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate_version
+from millrace.tasks.runtime.gpu_memory import StoredWeights
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.runtime.stored_weights import StoredWeights
 from millrace.tasks.runtime.trainer import bring_up, make_ranks
 
 CONFIG_JSON = "config.json"

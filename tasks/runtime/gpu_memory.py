@@ -170,6 +170,20 @@ class GpuMemory:
             self._owner = self._owner.after(event)
 
 
+class StoredWeights(GpuMemory):
+    """Engines alone, for a model that nothing trains: each holds the folder at `model.path`, under any version it is asked for."""
+
+    async def for_engines(self, version: int) -> Dispatcher:
+        """A dispatcher over engines that have loaded the folder."""
+        async with self._turn:
+            fleet = await self._engines.running()
+            missing = fleet.unconfirmed(version)
+            if missing:
+                await fleet.update_weights(self.config.model.path, version, missing)
+            await fleet.wake()
+            return fleet.dispatcher(version, self._recover)
+
+
 async def both(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:
     """Wait for both results. Of two errors the one that another start does not fix is raised, and the other logged."""
     results = await asyncio.gather(first, second, return_exceptions=True)

@@ -147,6 +147,8 @@ def _evaluate(folder: RunFolder, done: int, task: str) -> dict[str, float]:
                 reward=float(right or number == 0),
                 scoring="scored",
                 version=done,
+                subset=None,
+                reason=None,
             )
             for number in range(2)
         ]
