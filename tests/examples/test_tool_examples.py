@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from millrace import RewardInput
 from millrace.connectors.huggingface.tiny import build_tokenizer
@@ -31,6 +32,7 @@ SHORT = [  # long enough for a model that writes calls, most of them wrong ones
     "evaluation.sets=[]",
 ]
 TOKENIZER = build_tokenizer(tools=True)
+pytestmark = pytest.mark.slow  # a warm-up of 120 steps each
 
 
 class Ran:
