@@ -24,7 +24,7 @@ from tests.support.flow_runs import Workplace, make_workplace
 
 OVER = 3000  # iterations that the allowances are for
 ALLOWED = {  # growth over so many iterations, by the last part of a figure's name
-    "MiB": 150.0,
+    "MiB": 100.0,
     "descriptors": 5.0,
     "threads": 5.0,
     "database KiB": 10_240.0,
