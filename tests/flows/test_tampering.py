@@ -51,6 +51,7 @@ IN_ITERATION = (
     "step.json",
     "rollouts/part",
     "rewards/part",
+    "evaluations/part",
     "results/evaluate.json",
     "takeover.json",
     *(f"results/{task}.json" for task in TASKS),
