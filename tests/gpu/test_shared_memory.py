@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,10 @@ async def runtime(
     """A colocated run's live parts; a test's parameter: the engine's share of the GPU, and more of `placement`."""
     share, placement = getattr(request, "param", (SHARE, {}))
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PREFECT_API_URL", ensure_server())
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+        monkeypatch.setenv(name, "")  # so that it is as it was in the end: the next test's server is another
+        monkeypatch.delenv(name)
+    ensure_server()
     model = model_folder("0.6b", tmp_path / "0.6b")
     sglang = {**SGLANG, "mem_fraction_static": share, "cuda_graph_max_bs_decode": 16}
     values = configuration(
@@ -57,7 +59,6 @@ async def runtime(
     yield made
     await made.close(end_actors=True)
     stop_server()
-    os.environ.pop("PREFECT_API_URL", None)
 
 
 async def stepped(runtime: Runtime, folder: Path, version: int) -> dict[str, Any]:
