@@ -103,6 +103,7 @@ def assert_only_answers_are_trained(row: dict[str, Any]) -> None:
     assert TOKENIZER.decode(masked).replace("<eos>", "") == seen
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_in_the_sandbox_is_repaired(workplace: Workplace) -> None:
     from examples.code_repair.code_repair import first_failure, outputs_of
 
@@ -130,6 +131,7 @@ def test_a_program_that_fails_in_the_sandbox_is_repaired(workplace: Workplace) -
     assert any(failure.startswith("SyntaxError: ") for failure in shown)
 
 
+@pytest.mark.slow
 def test_solver_and_critic_are_rewarded_and_compared_apart(workplace: Workplace) -> None:
     sums = {"1+1=": "2", "1+2=": "3", "2+1=": "3"}
     asked = [*sums, *(f"{prompt}{answer}?" for prompt in sums for answer in "23")]

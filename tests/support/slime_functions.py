@@ -67,18 +67,18 @@ async def fans_out(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 
 
 async def alters(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """Gives back what the option says: other tokens, another mask, an aborted sample, nothing to train."""
+    """Gives back what its row says: other tokens, another mask, an aborted sample, nothing to train."""
     ids = GenerateState(args).tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    new, _, _ = await _ask(args, sampling_params | getattr(args, "sampling", {}), input_ids=ids)
+    new, _, _ = await _ask(args, sampling_params | sample.metadata["sampling"], input_ids=ids)
     sample.tokens, sample.response_length, sample.loss_mask = ids + new, len(new), [1] * len(new)
-    if args.what == "tokens":
+    if sample.metadata["what"] == "tokens":
         sample.tokens[-1] += 1
-    if args.what == "mask":
+    if sample.metadata["what"] == "mask":
         sample.loss_mask[0] = 0
-    if args.what == "status":
+    if sample.metadata["what"] == "status":
         sample.status = Sample.Status.ABORTED
-    if args.what == "remove":
+    if sample.metadata["what"] == "remove":
         sample.remove_sample = True
-    if args.what == "unknown":
+    if sample.metadata["what"] == "unknown":
         args.n_samples_per_prompt  # noqa: B018 - it raises
     return sample

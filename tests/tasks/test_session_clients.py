@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,11 @@ async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) ->
     pools: dict[str, SessionPool] = {}
 
     async def made(
-        function: str, stored: Sequence[TurnRow] = (), **options: Any
+        function: str, stored: Sequence[TurnRow] = (), metadata: Any = None, **options: Any
     ) -> tuple[list[MadeSample], list[TurnRow], Engines]:
         settings = Session.model_validate({"function": {"function": function, "options": options}})
-        pool = pools.setdefault(f"{function} {options}", SessionPool(settings))
+        key = f"{function} {options}"
+        pool = pools[key] = pools.get(key) or SessionPool(settings)
         engines, rows, sampling = Engines(), list[TurnRow](), Sampling()
 
         async def ready() -> Engines:
@@ -71,7 +73,7 @@ async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) ->
         prompt = [{"role": "user", "content": "1+1="}]
         ids = TOKENIZER.encode_prompts([prompt], chat=True)[0]
         opening = Opening("g-0000", "g", prompt, ids, seed=7, chat=True, longest=512)
-        task = session_task('"1+1="', '"2"', None, "s", 0)
+        task = session_task('"1+1="', '"2"', json.dumps(metadata or {}), "s", 0)
         samples, _, _ = await runner.run(opening, task, stored, write)
         return samples, rows, engines
 
@@ -160,27 +162,21 @@ async def test_what_slimes_function_fans_out_are_branches_with_their_rewards(run
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (
-            {"what": "tokens"},
-            "sample.tokens are not those that were sent and generated: they differ from token",
-        ),
-        ({"what": "mask"}, "sample.loss_mask masks a token that was generated"),
-        ({"what": "status"}, "the function returned a sample that is aborted"),
-        ({"what": "remove"}, "sample.remove_sample"),
-        ({"what": "unknown"}, "args has no n_samples_per_prompt here: give it in the function's options"),
-        (
-            {"what": "", "sampling": {"temperature": 0.1}},
-            "the run samples with 1.0: set rollout.sampling.temp",
-        ),
-        ({"what": "", "sampling": {"regex": "a+"}}, "sampling_params.regex: it is not known here"),
-    ],
-)
-async def test_what_is_not_what_was_generated_fails_with_its_reason(
-    run_function: Run, options: dict[str, Any], reason: str
-) -> None:
-    (sample,), _, _ = await run_function(f"{SLIME}alters", **options)
-    assert sample.status == "failed"
-    assert reason in (sample.reason or "")
+# what is asked of the function, and why it fails
+ALTERED: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens": ({}, "sample.tokens are not those that were sent and generated: they differ from token"),
+    "mask": ({}, "sample.loss_mask masks a token that was generated"),
+    "status": ({}, "the function returned a sample that is aborted"),
+    "remove": ({}, "sample.remove_sample"),
+    "unknown": ({}, "args has no n_samples_per_prompt here: give it in the function's options"),
+    "temperature": ({"temperature": 0.1}, "the run samples with 1.0: set rollout.sampling.temperature"),
+    "regex": ({"regex": "a+"}, "sampling_params.regex: it is not known here"),
+}
+
+
+async def test_what_is_not_what_was_generated_fails_with_its_reason(run_function: Run) -> None:
+    for what, (sampling, reason) in ALTERED.items():
+        metadata = {"what": what, "sampling": sampling}
+        (sample,), _, _ = await run_function(f"{SLIME}alters", metadata=metadata)
+        assert sample.status == "failed", what
+        assert reason in (sample.reason or ""), what
