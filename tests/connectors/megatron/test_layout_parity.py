@@ -196,4 +196,5 @@ def test_steps_and_weights_are_those_of_plain_hugging_face(
     ) in exported.items():  # AdamW turns the rounding of a gradient near 0 into a part of its step
         gap = (weight - weights[key]).abs()
         assert float(gap.mean()) < (LR / 1000 if case.advantages or case.megatron else 2e-8), key
-        assert float(gap.max()) < LR / 10, key
+        # and its sign, where processors round otherwise: of two numbers at most
+        assert int((gap > LR / 10).sum()) <= 2, key
