@@ -44,6 +44,11 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         what = f"trainer's step against plain Hugging Face and AdamW, {case['case']} batch"
         command = "python -m benchmarks.trainer_step --threads 2"
         yield Row(what, (f"{case['ratio']:.2f} times its time",), "≤ 1.3", command)
+    for name, source in kept.get("cpu", "large_source")["sources"].items():
+        what = f"first 512 prompts of a source of {source['rows']:,} rows ({name}): driver's memory more"
+        target = "< 5 s, < 500 MiB" if name.endswith("as drawn") else ""
+        figure = f"{source['start_s']:.1f} s, {source['driver_mb']:.0f} MiB"
+        yield Row(what, (figure,), target, "python -m benchmarks.large_source")
     check = kept.get("cpu", "check_command")
     seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
     yield Row("`millrace check`, start to answer", (seconds,), "< 3 s", "python -m benchmarks.check_command")
@@ -71,7 +76,10 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         yield Row(what, (slowest,), "", "python -m benchmarks.pack_balance")
     for case in kept.get("cpu", "graded_answers"):
         what = f"mathematical answers graded a second by one process, {case['kind']}"
-        yield Row(what, (f"{case['answers_per_s']:,}",), "", "python -m benchmarks.graded_answers")
+        yield Row(what, (f"{case['answers_per_s']:,}",), "", "python -m benchmarks.rewards.graded_answers")
+    scoring = kept.get("cpu", "scoring_overhead")
+    what = f"{scoring['answers']:,} mathematical answers scored by a run's worker, time against plain calls of math-verify"
+    yield Row(what, (f"{scoring['ratio']:.2f} times",), "≤ 1.2", scoring["command"])
     learning = kept.get("cpu", "learning")
     what = "learning of the one-GPU recipe on a CPU, held-out accuracy"
     yield Row(what, (_held_out(learning["curve"]["held_out"]),), "rising", learning["command"])

@@ -74,7 +74,7 @@ def page(kept: KeptResults | None = None) -> str:
 def benchmark_modules() -> list[str]:
     """The modules that one starts, by their dotted names."""
     folder = Path(__file__).parent
-    paths = sorted([*folder.glob("*.py"), *folder.glob("gpu/*.py")])
+    paths = sorted([*folder.glob("*.py"), *folder.glob("*/*.py")])
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in paths

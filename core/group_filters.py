@@ -5,56 +5,140 @@ Owns the verdict on a group; knows nothing of how many groups an iteration needs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.filter import Filter
+from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.contracts.references import resolved
 from millrace.core.hooks import GroupSample as GroupSample
-from millrace.core.hooks import call_function
+from millrace.core.hooks import failure_of, load, load_function, written_for_slime
+from millrace.core.slime.filter import slime_verdict
 
 ZERO_VARIANCE = 1e-6  # rewards that differ by less are equal
+FIELD = "filter.group_filter"
+Kind = Literal[
+    "unusable_row",
+    "too_few_scored",
+    "group_filter",
+    "filter_failed",
+    "zero_variance",
+    "reward_band",
+    "truncated",
+    "too_long",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The decision on a group. `usable`: it may stand in where too few groups are kept; `reason` is empty when kept."""
+    """The decision on a group. `usable`: it may stand in where too few groups are kept; `reason` is empty when kept.
+
+    `kind` names what dropped it.
+    """
 
     keep: bool
     reason: str
     usable: bool
     zero_variance: bool = False
+    kind: Kind | None = None
+    # figures of the scored samples' rewards, which decide nothing
+    reward: float | None = field(default=None, compare=False)  # mean
+    reward_std: float | None = field(default=None, compare=False)  # standard deviation
 
 
 def judge_group(samples: Sequence[GroupSample], filter: Filter, algorithm: Algorithm) -> Judgement:
     """Judge a group whose samples have all been generated and scored, or failed at it.
 
     Dropped for good: fewer scored samples than the estimator needs (two where it compares samples, else one), or refused by
-    the user's filter. Dropped but usable: rewards all equal, under filter.drop_zero_variance.
-    Errors: ConfigError when the user's filter cannot be loaded or raises.
+    the user's filter, or that filter raised on it. Dropped but usable: by any other filter of the configuration.
+    Errors: ConfigError when the user's filter cannot be loaded.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
+    return replace(
+        _judged(samples, rewards, filter, algorithm),
+        zero_variance=zero_variance(rewards),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        reward_std=_std(rewards) if rewards else None,
+    )
+
+
+def _judged(
+    samples: Sequence[GroupSample], rewards: Sequence[float], filter: Filter, algorithm: Algorithm
+) -> Judgement:
     smallest = 2 if algorithm.group_baseline else 1
-    equal = zero_variance(rewards)
     if len(rewards) < smallest:
-        return Judgement(
-            False,
-            f"too few scored samples: {len(rewards)} of {len(samples)}, {smallest} are needed",
-            False,
-            equal,
-        )
-    if filter.group_filter is not None:
-        refusal = call_function(filter.group_filter, "filter.group_filter", samples)
-        if refusal:
-            return Judgement(False, str(refusal), False, equal)
-    if filter.drop_zero_variance and equal:
-        return Judgement(False, f"zero variance: all rewards {rewards[0]:g}", True, True)
-    return Judgement(True, "", True, equal)
+        reason = f"too few scored samples: {len(rewards)} of {len(samples)}, {smallest} are needed"
+        return _dropped("too_few_scored", reason, usable=False)
+    dropped = _by_function(filter.group_filter, samples) if filter.group_filter else None
+    return dropped or _by_settings(samples, rewards, filter) or Judgement(True, "", True)
+
+
+def _std(rewards: Sequence[float]) -> float:
+    mean = sum(rewards) / len(rewards)
+    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group are all equal (False for a group with none)."""
     return bool(rewards) and max(rewards) - min(rewards) <= ZERO_VARIANCE
+
+
+def _dropped(kind: Kind, reason: str, *, usable: bool) -> Judgement:
+    return Judgement(False, reason, usable, kind=kind)
+
+
+def _by_function(function: UserFunction, samples: Sequence[GroupSample]) -> Judgement | None:
+    """What the user's filter says. One that raises, or returns what is no answer, drops the group for that reason."""
+    slime = written_for_slime(function.function)
+    loaded = load(function.function, f"{FIELD}.function") if slime else load_function(function, FIELD)
+    options = resolved(function.options, f"{FIELD}.options")
+    try:
+        if slime:
+            verdict = slime_verdict(loaded, options, samples)
+            usable = verdict.keep_when_insufficient
+            return None if verdict.keep else _dropped("group_filter", verdict.reason or "", usable=usable)
+        refusal = loaded(samples)
+        if refusal is not None and not isinstance(refusal, str):
+            raise TypeError(
+                f"it returned a {type(refusal).__name__}; return None to keep a group, text to drop it"
+            )
+    except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
+        return _dropped("filter_failed", f"{FIELD} failed: {failure_of(error, function)}", usable=False)
+    return _dropped("group_filter", refusal, usable=False) if refusal else None
+
+
+def _by_settings(
+    samples: Sequence[GroupSample], rewards: Sequence[float], filter: Filter
+) -> Judgement | None:
+    """The first of the other filters that drops a group with these samples, and rewards of the scored ones.
+
+    The band includes its ends, as the accuracy filter of PRIME does (Cui et al., arXiv:2502.01456). Lengths are
+    those of the samples that were generated.
+    """
+    if filter.drop_zero_variance and zero_variance(rewards):
+        return _dropped("zero_variance", f"zero variance: all rewards {rewards[0]:g}", usable=True)
+    if filter.reward_band is not None:
+        low, high = filter.reward_band
+        mean = sum(rewards) / len(rewards)
+        if not low - ZERO_VARIANCE <= mean <= high + ZERO_VARIANCE:
+            reason = f"mean reward {mean:g} is outside {low:g} to {high:g}"
+            return _dropped("reward_band", reason, usable=True)
+    made = [sample for sample in samples if sample.scoring != "skipped"]
+    if filter.max_truncated_share is not None:
+        cut = sum(sample.truncated for sample in made)
+        if cut > filter.max_truncated_share * len(made):
+            reason = f"{cut} of {len(made)} responses truncated, filter.max_truncated_share = {filter.max_truncated_share:g}"
+            return _dropped("truncated", reason, usable=True)
+    if filter.max_mean_response_tokens is not None:
+        length = sum(sample.response_length for sample in made) / len(made)
+        if length > filter.max_mean_response_tokens:
+            limit = f"filter.max_mean_response_tokens = {filter.max_mean_response_tokens}"
+            return _dropped("too_long", f"{length:g} tokens a response on average, {limit}", usable=True)
+    return None
 
 
 # filters to name in filter.group_filter

@@ -7,6 +7,8 @@ What happens when a function raises or returns something unusable:
 
 - a reward: the sample fails with the reason. In training it counts as not scored, never as zero;
   reward.max_failed_share bounds how many. In evaluation it counts as wrong, and eval/<set>/unscored says how many.
+- a hint for a teacher: the same.
+- a group filter: its group is dropped with the reason; filter.max_failed_share bounds how many.
 - any other: the run stops with an error that names the function. What is stored stays, and the run continues from it.
 """
 
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError, described
-from millrace.core.slime.sample import provide
+from millrace.core.slime.sample import SLIME, provide
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from millrace.core.algorithms.objective import TokenBatch
     from millrace.core.config import UserFunction
 
-SLIME = "slime"  # before the colon: what follows is the path of a function with slime's signature
 Prompt = str | Sequence[Mapping[str, Any]]  # text, or chat messages
 
 
@@ -64,11 +65,31 @@ Score = float | RewardResult | Mapping[str, float]  # what a reward function may
 
 @dataclass(frozen=True)
 class GroupSample:
-    """A sample as group filters see it. `reward` is None unless `scoring` is "scored"."""
+    """A sample as group filters see it. `reward` is None unless `scoring` is "scored".
+
+    Of a rollout with several branches: mean reward and parts, tokens of all branches, and the first branch as `input`.
+    """
 
     sample_id: str
     reward: float | None
     scoring: str = "scored"  # scored, failed, timed_out, skipped
+    response_length: int = 0  # tokens
+    truncated: bool = False  # cut at the token limit
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward
+    input: RewardInput = field(default_factory=lambda: RewardInput("", ""))  # what its reward saw
+
+
+@dataclass(frozen=True)
+class BufferedGroup:
+    """A trained group that may be trained once more, as buffer filters see it."""
+
+    iteration: int  # that generated it, from 0
+    ordinal: int  # of its prompt among those that the iteration drew
+    source: str
+    age: int  # weight versions between its samples and the weights to be trained
+    uses: int  # times that it was trained
+    reward: float | None  # mean of its scored rollouts
+    reward_std: float | None  # their standard deviation; None where the iteration had no buffer
 
 
 @runtime_checkable
@@ -81,11 +102,49 @@ class Reward(Protocol):
     def __call__(self, sample: RewardInput, **options: Any) -> Score | Awaitable[Score]: ...
 
 
+class NumberedRows(Protocol):
+    """Rows of a source by number: a list of mappings is one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """Gives the rows of a source: a list, or an object with `__len__` and `__getitem__(number)`; each row is a mapping.
+
+    Called once in a process of its own, and with `level` for each level of a source with levels. The same number must give
+    the same row in every process.
+    """
+
+    def __call__(self, **options: Any) -> NumberedRows: ...
+
+
 @runtime_checkable
 class GroupFilter(Protocol):
-    """Decides on a scored group: None keeps it, text drops it for that reason."""
+    """Decides on a scored group: None keeps it, text drops it for that reason. The same group must get the same answer."""
 
     def __call__(self, samples: Sequence[GroupSample], **options: Any) -> str | None: ...
+
+
+@runtime_checkable
+class BufferFilter(Protocol):
+    """Chooses among the groups held for reuse: those that may be taken, in the order in which they shall be.
+
+    The same groups must get the same answer.
+    """
+
+    def __call__(self, groups: Sequence[BufferedGroup], **options: Any) -> Sequence[BufferedGroup]: ...
+
+
+@runtime_checkable
+class TeacherHint(Protocol):
+    """Tells a served teacher more of a sample than the policy saw, which its prompt is given; None tells it nothing more.
+
+    Runs where rewards do.
+    """
+
+    def __call__(self, sample: RewardInput, **options: Any) -> str | None: ...
 
 
 @runtime_checkable
@@ -114,8 +173,11 @@ class Loss(Protocol):
 
 
 HOOKS: dict[str, type] = {
+    "rows": DataSource,
     "reward": Reward,
     "group_filter": GroupFilter,
+    "buffer_filter": BufferFilter,
+    "teacher_hint": TeacherHint,
     "reward_shaping": RewardShaping,
     "advantage": Advantage,
     "loss": Loss,
@@ -195,10 +257,15 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
             raise
         story = "".join(traceback.format_exception(error))  # those that it was raised from are shown with it
         raise ConfigError(
-            f"it raised {_clean(described(error), function)}",
+            f"it raised {failure_of(error, function)}",
             where=f"{field_name}.function = {function.function}",
             remedy="correct the function and start the run again",
         ) from (error if story == _clean(story, function) else None)
+
+
+def failure_of(error: Exception, function: UserFunction) -> str:
+    """What a user's function raised, in one text: type, message and line, without the secrets of its options."""
+    return _clean(described(error), function)
 
 
 def _clean(text: str, function: UserFunction) -> str:

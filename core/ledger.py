@@ -13,114 +13,33 @@ Invariants
 - A draw depends on the seed, the sources and the committed history alone. With a lag (iterations that are drawn before
   the ones before them are committed) it depends on no verdict younger than the lag, committed already or not.
 - Fresh draws follow the weights: each goes to the source that is furthest behind its share.
+- Levels, pools and stages change what is fresh by the scores of committed iterations alone (millrace.core.curriculum).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from numpy.typing import NDArray
 
+from millrace.core.config.data import Pools, Stage
+from millrace.core.contracts.history import IterationHistory, Key
 from millrace.core.contracts.ids import derived_seed, iteration_number
-from millrace.core.contracts.sample import Verdict
+from millrace.core.curriculum.parts import SourcePlan, part_name, source_and_level
+from millrace.core.curriculum.progress import Progress, Standing
 from millrace.core.errors import DataError
 
-Key = tuple[str, int, int]  # source, row, epoch
-
-
-class GroupOutcome(BaseModel):
-    """What became of a drawn group in its iteration."""
-
-    source: str
-    row: int
-    epoch: int
-    ordinal: int
-    verdict: Verdict
-    reason: str | None = None
-    steps: list[int] = []  # weight versions made by the steps that take its samples; empty unless kept
-
-    @property
-    def key(self) -> Key:
-        """The group's name across iterations."""
-        return self.source, self.row, self.epoch
-
-
-class IterationHistory(BaseModel):
-    """The groups of a committed iteration: columns in drawing order, so that a manifest stays small."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    iteration: int
-    sources: list[str]
-    source: list[int]  # number of the name in `sources`
-    row: list[int]
-    epoch: list[int]
-    verdict: list[Verdict]
-    reasons: dict[str, list[int]] = {}  # ordinals by reason
-    steps: dict[int, list[int]] = {}  # ordinals by step
-
-    @classmethod
-    def of(cls, iteration: int, groups: Iterable[GroupOutcome]) -> IterationHistory:
-        """The history that these groups make; their ordinals count from 0."""
-        ordered = sorted(groups, key=lambda group: group.ordinal)
-        assert [group.ordinal for group in ordered] == list(range(len(ordered))), "ordinals count from 0"
-        names = sorted({group.source for group in ordered})
-        numbers = {name: number for number, name in enumerate(names)}
-        reasons: dict[str, list[int]] = {}
-        steps: dict[int, list[int]] = {}
-        for group in ordered:
-            assert bool(group.steps) == (group.verdict == "kept"), "kept groups have steps, others none"
-            if group.reason is not None:
-                reasons.setdefault(group.reason, []).append(group.ordinal)
-            for step in group.steps:
-                steps.setdefault(step, []).append(group.ordinal)
-        return cls(
-            iteration=iteration,
-            sources=names,
-            source=[numbers[group.source] for group in ordered],
-            row=[group.row for group in ordered],
-            epoch=[group.epoch for group in ordered],
-            verdict=[group.verdict for group in ordered],
-            reasons=reasons,
-            steps=steps,
-        )
-
-    def keys(self) -> list[Key]:
-        """The groups' names, in drawing order."""
-        return [
-            (self.sources[n], row, epoch)
-            for n, row, epoch in zip(self.source, self.row, self.epoch, strict=True)
-        ]
-
-    def groups(self) -> list[GroupOutcome]:
-        """The groups, in drawing order."""
-        reason = {ordinal: text for text, ordinals in self.reasons.items() for ordinal in ordinals}
-        steps: dict[int, list[int]] = {}
-        for step, ordinals in sorted(self.steps.items()):
-            for ordinal in ordinals:
-                steps.setdefault(ordinal, []).append(step)
-        return [
-            GroupOutcome(
-                source=source,
-                row=row,
-                epoch=epoch,
-                ordinal=ordinal,
-                verdict=self.verdict[ordinal],
-                reason=reason.get(ordinal),
-                steps=steps.get(ordinal, []),
-            )
-            for ordinal, (source, row, epoch) in enumerate(self.keys())
-        ]
+Order = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Draw:
     """One group to generate. Ordinals past what the batch needs are the reserve."""
 
-    source: str
+    source: str  # of a source with levels: NAME@LEVEL
     row: int
     epoch: int
     ordinal: int
@@ -132,14 +51,21 @@ class Draw:
 
 
 @dataclass
-class _Cursor:
-    """How far the epochs of a source are drawn, and how far the source is behind its share."""
+class _Share:
+    """How far a source is behind its share, and how many fresh groups it gave."""
 
-    share: float
+    credit: float = 0.0
+    fresh: int = 0
+
+
+@dataclass
+class _Cursor:
+    """How far the epochs of a source, or of one of its levels, are drawn. `begun`: the iteration that began the epoch."""
+
     rows: int
     epoch: int = 0
     position: int = 0
-    credit: float = 0.0
+    begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,26 +82,34 @@ class Ledger:
     def __init__(
         self,
         seed: int,
-        sources: Mapping[str, tuple[float, int]],
+        sources: Mapping[str, SourcePlan | tuple[float, int]],
         *,
         shuffle: bool = True,
         first: int = 0,
+        stages: Sequence[Stage] = (),
+        lag: int = 0,
     ) -> None:
-        """`sources`: weight and number of usable rows by name. `first`: the iteration from which these sources hold."""
-        assert sources, "a run has at least one source"
-        assert all(weight > 0 and rows > 0 for weight, rows in sources.values()), (
-            "empty sources are refused before"
-        )
+        """`sources`: weight and number of usable rows by name, with levels and pools. `stages`: of a curriculum.
+
+        `first`: the iteration from which these sources hold. `lag`: iterations that may be open before one is drawn; draws,
+        and the levels, pools and stages that they follow, see what became of iterations that are older than it.
+        """
+        plans = {name: SourcePlan(*plan) for name, plan in sorted(sources.items())}
+        rows = {part: count for name, plan in plans.items() for part, count in plan.parts(name).items()}
+        assert rows, "a run has at least one source"
+        assert all(rows.values()), "empty sources are refused before"
+        assert all(plan.weight > 0 for plan in plans.values()), "a source without a weight is refused before"
         self.seed = seed
         self.shuffle = shuffle
         self.iterations = first  # committed
         self.counts: Counter[str] = Counter(kept=0, dropped=0, returned=0)  # verdicts
         self.dropped: Counter[str] = Counter()  # by reason
-        total = sum(weight for weight, _ in sources.values())
-        self._cursors = {
-            name: _Cursor(weight / total, rows) for name, (weight, rows) in sorted(sources.items())
-        }
-        self._orders: dict[str, tuple[int, list[int]]] = {}
+        self.progress = Progress(plans, stages, first)
+        self._plans, self._stages, self._lag = plans, list(stages), lag
+        self._shares = {name: _Share() for name in plans}
+        self._cursors = {part: _Cursor(count) for part, count in rows.items()}
+        self._rows = rows
+        self._orders: dict[str, tuple[tuple[int, int], Order]] = {}
         self._open: dict[int, list[Key]] = {}
         self._returned: dict[Key, _Returned] = {}
         self._ages: dict[Key, int] = {}  # of groups in flight or returned
@@ -216,6 +150,7 @@ class Ledger:
                 del self._ages[key]
         for reason, ordinals in history.reasons.items():
             self.dropped[reason] += sum(history.verdict[ordinal] == "dropped" for ordinal in ordinals)
+        self.progress.apply(history)
         self.iterations += 1
 
     @property
@@ -234,48 +169,50 @@ class Ledger:
         return sorted(self._returned, key=lambda key: self._returned[key].age)
 
     def drawn(self) -> dict[str, tuple[int, int]]:
-        """Epoch and rows drawn within it, by source."""
+        """Epoch and rows drawn within it, by source, or by level of a source that has levels."""
         return {name: (cursor.epoch, cursor.position) for name, cursor in self._cursors.items()}
 
-    def draw(self, iteration: int, need: int, reserve: int = 0, lag: int = 0) -> list[Draw]:
+    def draw(self, iteration: int, need: int, reserve: int = 0) -> list[Draw]:
         """The groups of the next iteration: `need` for the batch, then `reserve` to stand in for dropped ones.
 
-        `lag`: iterations that may be open before this one; groups they returned are not drawn yet, so that it does
-        not matter whether they are committed. Changes nothing: only commits count.
+        Groups that the lag's iterations returned are not drawn yet, so that it does not matter whether these are
+        committed. Changes nothing: only commits count.
         """
         assert iteration == self.next_iteration, (
             f"iteration {iteration} cannot be drawn, {self.next_iteration} is next"
         )
-        assert len(self._open) <= lag, f"{len(self._open)} iterations are open, the lag is {lag}"
+        assert len(self._open) <= self._lag, f"{len(self._open)} iterations are open, the lag is {self._lag}"
         count = need + reserve
-        waiting = [key for key in self.returned if self._returned[key].since < iteration - lag]
+        waiting = [key for key in self.returned if self._returned[key].since < iteration - self._lag]
         keys = waiting[:count]
-        cursors = {name: _Cursor(**vars(cursor)) for name, cursor in self._cursors.items()}
+        standing = self.progress.at(iteration - self._lag)
+        weights = self._weights(standing)
+        shares = {name: replace(share) for name, share in self._shares.items()}
+        cursors = {part: replace(cursor) for part, cursor in self._cursors.items()}
         while len(keys) < count:
-            name = _furthest_behind(cursors)
-            _advance(cursors, name)
-            cursor = cursors[name]
-            keys.append((name, self._row(name, cursor.epoch, cursor.position - 1), cursor.epoch))
+            name = _furthest_behind(shares, weights)
+            part = self._part(name, shares[name].fresh, standing)
+            _take(shares, weights, name)
+            keys.append(self._next(cursors, part, iteration))
         assert len(set(keys)) == count, "no group is drawn twice"
         return [Draw(*key, ordinal) for ordinal, key in enumerate(keys)]
 
     def _take_fresh(self, iteration: int, key: Key) -> None:
         """Advance a source past a fresh group that an iteration drew."""
-        source, row, epoch = key
-        if source not in self._cursors:
+        part, row, epoch = key
+        if part not in self._cursors:
             raise DataError(
-                f"iteration {iteration_number(iteration)} drew from source {source}, which is not among "
+                f"iteration {iteration_number(iteration)} drew from source {part}, which is not among "
                 f"{sorted(self._cursors)}",
                 where="data.sources",
                 remedy="put it back, or start a run under another run.name",
             )
-        _advance(self._cursors, source)
-        cursor = self._cursors[source]
-        expected = self._row(source, cursor.epoch, cursor.position - 1)
-        if (expected, cursor.epoch) != (row, epoch):
+        _take(self._shares, self._weights(self.progress.at(iteration - self._lag)), source_and_level(part)[0])
+        expected = self._next(self._cursors, part, iteration)
+        if expected != key:
             raise DataError(
-                f"iteration {iteration_number(iteration)} drew row {row} of source {source} in epoch {epoch}, where its "
-                f"{cursor.rows} usable rows now give row {expected} in epoch {cursor.epoch}: the source, run.seed, "
+                f"iteration {iteration_number(iteration)} drew row {row} of source {part} in epoch {epoch}, where its "
+                f"{self._rows[part]} usable rows now give row {expected[1]} in epoch {expected[2]}: the source, run.seed, "
                 "data.shuffle or what makes a row usable changed under the run",
                 where="data.sources",
                 remedy="put it back, or start a run under another run.name",
@@ -283,42 +220,89 @@ class Ledger:
         self._ages[key] = self._drawn
         self._drawn += 1
 
-    def _row(self, source: str, epoch: int, position: int) -> int:
-        """The row at a position of an epoch's order; the last order of each source is kept."""
-        kept, order = self._orders.get(source, (-1, []))
-        if kept != epoch:
-            order = epoch_order(self.seed, source, epoch, self._cursors[source].rows, self.shuffle)
-            self._orders[source] = epoch, order
-        return order[position]
+    def _weights(self, standing: Standing) -> dict[str, float]:
+        """Each source's share of fresh draws; they sum to 1."""
+        weights = {name: plan.weight for name, plan in self._plans.items()}
+        if self._stages:
+            now = self._stages[standing.stage].weights
+            weights = {name: now.get(name, 0.0) for name in weights}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    def _part(self, name: str, fresh: int, standing: Standing) -> str:
+        """What the next fresh group of a source is drawn from; `fresh`: how many it gave before.
+
+        Of a source with levels any of the window, each as likely (RLVE, arXiv:2511.07317, section 3).
+        """
+        levels = self._plans[name].levels
+        if levels is None:
+            return name
+        highest = standing.mastery[name].highest
+        lowest = max(levels.first, highest - levels.window + 1)
+        return part_name(
+            name, lowest + derived_seed(self.seed, "level", name, fresh) % (highest - lowest + 1)
+        )
+
+    def _next(self, cursors: Mapping[str, _Cursor], part: str, iteration: int) -> Key:
+        """Advance past the next row of a part, into its next epoch if the one before is exhausted."""
+        cursor = cursors[part]
+        if cursor.position == cursor.rows:
+            cursor.epoch, cursor.position, cursor.begun = cursor.epoch + 1, 0, iteration - self._lag
+            cursor.rows = len(self._order(part, cursor))
+        cursor.position += 1
+        return part, int(self._order(part, cursor)[cursor.position - 1]), cursor.epoch
+
+    def _order(self, part: str, cursor: _Cursor) -> Order:
+        """The rows of a cursor's epoch; the last order of each part is kept."""
+        pools = self._plans[source_and_level(part)[0]].pools if cursor.epoch else None
+        which = cursor.epoch, cursor.begun if pools else 0
+        kept = self._orders.get(part)
+        if kept is None or kept[0] != which:
+            order = epoch_order(self.seed, part, cursor.epoch, self._rows[part], self.shuffle)
+            kept = which, self._without_resting(part, order, cursor, pools) if pools else order
+            self._orders[part] = kept
+        return kept[1]
+
+    def _without_resting(self, part: str, order: Order, cursor: _Cursor, pools: Pools) -> Order:
+        """The rows that this epoch takes, in their order; all of them where it would take none."""
+        taken = [
+            row
+            for row in order.tolist()
+            if _chance(self.seed, part, cursor.epoch, row)
+            < self.progress.share_of(part, row, pools, cursor.begun)
+        ]
+        return np.asarray(taken, dtype=np.int64) if taken else order
 
 
-def epoch_order(seed: int, source: str, epoch: int, rows: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch draws the rows of a source.
+def _chance(seed: int, part: str, epoch: int, row: int) -> float:
+    """A number in [0, 1) that a row has in an epoch."""
+    return derived_seed(seed, "pool", part, epoch, row) % 2**32 / 2**32
+
+
+def epoch_order(seed: int, source: str, epoch: int, rows: int, shuffle: bool) -> Order:
+    """The order [rows] in which an epoch draws the rows of a source.
 
     RandomState, because numpy freezes its streams for good: a run may go on under another version.
     """
     if not shuffle:
-        return list(range(rows))
+        return np.arange(rows, dtype=np.int64)
     number = derived_seed(seed, "epoch", source, epoch)
-    order: list[int] = np.random.RandomState([number & 0xFFFFFFFF, number >> 32]).permutation(rows).tolist()
-    return order
+    return np.random.RandomState([number & 0xFFFFFFFF, number >> 32]).permutation(rows).astype(np.int64)
 
 
-def _furthest_behind(cursors: Mapping[str, _Cursor]) -> str:
-    """The source with the largest credit after the next draw's shares; the first by name among equals."""
-    return max(cursors, key=lambda name: cursors[name].credit + cursors[name].share)
+def _furthest_behind(shares: Mapping[str, _Share], weights: Mapping[str, float]) -> str:
+    """The source with the largest credit after the next draw's weights; the first by name among equals."""
+    drawn_from = [name for name in shares if weights[name] > 0]
+    return max(drawn_from, key=lambda name: shares[name].credit + weights[name])
 
 
-def _advance(cursors: Mapping[str, _Cursor], name: str) -> None:
-    """Count one fresh draw from a source, into its next epoch if the one before is exhausted.
+def _take(shares: Mapping[str, _Share], weights: Mapping[str, float], name: str) -> None:
+    """Count one fresh draw from a source.
 
     Credits are bounded, so that weights changed under a run take effect at once and are not applied to its past.
     """
-    bound = float(len(cursors))
-    for cursor in cursors.values():
-        cursor.credit = min(bound, max(-bound, cursor.credit + cursor.share))
-    cursor = cursors[name]
-    cursor.credit = max(-bound, cursor.credit - 1)
-    if cursor.position == cursor.rows:
-        cursor.epoch, cursor.position = cursor.epoch + 1, 0
-    cursor.position += 1
+    bound = float(len(shares))
+    for other, share in shares.items():
+        share.credit = min(bound, max(-bound, share.credit + weights[other]))
+    shares[name].credit = max(-bound, shares[name].credit - 1)
+    shares[name].fresh += 1

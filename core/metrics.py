@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from millrace.core.contracts.ids import rollout_of
+from millrace.core.contracts.task_records import SamplePromptsRecord
 from millrace.core.group_filters import zero_variance
 from millrace.core.staleness import staleness
 
@@ -76,6 +77,34 @@ def group_metrics(rewards: pa.Table) -> dict[str, float]:
         metrics[f"reward/pass@{k}"] = sum(each) / len(each)
         k *= 2
     return metrics
+
+
+def teacher_metrics(rewards: pa.Table) -> dict[str, float]:
+    """Seconds that a served teacher took for a sample, waiting in line included, and the share it gave no answer about."""
+    asked = [seconds for seconds in rewards.column("teacher_s").to_pylist() if seconds is not None]
+    if not asked:
+        return {}
+    answered = len(rewards) - rewards.column("teacher_logprobs").null_count
+    return {
+        "teacher/seconds_mean": sum(asked) / len(asked),
+        "teacher/failed_share": 1 - answered / len(asked),
+    }
+
+
+def reuse_metrics(record: SamplePromptsRecord, prompts: int) -> dict[str, float]:
+    """What the iteration reuses of the buffer; nothing without one. prompts: groups of the batch."""
+    if "reused" not in record:
+        return {}
+    ages = [group["age"] for group in record["reused"]]
+    uses = [group["uses"] for group in record["reused"]]
+    return {
+        "reuse/buffered_groups": float(record.get("buffered", 0)),
+        "reuse/groups": float(len(ages)),
+        "reuse/share": len(ages) / prompts,
+        "reuse/age_mean": sum(ages) / len(ages) if ages else 0.0,
+        "reuse/age_max": float(max(ages, default=0)),
+        "reuse/uses_mean": sum(uses) / len(uses) if uses else 0.0,
+    }
 
 
 def session_metrics(rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:

@@ -126,7 +126,11 @@ def prepare_with_teacher(config: RunConfig) -> None:
     """`prepare`, then make a teacher at config.algorithm.teacher: the warmed-up model, trained longer on answers."""
     prepare(config)
     assert config.algorithm.teacher is not None
-    teacher = Path(config.algorithm.teacher)
+    make_teacher(config, Path(config.algorithm.teacher))
+
+
+def make_teacher(config: RunConfig, teacher: Path) -> None:
+    """Make a teacher in this folder unless there is one: the warmed-up model, trained longer on answers."""
     if not (teacher / "config.json").exists():
         learn_answers(teacher_config(config), teacher)
 

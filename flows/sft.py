@@ -1,6 +1,7 @@
 """Supervised training: the same trainer, checkpoints and run folder, without engines.
 
-Each iteration draws rows, takes its optimizer steps and saves when due. The answer of a row is its label.
+Each iteration draws rows, takes its optimizer steps and saves when due. What is learnt of a row is its label, or the
+assistant's messages of a whole dialogue.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from prefect import flow
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
+from millrace.core.retention import due
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot
+from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import publish_supervised
 from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.sample_supervised import sample_supervised
+from millrace.tasks.supervised.held_out_loss import held_out_loss, held_out_loss_before
+from millrace.tasks.supervised.sample_supervised import sample_supervised
 from millrace.tasks.train_step import train_step
 
 
@@ -29,16 +33,27 @@ async def sft(config: RunConfig) -> DriveResult:
             where=f"algorithm.loss = {config.algorithm.loss.kind}",
             remedy="set it",
         )
-    return await drive(config, sft_iteration, flow_name="sft_iteration")
+    return await drive(config, sft_iteration, flow_name="sft_iteration", before_first=untrained_loss)
 
 
 async def sft_iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
-    """Draw, train, save when due, publish."""
+    """Draw, train, save when due, measure the held-out loss when due, publish."""
     await slot.may_work()
     ctx = IterationContext(runtime.config, index, runtime)
     await run_recorded(sample_supervised, ctx)
     await run_recorded(train_step, ctx)
     await run_recorded(checkpoint, ctx)
     slot.hand_over()
+    config = runtime.config
+    last = index + 1 == config.run.iterations
+    if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
+        await run_recorded(held_out_loss, ctx)
     await run_recorded(publish_supervised, ctx)
     slot.done()
+
+
+async def untrained_loss(runtime: Runtime) -> None:
+    """Held-out loss of the untrained model, kept in the first iteration's folder."""
+    if runtime.config.evaluation.sets:
+        record = await run_recorded(held_out_loss_before, IterationContext(runtime.config, 0, runtime))
+        await report.held_out_loss(runtime, record)

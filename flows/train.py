@@ -47,8 +47,9 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """One pass of the eight tasks over iteration `index`."""
     await slot.may_work()
     config = runtime.config
-    ctx = IterationContext(config, index, runtime, Stream(released=config.rollout.prompts))
+    ctx = IterationContext(config, index, runtime)
     await run_recorded(sample_prompts, ctx)
+    ctx.stream = Stream(released=ctx.fresh_groups)
     await take_back_failures(ctx)
     with only_first_error():
         async with asyncio.TaskGroup() as streaming:

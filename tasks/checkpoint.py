@@ -1,21 +1,29 @@
 """checkpoint: save trainer state when it is due, drop what retention no longer keeps, export Hugging Face files.
 
 Writes checkpoints/NNNNNN/ (complete.json last) and exports/NNNNNN/. A checkpoint is named by the iterations it has seen.
+With checkpoint.background it is begun in one iteration and counts from the first one on that finds it written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from prefect import task
 
+from millrace.connectors.storage.checkpoint_files import unfinished_checkpoints
 from millrace.connectors.storage.run_folder import COMPLETE
 from millrace.core.contracts.task_records import CheckpointRecord, FileRecord
+from millrace.core.evaluation.figures import LOWEST_IS_BEST
 from millrace.core.retention import checkpoints_to_drop, due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+
+log = logging.getLogger(__name__)
+POLL_S = 0.2
+LOWEST = tuple(f"/{figure}" for figure in LOWEST_IS_BEST)
 
 
 @task(name="checkpoint", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -25,19 +33,11 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     last = done == config.run.iterations
     record: CheckpointRecord = {"saved": None, "exported": None, "dropped": [], "seconds": 0.0}
     started = time.perf_counter()
-    if due(done, config.checkpoint.every) or last:
-        path = ctx.run_folder.checkpoint_path(done)
-        if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
-            async with (
-                ctx.runtime.memory.for_trainer() as trainer
-            ):  # all its state must be on the GPU to be saved
-                ranks = await trainer.at(ctx.version_after)
-                await ranks.save(ctx.run_folder.store.url_of(path))
-            await kill_point(ctx.index, "checkpoint", "in")
-        record["saved"] = path
-        marker = await asyncio.to_thread(ctx.run_folder.store.entry, f"{path}/{COMPLETE}")
-        record["marker"] = marker.record()
-        record["dropped"] = await asyncio.to_thread(_retain, ctx)
+    is_due = due(done, config.checkpoint.every) or last
+    again = await _commit_written(ctx, record, wait=is_due)
+    if is_due or again:
+        background = config.checkpoint.background and not last and not again
+        await _save(ctx, record, done, background=background)
     if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (
         last and config.checkpoint.export_last
     ):
@@ -46,16 +46,74 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     return record
 
 
+async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, background: bool) -> None:
+    """Save this iteration's checkpoint, or begin to."""
+    path = ctx.run_folder.checkpoint_path(done)
+    if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
+        async with (
+            ctx.runtime.memory.for_trainer() as trainer
+        ):  # all its state must be on the GPU to be saved
+            ranks = await trainer.at(ctx.version_after)
+            url = ctx.run_folder.store.url_of(path)
+            await (ranks.saves.begin(url) if background else ranks.save(url))
+        await kill_point(ctx.index, "checkpoint", "in")
+        if background:
+            record["begun"] = path
+            return
+    record["saved"], record["marker"] = path, await _marker(ctx, path)
+    record["dropped"] += await asyncio.to_thread(_retain, ctx)
+
+
+async def _commit_written(ctx: IterationContext, record: CheckpointRecord, *, wait: bool) -> bool:
+    """Have a checkpoint count that was begun in an earlier iteration and is written by now; returns whether it failed.
+
+    wait: until it is written, since the next one is due.
+    """
+    started = time.perf_counter()
+    trainer = ctx.runtime.memory.trainer
+    saving = await trainer.saving()
+    if saving is not None and wait and saving["state"] == "writing":
+        log.warning("the checkpoint of %s is still being written, and another is due: waiting", saving["url"])
+        while saving is not None and saving["state"] == "writing":
+            await asyncio.sleep(POLL_S)
+            saving = await trainer.saving()
+        record["waited_s"] = time.perf_counter() - started
+    if saving is None or saving["state"] == "writing":
+        return False
+    if saving["state"] == "failed":
+        await trainer.saves().drop()
+        log.error(
+            "%s was not written, and this iteration is saved in its place: %s",
+            saving["url"],
+            saving["reason"],
+        )
+        return True
+    record["write_s"] = await trainer.saves().commit()
+    await kill_point(ctx.index, "checkpoint", "committed")
+    record["committed"] = ctx.run_folder.checkpoint_path(int(saving["url"].rpartition("/")[2]))
+    record["committed_marker"] = await _marker(ctx, record["committed"])
+    record["dropped"] += await asyncio.to_thread(_retain, ctx)
+    return False
+
+
+async def _marker(ctx: IterationContext, path: str) -> FileRecord:
+    """The entry of complete.json of a checkpoint."""
+    entry = await asyncio.to_thread(ctx.run_folder.store.entry, f"{path}/{COMPLETE}")
+    return entry.record()
+
+
 def _retain(ctx: IterationContext) -> list[str]:
     rule = ctx.config.checkpoint
     complete = ctx.run_folder.complete_checkpoints()
     scores: dict[int, float] = {}
     for done in complete if rule.keep_best else ():
+        assert rule.keep_best is not None
         manifest = ctx.run_folder.manifest(done - 1)  # None: the open iteration's
         value = manifest.tasks["metrics"].get(rule.keep_best) if manifest else None
         if value is not None:
-            scores[done] = value
+            scores[done] = -value if rule.keep_best.endswith(LOWEST) else value
     dropped = checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores)
+    dropped += unfinished_checkpoints(ctx.run_folder, before=max(complete))
     for number in dropped:
         ctx.run_folder.remove_checkpoint(number)
     return [ctx.run_folder.checkpoint_path(number) for number in dropped]

@@ -8,7 +8,7 @@ from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.contracts.task_records import FileRecord, IterationRecords
+from millrace.core.contracts.task_records import FileRecord, IterationRecords, ReusedGroup
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
@@ -38,6 +38,17 @@ class IterationContext:
         """Begin the list of a folder's parts with those that an earlier attempt stored."""
         entries = self.folder.entries(list_parts(self.folder, folder))
         self.parts[folder] = [entry.record() for entry in entries]
+
+    @property
+    def reused(self) -> list[ReusedGroup]:
+        """Groups of earlier iterations that this one trains again, as sample_prompts chose them; none without a buffer."""
+        record = self.records.get("sample_prompts")
+        return record.get("reused", []) if record else []
+
+    @property
+    def fresh_groups(self) -> int:
+        """Groups of the batch that this iteration generates."""
+        return self.config.rollout.prompts - len(self.reused)
 
     @property
     def version_before(self) -> int:

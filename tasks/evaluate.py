@@ -23,7 +23,8 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import derived_seed
-from millrace.core.contracts.prompts import PromptRow
+from millrace.core.contracts.rows.own_sampling import own_sampling
+from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import EvaluatedSample, Scorable
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
 from millrace.core.contracts.turns import TurnRow
@@ -121,7 +122,7 @@ async def _evaluate_set(
     budget = FailureBudget(
         "rollout.max_failed_share",
         ctx.config.rollout.max_failed_share,
-        len(prompts.rows) * held_out.samples_per_prompt,
+        len(prompts.usable) * held_out.samples_per_prompt,
         what="failed to generate",
         where=f"evaluation of {held_out.name} after {done} iterations",
         remedy="fix the cause or raise the share, and start the same command again: what was answered is kept",
@@ -132,11 +133,7 @@ async def _evaluate_set(
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once
     answers = respond(ctx, held_out, generator, version)
-    units = [
-        unit
-        for row, tokens in zip(prompts.rows, prompts.tokens, strict=True)
-        for unit in _units(ctx, held_out, row, tokens)
-    ]
+    units = [unit for prompt in prompts.usable for unit in _units(ctx, held_out, prompt.row, prompt.tokens)]
     made = {(sample.prompt_id, sample.index): sample for sample in stored if sample.status != "failed"}
     due = [unit for unit in units if not all(place.key in made for place in unit)]
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
@@ -226,7 +223,10 @@ def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerato
 
     async def respond(place: _Place) -> Scorable:
         seed = place.seed(ctx.config.run.seed)
-        answer = await generator.generate(place.tokens, seed=seed, rid=place.request(version), session=None)
+        own = own_sampling(place.row.metadata, held_out.sampling_key, held_out.sampling.max_new_tokens)
+        answer = await generator.generate(
+            place.tokens, seed=seed, rid=place.request(version), session=None, own=own
+        )
         found = place.scorable()
         found["response"], found["status"] = answer.text, answer.status
         found["response_length"] = len(answer.output_ids)

@@ -2,72 +2,44 @@
 
 Reads prompts, rollout parts and reward parts; writes verdicts.parquet (every drawn group, with reasons) and
 batch.parquet (kept samples in drawing order, each with its shaped reward, its advantage and the step that will train it).
-Groups are judged one by one but taken in drawing order, so the batch does not depend on which finished first.
+Groups that the iteration reuses were judged before: they join the batch with their stored rewards, and get credit and a
+step like the others.
+Groups are judged one by one but taken in drawing order, so the batch does not depend on which finished first. A verdict
+follows from stored rows alone: a start after a kill judges every group again, and the same.
 Shaping and advantages run in a worker process: neither torch nor the user's functions of tensors belong in the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import pyarrow as pa
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
+from millrace.core.config import RunConfig
+from millrace.core.config.filter import Filter
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import iteration_number, rollout_of, sample_id
-from millrace.core.contracts.sample import JudgedSample, ScoredSample, Verdict
+from millrace.core.contracts.sample import JudgedSample, Scorable, ScoredSample, Verdict, columns
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError, ConfigError
-from millrace.core.group_filters import GroupSample, Judgement, judge_group
+from millrace.core.group_filters import KINDS, GroupSample, Judgement, judge_group
+from millrace.core.rewards.scoring import sample_input
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.failures import FailureBudget
+from millrace.tasks.samples.kept_groups import KeptGroups, batch_table, with_reused
+from millrace.tasks.samples.reused_groups import REUSED, read_reused, reused_samples
+from millrace.tasks.samples.scored_group import ScoredGroup
 
 CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes longer than a moment
-
-
-@dataclass
-class _Group:
-    """A drawn group and the scores of its samples so far."""
-
-    group_id: str
-    prompt_id: str
-    ordinal: int
-    scores: dict[str, ScoredSample] = field(default_factory=dict)  # by sample id
-    judgement: Judgement | None = None
-
-    def rollout(self, index: int) -> list[ScoredSample]:
-        """The scores of a rollout's samples, if all are there."""
-        rollout = sample_id(self.group_id, index)
-        first = self.scores.get(rollout)
-        if first is None:
-            return []
-        found = [first]
-        if (first.samples or 1) > 1:
-            found += sorted(
-                (
-                    score
-                    for sid, score in self.scores.items()
-                    if sid != rollout and rollout_of(sid) == rollout
-                ),
-                key=lambda score: score.sample_id,
-            )
-        return found if len(found) == (first.samples or 1) else []
-
-
-@dataclass
-class _Kept:
-    """The groups that are trained on, in drawing order, and what is stored of their scored samples, row by row."""
-
-    groups: list[_Group]
-    rollouts: pa.Table
-    scores: list[ScoredSample]
 
 
 @task(name="filter", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -76,10 +48,14 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     assert ctx.stream is not None
     worker = ctx.runtime.scoring.credit_worker
     loading = asyncio.create_task(worker.call(load_libraries, timeout_s=CREDIT_TIMEOUT_S))
-    need = ctx.config.rollout.prompts
+    need = ctx.fresh_groups
     groups = await asyncio.to_thread(_read_groups, ctx)
     by_id = {group.group_id: group for group in groups}
     ctx.stream.add_listed("rewards", await asyncio.to_thread(list_parts, ctx.folder, "rewards"))
+    wanted = _columns_read(ctx.config.filter)
+    if wanted:  # listed after the rewards: what is scored was generated before
+        ctx.stream.add_listed("rollouts", await asyncio.to_thread(list_parts, ctx.folder, "rollouts"))
+    budget = _budget(ctx.config, ctx.index)
     read: set[str] = set()
     while True:
         revision = ctx.stream.revision
@@ -87,7 +63,11 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
             table = await asyncio.to_thread(ctx.folder.read_table, path, "rewards")
             _add_scores(by_id, (ScoredSample(**row) for row in table.to_pylist()))
             read.add(path)
-        _judge(ctx, groups[: ctx.stream.released])
+        for path in [p for p in ctx.stream.parts("rollouts") if wanted and p not in read]:
+            table = await asyncio.to_thread(ctx.folder.read_table, path, "rollouts", columns=wanted)
+            _add_made(by_id, table.to_pylist())
+            read.add(path)
+        _judge(ctx, groups[: ctx.stream.released], budget)
         released = min(len(groups), need + sum(_dropped(g) for g in groups[: ctx.stream.released]))
         if released > ctx.stream.released:
             await ctx.stream.release(released)
@@ -97,6 +77,8 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
         await ctx.stream.wait(revision)
     await ctx.stream.settle()
     kept = await asyncio.to_thread(_read_kept, ctx, _keep(ctx, groups[:released], need))
+    if ctx.reused:
+        kept = with_reused(kept, await asyncio.to_thread(read_reused, ctx))
     await loading
     credit = await _credit(ctx, kept)
     record = await asyncio.to_thread(_write, ctx, groups, kept, credit)
@@ -104,40 +86,97 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     return record
 
 
-def _read_groups(ctx: IterationContext) -> list[_Group]:
-    columns = ["group_id", "prompt_id", "ordinal"]
+def _read_groups(ctx: IterationContext) -> list[ScoredGroup]:
+    columns = ["group_id", "prompt_id", "ordinal", "unusable"]
     rows = ctx.folder.read_table("prompts.parquet", "prompts", columns=columns).sort_by("ordinal").to_pylist()
-    return [_Group(**row) for row in rows]
+    return [_group(**row) for row in rows]
 
 
-def _add_scores(by_id: dict[str, _Group], scores: Iterable[ScoredSample]) -> None:
+def _group(unusable: str | None, **row: Any) -> ScoredGroup:
+    """A drawn group; one whose row is unusable is dropped before anything is generated."""
+    if unusable is None:
+        return ScoredGroup(**row)
+    return ScoredGroup(
+        **row, judgement=Judgement(False, f"unusable row: {unusable}", False, kind="unusable_row")
+    )
+
+
+def _add_scores(by_id: dict[str, ScoredGroup], scores: Iterable[ScoredSample]) -> None:
     for score in scores:
         by_id[score.group_id].scores[score.sample_id] = score
 
 
-def _judge(ctx: IterationContext, groups: list[_Group]) -> None:
+def _add_made(by_id: dict[str, ScoredGroup], rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        if by_id[row["group_id"]].judgement is None:
+            by_id[row["group_id"]].made[row["sample_id"]] = row
+
+
+def _columns_read(filter: Filter) -> list[str]:
+    """What the filters read of rollouts; nothing where rewards alone decide."""
+    if filter.group_filter:
+        return ["sample_id", "group_id", *columns(Scorable)]
+    if filter.max_truncated_share is None and filter.max_mean_response_tokens is None:
+        return []
+    return ["sample_id", "group_id", "response_length", "status"]
+
+
+def _budget(config: RunConfig, index: int) -> FailureBudget:
+    function = config.filter.group_filter.function if config.filter.group_filter else ""
+    return FailureBudget(
+        "filter.max_failed_share",
+        config.filter.max_failed_share,
+        config.rollout.prompts,
+        what=f"could not be judged by filter.group_filter.function = {function}",
+        where=f"iteration {iteration_number(index)}",
+        remedy="correct the function, or raise the share, and start the same command again: the iteration's groups are judged "
+        f"again. Or {way_out(config.run.name, index)}",
+        unit="group",
+    )
+
+
+def _judge(ctx: IterationContext, groups: list[ScoredGroup], budget: FailureBudget) -> None:
+    """Judge the groups that are complete. Raises BudgetError if the user's filter failed on too many."""
     for group in groups:
         if group.judgement is None:
             rollouts = [group.rollout(index) for index in range(ctx.config.rollout.samples_per_prompt)]
             if all(rollouts):
-                samples = [_group_sample(scores) for scores in rollouts]
+                made = group.made if _columns_read(ctx.config.filter) else None
+                samples = [_group_sample(scores, made) for scores in rollouts]
                 group.judgement = judge_group(samples, ctx.config.filter, ctx.config.algorithm)
+                group.made.clear()
+                if group.judgement.kind == "filter_failed":
+                    budget.add(group.judgement.reason, group.group_id)
+    budget.check()
 
 
-def _group_sample(scores: Sequence[ScoredSample]) -> GroupSample:
-    """A rollout as filters see it: its reward is the mean of its samples'. One that lacks a score has none."""
+def _group_sample(scores: Sequence[ScoredSample], made: Mapping[str, dict[str, Any]] | None) -> GroupSample:
+    """A rollout as filters see it: its reward is the mean of its samples'. One that lacks a score has none.
+
+    made: rows of the rollouts, by sample id; None where the filters read none.
+    """
     lacking = next((score for score in scores if score.reward is None), None)
-    if lacking:
-        return GroupSample(scores[0].sample_id, None, lacking.scoring)
-    return GroupSample(scores[0].sample_id, sum(map(_reward, scores)) / len(scores), "scored")
+    rows = [made[score.sample_id] for score in scores] if made is not None else []
+    parts: dict[str, list[float]] = {}
+    for name, value in (part for score in scores for part in score.reward_parts):
+        parts.setdefault(name, []).append(value)
+    sample = GroupSample(
+        scores[0].sample_id,
+        None if lacking else sum(map(_reward, scores)) / len(scores),
+        lacking.scoring if lacking else "scored",
+        response_length=sum(row["response_length"] for row in rows),
+        truncated=any(row["status"] == "truncated" for row in rows),
+        parts={name: sum(values) / len(values) for name, values in parts.items()},
+    )
+    return replace(sample, input=sample_input(rows[0])) if rows and "prompt" in rows[0] else sample
 
 
-def _dropped(group: _Group) -> bool:
+def _dropped(group: ScoredGroup) -> bool:
     return group.judgement is not None and not group.judgement.keep
 
 
-def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group]:
-    """The groups that fill the batch, in drawing order; zero-variance ones stand in where the reserve did not suffice."""
+def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[ScoredGroup]:
+    """The groups that fill the batch, in drawing order; usable ones stand in where the reserve did not suffice."""
     kept = [group for group in groups if group.judgement and group.judgement.keep][:need]
     missing = need - len(kept)
     if not missing:
@@ -148,7 +187,10 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
         ]
         kept = sorted([*kept, *harmless], key=lambda group: group.ordinal)
         for group in harmless:
-            group.judgement = Judgement(True, f"kept though {group.judgement.reason}", True)  # type: ignore[union-attr]
+            assert group.judgement is not None
+            group.judgement = replace(
+                group.judgement, keep=True, reason=f"kept though {group.judgement.reason}"
+            )
     if len(kept) < need:
         dropped = Failures()
         for group in groups:
@@ -165,7 +207,7 @@ def _keep(ctx: IterationContext, groups: list[_Group], need: int) -> list[_Group
     return kept
 
 
-def _read_kept(ctx: IterationContext, kept: list[_Group]) -> _Kept:
+def _read_kept(ctx: IterationContext, kept: list[ScoredGroup]) -> KeptGroups:
     """The kept groups with the rollouts and scores of their scored samples."""
     rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
     named = zip(rollouts.column("sample_id").to_pylist(), rollouts.column("turns").to_pylist(), strict=True)
@@ -178,10 +220,10 @@ def _read_kept(ctx: IterationContext, kept: list[_Group]) -> _Kept:
         for sid in _sample_ids(ctx, group)
         if group.scores[sid].scoring == "scored" and sid in order
     ]
-    return _Kept(kept, rollouts.take([order[score.sample_id] for score in scores]), scores)
+    return KeptGroups(kept, rollouts.take([order[score.sample_id] for score in scores]), scores)
 
 
-def _sample_ids(ctx: IterationContext, group: _Group) -> list[str]:
+def _sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:
     """The group's samples, rollout by rollout; of one that was not made, the one that it would have been."""
     return [
         sid
@@ -190,7 +232,7 @@ def _sample_ids(ctx: IterationContext, group: _Group) -> list[str]:
     ]
 
 
-async def _credit(ctx: IterationContext, kept: _Kept) -> SampleCredit:
+async def _credit(ctx: IterationContext, kept: KeptGroups) -> SampleCredit:
     """Shaped rewards and advantages of the scored samples, from the worker process."""
     samples = ScoredSamples(
         rewards=[_reward(score) for score in kept.scores],
@@ -224,15 +266,18 @@ def _reward(score: ScoredSample) -> float:
     return score.reward
 
 
-def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: SampleCredit) -> FilterRecord:
+def _write(
+    ctx: IterationContext, groups: list[ScoredGroup], kept: KeptGroups, credit: SampleCredit
+) -> FilterRecord:
     """Write verdicts of all drawn groups and the batch; returns counts."""
     steps = _steps(ctx, kept)
     counts: dict[str, int] = {}
     judged: list[JudgedSample] = []
+    with_std = ctx.config.rollout.buffer is not None
     chosen = {group.group_id for group in kept.groups}
     for group in groups:
         for sid in _sample_ids(ctx, group):
-            verdict, reason = _verdict(group, group.group_id in chosen, sid, sid in steps)
+            verdict, dropped_by, reason = _verdict(group, group.group_id in chosen, sid, sid in steps)
             label = verdict if reason is None else f"{verdict}: {reason}"
             counts[label] = counts.get(label, 0) + 1
             judged.append(
@@ -243,34 +288,48 @@ def _write(ctx: IterationContext, groups: list[_Group], kept: _Kept, credit: Sam
                     verdict=verdict,
                     reason=reason,
                     train_step=steps.get(sid) if verdict == "kept" else None,
+                    dropped_by=dropped_by,
+                    group_reward=group.judgement.reward if group.judgement else None,
+                    group_reward_std=group.judgement.reward_std if with_std and group.judgement else None,
                 )
             )
-    table = schema.to_table(judged, "verdicts")
+    again = reused_samples(kept.reused.values(), steps)
+    if again:
+        counts[REUSED] = len(again)
+    table = schema.to_table(judged + again, "verdicts")
     entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
-    entries.append(ctx.folder.write_table("batch.parquet", _batch(kept, credit, steps), "batch"))
+    entries.append(ctx.folder.write_table("batch.parquet", batch_table(kept, credit, steps), "batch"))
     return {
         "files": [entry.record() for entry in entries],
         "verdicts": counts,
-        "groups_kept": len(kept.groups),
+        "groups_kept": len(kept.groups) - len(kept.reused),
         "groups_dropped": sum(_dropped(group) for group in groups),
         "groups_returned": sum(group.judgement is None for group in groups),
         "groups_zero_variance": sum(bool(g.judgement and g.judgement.zero_variance) for g in groups),
+        "dropped_by_kind": {
+            kind: sum(_dropped(g) and g.judgement is not None and g.judgement.kind == kind for g in groups)
+            for kind in KINDS
+        },
     }
 
 
-def _verdict(group: _Group, chosen: bool, sid: str, trained: bool) -> tuple[Verdict, str | None]:
+def _verdict(
+    group: ScoredGroup, chosen: bool, sid: str, trained: bool
+) -> tuple[Verdict, str | None, str | None]:
+    """The verdict on a sample, what dropped it, and the reason."""
     if group.judgement is None:
-        return "returned", None
+        return "returned", None, None
     if not chosen:
-        return "dropped", group.judgement.reason
-    if group.scores[sid].scoring != "scored":
-        return "dropped", f"not scored: {group.scores[sid].scoring}"
+        return "dropped", group.judgement.kind, group.judgement.reason
+    scoring = group.scores[sid].scoring
+    if scoring != "scored":
+        return "dropped", "not_generated" if scoring == "skipped" else "not_scored", f"not scored: {scoring}"
     if not trained:
-        return "dropped", "it generated nothing"
-    return "kept", group.judgement.reason or None
+        return "dropped", "nothing_generated", "it generated nothing"
+    return "kept", None, group.judgement.reason or None
 
 
-def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
+def _steps(ctx: IterationContext, kept: KeptGroups) -> dict[str, int]:
     """Weight version that each scored sample's step makes: rollouts in drawing order, cut into global batches.
 
     The places of rollouts that were not scored stay empty. Where that would leave a step without samples, the scored ones
@@ -294,29 +353,10 @@ def _steps(ctx: IterationContext, kept: _Kept) -> dict[str, int]:
     return {score.sample_id: first + cut[rollout_of(score.sample_id)] for score in kept.scores}
 
 
-def _failures(groups: list[_Group]) -> str:
+def _failures(groups: list[ScoredGroup]) -> str:
     """Why samples of these groups have no reward, as the rest of a sentence; empty where all have one."""
     found = Failures()
     for score in (score for group in groups for score in group.scores.values()):
         if score.scoring != "scored":
             found.add(score.reason or score.scoring, f"sample {score.sample_id}")
     return f"; not scored most often: {found.most_frequent()}" if found.total else ""
-
-
-def _batch(kept: _Kept, credit: SampleCredit, steps: dict[str, int]) -> pa.Table:
-    """The scored samples' rollouts with reward, credit and step, in drawing order."""
-    scores = kept.scores
-    added: dict[str, Sequence[object]] = {
-        "reward": [score.reward for score in scores],
-        "reward_parts": [score.reward_parts for score in scores],
-        "scoring": [score.scoring for score in scores],
-        "verdict": ["kept"] * len(scores),
-        "shaped_reward": credit.shaped_rewards,
-        "advantage": credit.advantages or [None] * len(scores),
-        "train_step": [steps[score.sample_id] for score in scores],
-    }
-    table = kept.rollouts
-    wanted = schema.schema("batch")
-    for name, values in added.items():
-        table = table.append_column(wanted.field(name), pa.array(values, wanted.field(name).type))
-    return table.select(wanted.names).cast(wanted)

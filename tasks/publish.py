@@ -13,9 +13,10 @@ import pyarrow.compute as pc
 from prefect import task
 
 from millrace.connectors.storage.files import FileEntry
-from millrace.connectors.storage.iteration_files import manifest_from_records
+from millrace.connectors.storage.iteration_files import IterationFiles, manifest_from_records
 from millrace.connectors.storage.parts import read_parts
-from millrace.core.config import RunConfig
+from millrace.core.account.account import Account
+from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.task_records import (
     FilterRecord,
     PublishRecord,
@@ -23,11 +24,19 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
     StepMetrics,
 )
-from millrace.core.metrics import group_metrics, sample_metrics, session_metrics, staleness_metrics
+from millrace.core.metrics import (
+    group_metrics,
+    reuse_metrics,
+    sample_metrics,
+    session_metrics,
+    staleness_metrics,
+    teacher_metrics,
+)
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.account import check_closes
 
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
@@ -37,9 +46,9 @@ SUPERVISED = (
 
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish(ctx: IterationContext) -> PublishRecord:
-    """Log the iteration, then commit its manifest."""
-    metrics = await asyncio.to_thread(iteration_metrics, ctx)
-    await report.iteration(ctx, metrics)
+    """Log the iteration, then commit its manifest. Raises StorageError if the account of its tokens does not close."""
+    metrics, account = await asyncio.to_thread(_figures, ctx)
+    await asyncio.gather(report.iteration(ctx, metrics), report.tokens(ctx, account))
     await report.warn_without_gradient(ctx)
     await kill_point(ctx.index, "publish", "in")
     return await asyncio.to_thread(_commit, ctx, metrics)
@@ -51,6 +60,8 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     trained = _train_metrics(ctx.records["train_step"]["steps"])
     metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
     metrics.update(_time_metrics(ctx))
+    if "held_out_loss" in ctx.records:
+        metrics.update(report.held_out_metrics(ctx.records["held_out_loss"]))
     await report.iteration(ctx, metrics)
     return await asyncio.to_thread(_commit, ctx, metrics)
 
@@ -74,17 +85,29 @@ def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
     }
 
 
-def iteration_metrics(ctx: IterationContext) -> dict[str, float]:
-    """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest."""
+def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
+    """Every figure of the iteration, and its account, from one reading of its parts."""
+    records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
+    rollouts, turns = (_parts(ctx, kind, records["rollout"]) for kind in ("rollouts", "turns"))
+    verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
+    account = account_of(rollouts, turns, verdicts, batch)
+    check_closes(account, files, ctx.config.run.name)
+    return {**iteration_metrics(ctx, rollouts, turns), **account.metrics()}, account
+
+
+def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
+    """Every figure of the iteration but those of its account, by name: the same names in MLflow, the artifacts and the manifest."""
     records = ctx.records
-    rollouts, rewards = _parts(ctx, "rollouts", records["rollout"]), _parts(ctx, "rewards", records["reward"])
+    rewards = _parts(ctx, "rewards", records["reward"])
     metrics = {
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
-        **session_metrics(rollouts, _parts(ctx, "turns", records["rollout"])),
+        **teacher_metrics(rewards),
+        **session_metrics(rollouts, turns),
         **_train_metrics(records["train_step"]["steps"]),
         **_time_metrics(ctx),
-        **_filter_metrics(ctx.config, records["filter"]),
+        **_filter_metrics(ctx.fresh_groups, records["filter"]),
+        **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
     }
     generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
     rollout_s = records["rollout"]["seconds"]
@@ -122,12 +145,13 @@ def _time_metrics(ctx: IterationContext) -> dict[str, float]:
     return metrics
 
 
-def _filter_metrics(config: RunConfig, record: FilterRecord) -> dict[str, float]:
+def _filter_metrics(fresh: int, record: FilterRecord) -> dict[str, float]:
     judged = record["groups_kept"] + record["groups_dropped"]
     return {
         "filter/groups_kept": record["groups_kept"],
         "filter/groups_dropped": record["groups_dropped"],
         "filter/zero_variance_share": record["groups_zero_variance"] / max(1, judged),
         "filter/groups_generated": judged,
-        "filter/surplus_factor": judged / config.rollout.prompts,
+        "filter/surplus_factor": judged / fresh,
+        **{f"filter/dropped_{kind}": count for kind, count in record.get("dropped_by_kind", {}).items()},
     }

@@ -27,8 +27,9 @@ from prefect.artifacts import (
 from prefect.runtime import flow_run
 
 from millrace.connectors.mlflow.tracker import is_server
+from millrace.core.account.account import Account
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.task_records import EvaluateRecord
+from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
@@ -122,6 +123,14 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         await asyncio.to_thread(runtime.tracking.tracker.log_artifact, picture, "reward.png")
 
 
+async def tokens(ctx: IterationContext, account: Account) -> None:
+    """What became of the iteration's tokens, as a table."""
+    runtime = ctx.runtime
+    await acreate_table_artifact(
+        account.rows(), key=_key(runtime, "tokens"), description=f"Tokens of {_name(ctx)}"
+    )
+
+
 def _name(ctx: IterationContext) -> str:
     return f"iteration {iteration_number(ctx.index)} of {ctx.config.run.iterations}"
 
@@ -135,6 +144,9 @@ def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
             unscored = metrics.get(name.replace("/reward_mean", "/unscored"), 0)
             note = f" ({unscored:.0f} unscored, counted as wrong)" if unscored else ""
             shown.append(f"{name.split('/')[1]} {value:.3f}{note}")
+        if name.startswith("eval/") and name.endswith("/loss"):
+            perplexity = metrics[name.replace("/loss", "/perplexity")]
+            shown.append(f"{name[5:-5]} loss {value:.4g} (perplexity {perplexity:.4g})")
     return ", ".join(shown)
 
 
@@ -182,6 +194,26 @@ def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
                 if isinstance(value, int | float):
                     metrics[f"eval/{path}/{figure}"] = value
             metrics |= {f"eval/{path}/pass_at_{k}": value for k, value in part.get("pass_at", {}).items()}
+    return metrics
+
+
+async def held_out_loss(runtime: Runtime, record: HeldOutRecord) -> None:
+    """Log held-out losses that belong to no iteration."""
+    metrics = held_out_metrics(record)
+    log.info("before training: %s", _headline(metrics, supervised=True))
+    await asyncio.to_thread(runtime.tracking.tracker.log_metrics, metrics, record["done"])
+
+
+def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
+    """Metrics of held-out losses, by name."""
+    metrics: dict[str, float] = {}
+    for name, result in record["sets"].items():
+        for path, part in (
+            (name, result),
+            *((f"{name}/{key}", each) for key, each in result.get("subsets", {}).items()),
+        ):
+            for figure in ("loss", "perplexity", "tokens", "samples"):
+                metrics[f"eval/{path}/{figure}"] = part[figure]
     return metrics
 
 

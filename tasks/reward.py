@@ -1,7 +1,7 @@
-"""reward: score samples as their parts land, in worker processes that can be killed.
+"""reward: score samples as their parts land, in worker processes that can be killed, and ask a served teacher about them.
 
 Reads rollout parts; writes one reward part for each. A sample whose scoring failed or timed out has no reward and
-says why: that is not a zero. It is scored again at the next start, as long as the iteration's batch is not fixed.
+says why: that is not a zero. The same holds for one that the teacher gave no answer about. It is scored again at the next start, as long as the iteration's batch is not fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millrace.connectors.storage.iteration_files import IterationFiles, record_p
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.sample import ScoredSample, Scoring, Unscored, columns
+from millrace.core.contracts.sample import AskedAbout, ScoredSample, Scoring, Unscored, columns
 from millrace.core.contracts.task_records import RewardRecord
 from millrace.core.errors import CorruptFileError
 from millrace.tasks.context import IterationContext
@@ -28,6 +28,7 @@ from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.scoring import Score, score, score_group, scored_by_group
 from millrace.tasks.samples.scoring_units import ScoringUnits
+from millrace.tasks.samples.teaching import Taught, ask_teacher
 
 OUTCOME = ["sample_id", "scoring", "reason"]  # columns
 UNSCORED: tuple[Scoring, ...] = ("failed", "timed_out")
@@ -117,7 +118,8 @@ def _take_back(ctx: IterationContext) -> None:
 
 
 def _read_unscored(ctx: IterationContext, path: str) -> list[Unscored]:
-    rows: list[Unscored] = ctx.folder.read_table(path, "rollouts", columns=columns(Unscored)).to_pylist()
+    wanted = columns(Unscored if ctx.runtime.teacher is None else AskedAbout)
+    rows: list[Unscored] = ctx.folder.read_table(path, "rollouts", columns=wanted).to_pylist()
     return rows
 
 
@@ -126,16 +128,24 @@ def _by_group(ctx: IterationContext, row: Unscored) -> bool:
 
 
 async def _score(ctx: IterationContext, rows: Sequence[Unscored]) -> list[ScoredSample]:
-    """The scores of one unit."""
+    """The scores of one unit, and what the teacher answered meanwhile."""
+    results, taught = await asyncio.gather(
+        _results(ctx, rows),
+        asyncio.gather(*(ask_teacher(ctx.runtime.teacher, ctx.runtime.hints, row) for row in rows)),
+    )
+    return [_row(*one) for one in zip(rows, results, taught, strict=True)]
+
+
+async def _results(ctx: IterationContext, rows: Sequence[Unscored]) -> list[Score]:
     own = ctx.runtime.scoring.of_source(rows[0]["source"])
     if _by_group(ctx, rows[0]):
-        results = await score_group(ctx.runtime, rows, own)
-    else:
-        results = [await score(ctx.runtime, row, own) for row in rows]
-    return [_row(row, result) for row, result in zip(rows, results, strict=True)]
+        return await score_group(ctx.runtime, rows, own)
+    return [await score(ctx.runtime, row, own) for row in rows]
 
 
-def _row(row: Unscored, result: Score) -> ScoredSample:
+def _row(row: Unscored, result: Score, taught: Taught) -> ScoredSample:
+    if taught.reason is not None and result.scoring == "scored":
+        result = Score("failed", reason=taught.reason, seconds=result.seconds)
     return ScoredSample(
         sample_id=row["sample_id"],
         group_id=row["group_id"],
@@ -147,6 +157,11 @@ def _row(row: Unscored, result: Score) -> ScoredSample:
         scoring_s=result.seconds,
         samples=row["samples"],
         role=row["role"],
+        teacher_logprobs=taught.logprobs,
+        teacher_s=taught.seconds,
+        teacher_top_tokens=taught.top_tokens,
+        teacher_top_logprobs=taught.top_logprobs,
+        teacher_hint=taught.hint,
     )
 
 
@@ -175,13 +190,16 @@ def _count(budget: FailureBudget, sample_id: str, scoring: Scoring, reason: str 
 
 def _budget(ctx: IterationContext) -> FailureBudget:
     config = ctx.config
+    cause = config.reward.function
+    if config.algorithm.teacher_server:
+        cause += ", the server of algorithm.teacher_server"
     return FailureBudget(
         "reward.max_failed_share",
         config.reward.max_failed_share,
         config.samples_per_iteration,
         what="could not be scored",
         where=f"iteration {iteration_number(ctx.index)}",
-        remedy=f"correct {config.reward.function} or the data, or raise the share (or reward.timeout_s where it is short), and "
+        remedy=f"correct {cause} or the data, or raise the share (or reward.timeout_s where it is short), and "
         "start the same command again: those samples are scored again, scores that were given are kept. Or "
         f"{way_out(config.run.name, ctx.index)}, which scores all of its samples again",
     )

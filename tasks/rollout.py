@@ -8,6 +8,7 @@ Rollouts of several turns also append turns/part-*.parquet as they go on, and ar
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.contracts.ids import iteration_number, sample_id
+from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import RolloutRecord
 from millrace.core.contracts.turns import TurnRow
@@ -60,6 +62,8 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
         while True:
             revision = ctx.stream.revision
             for group in groups[released : ctx.stream.released]:
+                if group.unusable is not None:
+                    continue
                 for index in range(ctx.config.rollout.samples_per_prompt):
                     if sample_id(group.group_id, index) not in finished:
                         generating.create_task(make(group, index))
@@ -115,6 +119,7 @@ class Answers:
 
     def __init__(self, ctx: IterationContext, generator: SampleGenerator) -> None:
         self._ctx, self._generator = ctx, generator
+        self._keys = {source.name: source.sampling_key for source in ctx.config.data.sources}
         self._writer = row_writer(ctx, "rollouts", generator)
 
     @asynccontextmanager
@@ -128,9 +133,15 @@ class Answers:
         sample = sample_id(group.group_id, index)
         seed = self._ctx.runtime.prompts.sample_seed(group, index)
         answer = await self._generator.generate(
-            group.prompt_tokens, seed=seed, rid=sample, session=group.group_id
+            group.prompt_tokens, seed=seed, rid=sample, session=group.group_id, own=self._own(group)
         )
         self._writer.put([generated_sample(group, index, seed, answer)])
+
+    def _own(self, group: DrawnGroup) -> dict[str, Any]:
+        """Sampling parameters that the group's row names."""
+        key = self._keys[group.source]
+        metadata = json.loads(group.metadata) if key and group.metadata else {}
+        return own_sampling(metadata, key, self._ctx.config.rollout.sampling.max_new_tokens)
 
 
 class Rollouts:

@@ -1,21 +1,29 @@
 """sample_prompts: draw this iteration's prompt groups from the data sources, by the ledger.
 
 Reads the committed history and the sources; writes prompts.parquet. Draws what the batch needs plus a reserve
-that replaces dropped groups; the filter returns the unused reserve to the ledger.
+that replaces dropped groups; the filter returns the unused reserve to the ledger. With a buffer it also chooses the trained
+groups that take a share of the places, and its record names them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 
 from prefect import task
 
+from millrace.core.buffer.buffer import Buffer, reach
+from millrace.core.buffer.choice import chosen
 from millrace.core.contracts import schema
-from millrace.core.contracts.ids import group_id
+from millrace.core.contracts.ids import group_id, prompt_id
+from millrace.core.contracts.rows.prompts import PromptRow, Quarantined
 from millrace.core.contracts.sample import DrawnGroup
-from millrace.core.contracts.task_records import SamplePromptsRecord
+from millrace.core.contracts.task_records import ReusedGroup, SamplePromptsRecord
+from millrace.core.curriculum.parts import source_and_level
+from millrace.core.ledger import Draw
 from millrace.tasks.context import IterationContext
+from millrace.tasks.data.rows import Read
 from millrace.tasks.kill_points import kill_point
 
 
@@ -34,35 +42,81 @@ async def sample_prompts(ctx: IterationContext) -> SamplePromptsRecord:
 
 
 def _draw(ctx: IterationContext) -> SamplePromptsRecord:
-    groups, by_source = draw_groups(ctx, reserve_size(ctx))
+    buffer = _buffer(ctx)
+    reused = _reused(ctx, buffer) if buffer else []
+    groups, _, by_source = draw_groups(ctx, reserve_size(ctx), len(reused))
     table = schema.to_table(groups, "prompts")
     entry = ctx.folder.write_table("prompts.parquet", table, "prompts")
-    return {"files": [entry.record()], "groups": len(groups), "by_source": by_source}
+    record: SamplePromptsRecord = {
+        "files": [entry.record()],
+        "groups": len(groups),
+        "by_source": by_source,
+    }
+    return record if buffer is None else {**record, "reused": reused, "buffered": len(buffer.groups())}
 
 
-def draw_groups(ctx: IterationContext, reserve: int) -> tuple[list[DrawnGroup], dict[str, int]]:
-    """The groups that the ledger gives this iteration, and how many of those that the batch needs each source gave."""
-    config, prompts = ctx.config, ctx.runtime.prompts.dataset
-    draws = ctx.runtime.prompts.ledger().draw(ctx.index, config.rollout.prompts, reserve)
-    rows: list[DrawnGroup] = []
-    by_source: dict[str, int] = {}
-    for draw in draws:
-        row = prompts.row(draw.source, draw.row)
-        rows.append(
-            DrawnGroup(
-                group_id=group_id(config.run.name, ctx.index, row.prompt_id, draw.ordinal),
-                prompt_id=row.prompt_id,
-                iteration=ctx.index,
-                source=draw.source,
-                row=draw.row,
-                epoch=draw.epoch,
-                ordinal=draw.ordinal,
-                prompt=json.dumps(row.prompt, ensure_ascii=False),
-                prompt_tokens=prompts.tokens(draw.source, draw.row),
-                label=None if row.label is None else json.dumps(row.label, ensure_ascii=False),
-                metadata=json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
-            )
-        )
-        if draw.ordinal < config.rollout.prompts:
-            by_source[draw.source] = by_source.get(draw.source, 0) + 1
-    return rows, by_source
+def _buffer(ctx: IterationContext) -> Buffer | None:
+    """What the committed iterations leave to be reused; None without a buffer."""
+    settings = ctx.config.rollout.buffer
+    if settings is None:
+        return None
+    since = reach(ctx.index, settings.max_age)
+    return Buffer(settings.max_age, settings.max_uses).extend(ctx.run_folder.history(since))
+
+
+def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:
+    """The groups that this iteration trains again."""
+    settings, prompts = ctx.config.rollout.buffer, ctx.config.rollout.prompts
+    assert settings is not None
+    return [
+        {"iteration": group.iteration, "ordinal": group.ordinal, "age": group.age, "uses": group.uses + 1}
+        for group in chosen(buffer.groups(), settings.wanted(prompts), settings)
+    ]
+
+
+def draw_groups(
+    ctx: IterationContext, reserve: int, reused: int = 0
+) -> tuple[list[DrawnGroup], list[Read], dict[str, int]]:
+    """The groups that the ledger gives this iteration, each one's row, and how many that the batch needs each source gave.
+
+    A row that proves unusable takes no place: one more is drawn for it. reused: groups of the batch that are not drawn.
+    """
+    need = ctx.config.rollout.prompts - reused
+    ledger, dataset = ctx.runtime.prompts.ledger(), ctx.runtime.prompts.dataset
+    read: list[Read] = []
+    spoilt = 0
+    while True:
+        draws = ledger.draw(ctx.index, need, reserve + spoilt)
+        parts = [source_and_level(draw.source) for draw in draws]
+        fresh = range(len(read), len(draws))
+        read += dataset.read([(*parts[at], draws[at].row) for at in fresh])
+        unusable = sum(isinstance(item, Quarantined) for item in read)
+        if unusable == spoilt:
+            break
+        spoilt = unusable
+    groups = [_group(ctx, draw, *part, item) for draw, part, item in zip(draws, parts, read, strict=True)]
+    usable = [group.source for group in groups if group.unusable is None]
+    return groups, read, dict(Counter(usable[:need]))
+
+
+def _group(ctx: IterationContext, draw: Draw, source: str, level: int | None, item: Read) -> DrawnGroup:
+    """A row of prompts.parquet. Of an unusable row it has the start of what stands there, as text."""
+    if isinstance(item, Quarantined):
+        row, tokens = PromptRow(source, item.row, prompt_id(source, item.row, item.excerpt), item.excerpt), []
+    else:
+        row, tokens = item.row, item.tokens
+    return DrawnGroup(
+        group_id=group_id(ctx.config.run.name, ctx.index, row.prompt_id, draw.ordinal),
+        prompt_id=row.prompt_id,
+        iteration=ctx.index,
+        source=source,
+        row=draw.row,
+        epoch=draw.epoch,
+        ordinal=draw.ordinal,
+        prompt=json.dumps(row.prompt, ensure_ascii=False),
+        prompt_tokens=tokens,
+        label=None if row.label is None else json.dumps(row.label, ensure_ascii=False),
+        metadata=json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
+        level=level,
+        unusable=item.reason if isinstance(item, Quarantined) else None,
+    )

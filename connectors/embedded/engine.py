@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.embedded.model import DTYPES, Decoder, ModelError, Weights, read_shape, read_tensors
-from millrace.connectors.embedded.sampling import RequestError, SamplingParams, penalise, sample, uniform
+from millrace.connectors.embedded.sampling import (
+    RequestError,
+    SamplingParams,
+    likeliest,
+    penalise,
+    sample,
+    uniform,
+)
 from millrace.connectors.embedded.slots import Request, Slots
 from millrace.connectors.embedded.text import Text
 
@@ -264,13 +271,25 @@ class Engine:
         """Move waiting requests into slots, prefill them, and give each its next token."""
         admitted: list[Request] = []
         while self._waiting and not self._idle_jobs and self._slots.fits([*admitted, self._waiting[0]]):
-            admitted.append(self._waiting.popleft())
+            request = self._waiting.popleft()
+            if request.params.max_new_tokens:
+                admitted.append(request)
+            else:  # its prompt is scored and nothing generated; one a step, so that those that run go on
+                self._score(request)
+                break
         if not admitted:
             return
         self._admitting = admitted
         logits = self._slots.admit(admitted)
         self._admitting = []
         self._take_tokens(admitted, logits)
+
+    def _score(self, request: Request) -> None:
+        self._admitting = [request]
+        if request.prompt_logprobs_from >= 0:
+            self._slots.score_prompt(request)
+        self._admitting = []
+        self._finish(request, {"type": "length", "length": 0})
 
     def _take_tokens(self, requests: list[Request], logits: Tensor) -> None:
         """Sample each request's next token and see whether it ends."""
@@ -290,8 +309,7 @@ class Engine:
             request.output.append(token)
             request.logprobs.append(picked[row])
             if request.top_logprobs:
-                values, ids = logprobs[row].topk(request.top_logprobs)
-                request.tops.append(list(zip(values.tolist(), ids.tolist(), strict=True)))
+                request.tops.append(likeliest(logprobs[row], request.top_logprobs))
             self._note_version(request)
             request.finish = self._ending(request, token)
         self.counters["tokens"] += len(requests)

@@ -67,7 +67,7 @@ class SamplingParams:
 
     def _check(self) -> None:
         rules = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
             (
                 "min_new_tokens",
                 0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -184,6 +184,12 @@ def sample(
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     chosen: list[int] = tokens.tolist()
     return chosen, logprobs
+
+
+def likeliest(logprobs: Tensor, count: int) -> list[tuple[float, int]]:
+    """The `count` tokens of the highest log-probability [vocabulary], each with it, the likeliest first."""
+    values, ids = logprobs.topk(count)
+    return list(zip(values.tolist(), ids.tolist(), strict=True))
 
 
 def _filter(probabilities: Tensor, params: SamplingParams) -> Tensor:

@@ -1,4 +1,4 @@
-"""The HTTP face of the engine: SGLang's native endpoints and fields.
+"""The HTTP face of the engine: SGLang's native endpoints and fields. Chat completions are in millrace.connectors.embedded.chat.
 
 Owns parsing and answering; decides nothing about tokens. Bodies are JSON and safetensors; nothing is ever unpickled.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import orjson
 from aiohttp import web
 
 from millrace.connectors.embedded.body import read_json
+from millrace.connectors.embedded.chat import ChatRoute
 from millrace.connectors.embedded.door import Door, middleware
 from millrace.connectors.embedded.engine import Engine
 from millrace.connectors.embedded.model import ModelError
@@ -54,6 +55,7 @@ class Server:
         post("/release_memory_occupation", self.release_memory)
         post("/resume_memory_occupation", self.resume_memory)
         WeightRoutes(self.engine).add_to(app)
+        ChatRoute(self.engine, self.info["model_path"], self._text).add_to(app)
         return app
 
     # generation
@@ -169,7 +171,7 @@ class Server:
     def _answer(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
         """SGLang's answer for what a request has so far."""
         ids = list(request.output)
-        text = request.stopped_text if request.stopped_text is not None else self._text(request, ids)
+        text = self._text(request)
         spans = [dict(span) for span in request.spans]
         meta: dict[str, Any] = {
             "id": request.rid,
@@ -191,17 +193,23 @@ class Server:
                 [value, token, self._token_text(token, show)] for value, token in request.prompt_logprobs
             ]
             if request.top_logprobs:
-                meta["output_top_logprobs"] = [
-                    [[value, token, self._token_text(token, show)] for value, token in tops]
-                    for tops in request.tops
+                meta["output_top_logprobs"] = [self._shown(tops, show) for tops in request.tops]
+                meta["input_top_logprobs"] = [
+                    None if tops is None else self._shown(tops, show) for tops in request.prompt_tops
                 ]
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
-    def _text(self, request: Request, ids: list[int]) -> str:
+    def _text(self, request: Request) -> str:
+        if request.stopped_text is not None:
+            return request.stopped_text
+        ids = list(request.output)
         matched = (request.finish or {}).get("matched")
         if isinstance(matched, int) and not request.params.no_stop_trim:
             ids = ids[:-1]
         return self.engine.text.decode(ids, request.params)
+
+    def _shown(self, pairs: Iterable[tuple[float, int]], show: bool) -> list[list[Any]]:
+        return [[value, token, self._token_text(token, show)] for value, token in pairs]
 
     def _token_text(self, token: int, show: bool) -> str | None:
         return self.engine.text.decode([token], SamplingParams(skip_special_tokens=False)) if show else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.embedded.model import PREFILL_SPAN, ROWS, SPAN, Cache, Decoder, rounded_up
-from millrace.connectors.embedded.sampling import SamplingParams
+from millrace.connectors.embedded.sampling import SamplingParams, likeliest
 
 PREFIXES = 128  # prompts whose keys and values are kept
 
@@ -38,6 +38,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[float, int]]] = field(default_factory=list)
     prompt_logprobs: list[tuple[float | None, int]] = field(default_factory=list)
+    prompt_tops: list[list[tuple[float, int]] | None] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)  # {version, start, end} over output tokens
     cached_tokens: int = 0
     slot: int = -1
@@ -161,7 +162,7 @@ class Slots:
                 self.cache.keys[number][request.slot, :, : len(context)] = keys
                 self.cache.values[number][request.slot, :, : len(context)] = values
             if request.prompt_logprobs_from >= 0 and not request.prompt_logprobs:
-                self._score_prompt(request)
+                self.score_prompt(request)
             hidden.append(prefix.hidden)
             self.running.append(request)
         self._prefixes |= fresh
@@ -181,15 +182,22 @@ class Slots:
             found[context] = _Prefix(kept, hidden[row, n - 1].clone())
         return found
 
-    def _score_prompt(self, request: Request) -> None:
-        """Log-probabilities of the prompt's own tokens, from `prompt_logprobs_from` on."""
+    def score_prompt(self, request: Request) -> None:
+        """Log-probabilities of the prompt's own tokens, from `prompt_logprobs_from` on; the first of them has none.
+
+        At temperature 1, whatever the request's: as SGLang does.
+        """
         span = rounded_up(len(request.prompt), PREFILL_SPAN)
         tokens = torch.zeros(1, span, dtype=torch.long)
         tokens[0, : len(request.prompt)] = torch.tensor(request.prompt)
         hidden, _ = self._decoder.prefill(tokens)
-        logits = self._decoder.logits(hidden[0]) / (request.params.temperature or 1.0)
-        logprobs = logits.log_softmax(-1)
         start = request.prompt_logprobs_from
+        logprobs = self._decoder.logits(hidden[0, start : len(request.prompt)]).log_softmax(-1)
         for at in range(start, len(request.prompt)):
             token = request.prompt[at]
-            request.prompt_logprobs.append((None if at == 0 else float(logprobs[at - 1, token]), token))
+            value = None if at == start else float(logprobs[at - 1 - start, token])
+            request.prompt_logprobs.append((value, token))
+            if request.top_logprobs:
+                request.prompt_tops.append(
+                    None if at == start else likeliest(logprobs[at - 1 - start], request.top_logprobs)
+                )

@@ -1,7 +1,8 @@
 """Questions of Reasoning Gym: every generator by its name, scored by the package.
 
-A row says which question is its own by `index` in its metadata, and may name `generator` and `config` besides. `write_prompts`
-writes such rows; so does `python -m millrace.connectors.environments.reasoning_gym leg_counting 1000 prompts.jsonl`.
+A row says which question is its own by `index` in its metadata, and may name `generator` and `config` besides. `rows` makes
+them for a data source, of any level of difficulty; `write_prompts` writes them, and so does
+`python -m millrace.connectors.environments.reasoning_gym leg_counting 1000 prompts.jsonl`. `score` is their reward.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from millrace.connectors.environments.extras import last_message, number, package
 from millrace.core.errors import ConfigError
+from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.sessions.interface import Done, Observation, Task, Turn
 
 FIELD = "rollout.session.environment.options"
+COMPOSITE = "composite"  # the package's generator of questions of several others
 HOW = "Give the final answer between <answer> and </answer>."
 
 
@@ -43,14 +47,69 @@ class ReasoningGym:
 
     async def step(self, turn: Turn) -> Done:
         """Score what stands in the last <answer>, or else all of the turn."""
-        extract = package("reasoning_gym.utils", "reasoning-gym").extract_answer
-        answer = extract(turn.content)
-        found = turn.content.strip() if answer is None else answer
-        score = float(self._questions.score_answer(found, self._entry))
-        return Done(score, {"tagged": float(answer is not None)})
+        return Done(*_scored(turn.content, self._questions, self._entry))
 
     async def close(self) -> None:
         """It holds nothing."""
+
+
+class Rows:
+    """Questions of a generator as rows of a source, each made when it is asked for."""
+
+    def __init__(self, generator: str, config: Mapping[str, Any], size: int) -> None:
+        self._generator, self._config, self._size = generator, dict(config), size
+        self._questions = _questions(generator, json.dumps(self._config, sort_keys=True), size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        made = {"generator": self._generator, "config": self._config, "index": index, "size": self._size}
+        return {"prompt": f"{self._questions[index]['question']}\n\n{HOW}", "metadata": made}
+
+
+def rows(
+    generator: str, config: Mapping[str, Any] | None = None, size: int = 10_000, level: int | None = None
+) -> Rows:
+    """Rows of a data source (millrace.DataSource): `size` questions of a generator.
+
+    level: sets every attribute of the generator's own curriculum, each at most to its highest level; what `config` names
+    stays. Errors: ConfigError for an unknown generator, one without a curriculum, or a config that it does not take.
+    """
+    given = dict(config or {})
+    return Rows(generator, given if level is None else {**_of_level(generator, level), **given}, size)
+
+
+def score(sample: RewardInput) -> RewardResult:
+    """The package's score of the last <answer>, or else of the whole response (millrace.Reward)."""
+    made = sample.metadata
+    questions = _questions(
+        str(made["generator"]), json.dumps(made["config"], sort_keys=True), int(made.get("size", 10_000))
+    )
+    return RewardResult(*_scored(sample.response, questions, questions[int(made["index"])]))
+
+
+def _scored(text: str, questions: Any, entry: Any) -> tuple[float, dict[str, float]]:
+    extract = package("reasoning_gym.utils", "reasoning-gym").extract_answer
+    answer = extract(text)
+    found = text.strip() if answer is None else answer
+    return float(questions.score_answer(found, entry)), {"tagged": float(answer is not None)}
+
+
+def _of_level(generator: str, level: int) -> dict[str, Any]:
+    """A generator's config at a level of its curriculum."""
+    factory = package("reasoning_gym.factory", "reasoning-gym")
+    package("reasoning_gym", "reasoning-gym")
+    if not factory.has_curriculum(generator):
+        raise ConfigError(
+            f"the generator {generator} has no curriculum",
+            where="data.sources[].levels",
+            remedy="set them to null, or choose another generator",
+        )
+    curriculum = factory.create_curriculum(generator)
+    curriculum.set_global_level(level)
+    made = asdict(curriculum.generate_configuration())
+    return {name: value for name, value in made.items() if name not in ("seed", "size")}
 
 
 @lru_cache(maxsize=64)
@@ -64,8 +123,18 @@ def _questions(generator: str, config: str, size: int) -> Any:
             where=f"{FIELD}.generator = {generator}",
             remedy="choose one of these, here or in a row's metadata",
         )
+    given = json.loads(config)
     try:
-        return factory.create_dataset(generator, **{"seed": 0, **json.loads(config), "size": size})
+        if generator == COMPOSITE:
+            part = package("reasoning_gym.composite", "reasoning-gym").DatasetSpec
+            given["datasets"] = [part(**{"weight": 1.0, "config": {}, **each}) for each in given["datasets"]]
+        return factory.create_dataset(generator, **{"seed": 0, **given, "size": size})
+    except KeyError as error:
+        raise ConfigError(
+            f"{COMPOSITE} has no {error}",
+            where=f"{FIELD}.config",
+            remedy="list the generators that it draws from: {datasets: [{name: chain_sum, weight: 2}, {name: gcd}]}",
+        ) from error
     except (TypeError, AssertionError, ValueError) as error:
         raise ConfigError(
             f"the generator {generator} does not take it: {error}",

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from millrace.connectors.huggingface.response_templates import Template, template_for
 from millrace.connectors.huggingface.suffix import Message, Render, suffix
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
-from millrace.core.contracts.chat_options import PLAIN, ChatOptions
+from millrace.connectors.huggingface.trained_turns import pieces
+from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
+from millrace.core.contracts.rows.trained_messages import for_template
+from millrace.core.errors import ConfigError
 from millrace.core.sessions.interface import ToolCall, Turn
 
 SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
@@ -27,6 +31,17 @@ class Reading:
     thinking: str
     calls: list[ToolCall]
     problem: str | None
+
+
+@dataclass(frozen=True)
+class TrainedDialogue:
+    """A whole dialogue as token ids. The response begins with the first trained turn."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]  # of the response
+    mask: list[int]  # of the response; 1: trained
+    text: str  # of the response, for reading
+    turns: int  # that are trained
 
 
 class Dialogues:
@@ -63,6 +78,37 @@ class Dialogues:
         end, text = suffix(self._renderer(options), messages, self._ends)
         ended = bool(end) and ids[-1] == self._tokenizer.tokenizer.convert_tokens_to_ids(end)
         return self._encode(text if ended else end + text)
+
+    def trained(
+        self, messages: Sequence[Message], numbers: Sequence[int], options: ChatOptions = PLAIN
+    ) -> TrainedDialogue:
+        """The whole dialogue, with the turns trained that these messages are.
+
+        Cut as a rollout grows: what is said before a turn, the turn, and what follows it become tokens apart, so that a trained
+        token never holds text of others. Raises ValueError, with `kind of reason: details`, where `pieces` does; ConfigError
+        for a tokenizer whose texts do not join.
+        """
+        if not self._joins:
+            raise ConfigError(
+                "the tokenizer puts a space before every text, so that the turns of a dialogue cannot be cut exactly",
+                where="model.tokenizer",
+                remedy="name one that does not (in tokenizer.json: prepend_scheme never), or set loss_on=answer",
+            )
+        cut = pieces(self._renderer(options), for_template(messages), numbers, self._ends)
+        ids = self._tokenizer.tokenizer([piece.text for piece in cut], add_special_tokens=False)["input_ids"]
+        later = list(zip(cut, ids, strict=True))[1:]
+        return TrainedDialogue(
+            prompt_tokens=list(ids[0]),
+            tokens=[token for _, part in later for token in part],
+            mask=[int(piece.trained) for piece, part in later for _ in part],
+            text="".join(piece.text for piece, _ in later),
+            turns=len(numbers),
+        )
+
+    @cached_property
+    def _joins(self) -> bool:
+        """Whether texts that become tokens apart are the text that they are together."""
+        return self.decode([*self._encode("a"), *self._encode("b")]) == "ab"
 
     def read(self, text: str, prompt_ids: Sequence[int], options: ChatOptions = PLAIN) -> Reading:
         """Thinking, content and tool calls of a turn. One that cannot be read is all content, with the problem."""

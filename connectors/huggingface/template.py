@@ -19,7 +19,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from millrace.core.contracts.prompts import Prompt
+from millrace.core.contracts.rows.prompts import Prompt
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")

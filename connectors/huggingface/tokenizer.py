@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.config.model import Model
-from millrace.core.contracts.chat_options import PLAIN, ChatOptions
-from millrace.core.contracts.prompts import Prompt
+from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
+from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.connectors.megatron.model.fused import take_rows
-from millrace.connectors.megatron.model.logprobs import token_logprobs
+from millrace.connectors.megatron.model.logprobs import TokenLogprobs, token_logprobs
 from millrace.connectors.megatron.model.policy_model import PolicyModel
 from millrace.connectors.megatron.packing import Pack
 from millrace.connectors.megatron.process.distributed import model_context
@@ -87,10 +87,10 @@ class ForwardBackward:
             add_sums(sums, to_numbers(metrics))
 
     def gather_context_parallel(self, pack: Pack, local: Tensor) -> Tensor:
-        """Values of all context parallel ranks in the pack's order [N]; gradients flow to this rank's values."""
+        """Values of all context parallel ranks in the pack's order, [N] or [N, k]; gradients flow to this rank's values."""
         if self.config.trainer.parallel.context == 1:
             return local  # already whole and in order
-        out = local.new_zeros(pack.count).index_put((pack.slots,), local)
+        out = local.new_zeros(pack.count, *local.shape[1:]).index_put((pack.slots,), local)
         others = out.detach().clone()
         dist.all_reduce(others, group=mpu.get_context_parallel_group())
         return out + (others - out.detach())
@@ -154,12 +154,23 @@ class LogprobForwardBackward(ForwardBackward):
 
     def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """Log-probabilities of the packs' response tokens, end to end; None before the last pipeline stage."""
-        return self.forward(packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False)[0])
+        return self.forward(
+            packs, lambda pack, hidden: self.token_logprobs(pack, hidden, entropy=False).targets
+        )
 
     def token_logprobs(
-        self, pack: Pack, hidden: Tensor, *, entropy: bool, entropy_gradient: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [N] of the whole pack's response tokens, and entropies, on every context parallel rank."""
+        self,
+        pack: Pack,
+        hidden: Tensor,
+        *,
+        entropy: bool,
+        entropy_gradient: bool = True,
+        others: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probabilities [N] of the whole pack's response tokens, and entropies, on every context parallel rank.
+
+        others: with those [N, k] of the pack's other tokens, too.
+        """
         if self.config.trainer.parallel.sequence:
             hidden = tp.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -170,7 +181,7 @@ class LogprobForwardBackward(ForwardBackward):
             if inner.share_embeddings_and_output_weights
             else inner.output_layer.weight
         )
-        logprobs, entropies = token_logprobs(
+        found = token_logprobs(
             take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),
             weight,
             pack.targets,
@@ -180,10 +191,12 @@ class LogprobForwardBackward(ForwardBackward):
             chunk=self.config.trainer.logprob_chunk_tokens,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
+            others=pack.others if others else None,
         )
-        return (
-            self.gather_context_parallel(pack, logprobs),
-            None if entropies is None else self.gather_context_parallel(pack, entropies),
+        return TokenLogprobs(
+            self.gather_context_parallel(pack, found.targets),
+            None if found.entropies is None else self.gather_context_parallel(pack, found.entropies),
+            None if found.others is None else self.gather_context_parallel(pack, found.others),
         )
 
 

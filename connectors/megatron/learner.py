@@ -81,8 +81,7 @@ class Learner:
         )
         self.reference = Reference(inner) if self.objective.needs_ref else None
         self.critic = Critic(config, hf, device) if self.needs_critic else None
-        distils = self.algorithm.distillation_coef > 0 and not self.objective.supervised
-        self.teacher = Teacher(config, temperature, device) if distils else None
+        self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
         self._iteration: _Iteration | None = None
 
     @property
@@ -95,7 +94,7 @@ class Learner:
         a, o = self.algorithm, self.objective
         if o.supervised or o.ratio_to_rollout:
             return False
-        in_advantage = a.distillation_coef > 0 or (a.kl_placement == "reward" and o.needs_ref)
+        in_advantage = a.distils_in_advantage or (a.kl_placement == "reward" and o.needs_ref)
         return in_advantage or (o.needs_old and (steps > 1 or o.needs_recompute))
 
     def _needs_sampled(self, steps: int) -> bool:
@@ -213,7 +212,8 @@ class Learner:
     def logprob_gaps(self) -> dict[int, tuple[float, float]]:
         """Mean and largest difference of engine and trainer on the samples of each step of the iteration, over all ranks.
 
-        Before the first update, so that every sample is compared under the weights that sampled it. Steps whose
+        Before the first update, so that every sample is compared under the weights that sampled it; reused ones, which older
+        weights sampled, are left out. Steps whose
         log-probabilities their own forward pass gives are missing: they report the difference among their metrics.
         """
         assert self._iteration is not None
@@ -221,7 +221,7 @@ class Learner:
         counts = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
         for step, batch in self._iteration.batches.items():
             if counts and batch.sampled_logprobs is not None:
-                gap = logprob_gap(batch.sampled_logprobs, batch.rollout_logprobs, batch.mask)
+                gap = logprob_gap(batch.sampled_logprobs, batch.rollout_logprobs, batch.compared)
                 add_sums(sums, {f"{name}/{step}": value for name, value in to_numbers(gap).items()})
         means = _means(sum_over_ranks(sums)) if len(self._iteration.batches) > 1 else {}
         steps = [step for step in self._iteration.batches if f"logprob_gap_mean/{step}" in means]

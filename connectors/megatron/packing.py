@@ -40,6 +40,10 @@ class Row:
     shaped_reward: float | None  # None: not shaped, or stored before the column was
     truncated: bool
     train_step: int
+    teacher_logprobs: Floats | None = None  # of a served teacher
+    teacher_top_tokens: Ints | None = None  # [response tokens, k] its likeliest ones
+    teacher_top_logprobs: Floats | None = None  # [response tokens, k]
+    reused: bool = False  # an earlier iteration generated it, under older weights
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Pack:
     targets: Tensor  # [n] those next tokens
     slots: Tensor  # [n] their indices among the pack's N response tokens
     count: int  # N
+    others: Tensor | None  # [n, k] a served teacher's likeliest tokens in place of each target
 
     @property
     def tokens(self) -> int:
@@ -66,8 +71,22 @@ def read_rows(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
     tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
-    columns = ["sample_id", "response_length", "advantage", "reward", "shaped_reward", "status", "train_step"]
+    teacher = _lists(table, "teacher_logprobs", np.float32)
+    top_tokens = _lists(table, "teacher_top_tokens", np.int64)
+    top_logprobs = _lists(table, "teacher_top_logprobs", np.float32)
+    columns = [
+        "sample_id",
+        "response_length",
+        "advantage",
+        "reward",
+        "shaped_reward",
+        "status",
+        "train_step",
+        "reused_from",
+    ]
     plain = table.select(columns).to_pylist()
+    asked = table.column("teacher_logprobs").is_valid().to_pylist()
+    topped = table.column("teacher_top_tokens").is_valid().to_pylist()
     return [
         Row(
             sample_id=row["sample_id"],
@@ -80,6 +99,10 @@ def read_rows(table: pa.Table) -> list[Row]:
             shaped_reward=row["shaped_reward"],
             truncated=row["status"] == "truncated",
             train_step=row["train_step"],
+            teacher_logprobs=teacher[i] if asked[i] else None,
+            teacher_top_tokens=top_tokens[i].reshape(row["response_length"], -1) if topped[i] else None,
+            teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
+            reused=row["reused_from"] is not None,
         )
         for i, row in enumerate(plain)
     ]
@@ -113,15 +136,26 @@ def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architectur
             cp_rank=mpu.get_context_parallel_rank(),
             align=align,
             device=device,
+            top_k=config.algorithm.teacher_top_k,
         )
         for members in planned
     ]
 
 
 def make_pack(
-    rows: Sequence[Row], members: list[int], *, cp_size: int, cp_rank: int, align: int, device: Any
+    rows: Sequence[Row],
+    members: list[int],
+    *,
+    cp_size: int,
+    cp_rank: int,
+    align: int,
+    device: Any,
+    top_k: int = 0,
 ) -> Pack:
-    """Lay samples end to end, each padded to a multiple of `align` tokens. No rows: a pack of padding alone."""
+    """Lay samples end to end, each padded to a multiple of `align` tokens. No rows: a pack of padding alone.
+
+    top_k: how many of a teacher's likeliest tokens each row has at each response token.
+    """
     padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
     bounds = [0, *np.cumsum(padded).tolist()]
     tokens = np.zeros(bounds[-1], dtype=np.int64)
@@ -138,6 +172,9 @@ def make_pack(
     local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
     places = predicts_response[local_positions].nonzero()[:, 0]
     pack_places = local_positions[places]
+    slots = (predicts_response.cumsum(0) - 1)[pack_places]
+    tops = [row.teacher_top_tokens for row in rows if row.teacher_top_tokens is not None] if top_k else []
+    others = torch.from_numpy(np.concatenate([np.zeros((0, top_k), dtype=np.int64), *tops]))
     cu = torch.tensor(bounds, dtype=torch.int32, device=device)
     params = PackBounds(
         qkv_format="thd",
@@ -157,6 +194,7 @@ def make_pack(
         params=params,
         places=places.to(device),
         targets=flat[pack_places + 1].to(device),
-        slots=(predicts_response.cumsum(0) - 1)[pack_places].to(device),
+        slots=slots.to(device),
         count=int(predicts_response.sum()),
+        others=others[slots].to(device) if top_k else None,
     )

@@ -20,7 +20,9 @@ from millrace.connectors.megatron.forward_backward import (
     maximum,
     to_numbers,
 )
+from millrace.connectors.megatron.model.logprobs import TokenLogprobs
 from millrace.connectors.megatron.rank_batch import RankBatch
+from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import clean
 
@@ -37,22 +39,28 @@ def policy_step(
     """Leave the gradients of the step's loss in the model's buffers, unless `forward_only`; add every metric to `sums`."""
     spans, lengths = batch.spans(), batch.pack_lengths()
 
-    def loss(number: int, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Metrics]:
-        logprobs, entropy = output
-        tokens = _token_batch(batch, spans[number], lengths[number], objective, logprobs, entropy)
+    def loss(number: int, output: TokenLogprobs) -> tuple[Tensor, Metrics]:
+        tokens = _token_batch(batch, spans[number], lengths[number], objective, output)
         total, metrics = objective(tokens)
         metrics["loss"] = (total.detach(), torch.zeros_like(total))
         sampled = batch.sampled_logprobs
         ours = tokens.logprobs.detach() if sampled is None else sampled[spans[number]]
-        metrics.update(logprob_gap(ours, tokens.rollout_logprobs, tokens.mask))
-        if "teacher" in batch.per_token:
+        metrics.update(logprob_gap(ours, tokens.rollout_logprobs, batch.compared[spans[number]]))
+        if batch.reused is not None:
+            metrics["behaviour_kl"] = _behaviour_kl(ours, tokens, batch.reused[spans[number]])
+        if "teacher" in batch.per_token and not objective.teacher_top_k:
             metrics["teacher_kl"] = _teacher_kl(tokens, batch.per_token["teacher"][spans[number]])
         return total, metrics
 
     with _router_losses(passes, batch, sums, forward_only=forward_only):
         passes.forward_backward(
             batch.packs,
-            partial(passes.token_logprobs, entropy=True, entropy_gradient=objective.needs_entropy),
+            partial(
+                passes.token_logprobs,
+                entropy=True,
+                entropy_gradient=objective.needs_entropy,
+                others=objective.teacher_top_k > 0,
+            ),
             loss,
             sums,
             forward_only=forward_only,
@@ -82,17 +90,17 @@ def _token_batch(
     span: slice,
     lengths: Tensor,
     objective: Objective,
-    logprobs: Tensor,
-    entropy: Tensor | None,
+    output: TokenLogprobs,
 ) -> TokenBatch:
     """What the objective reads, of the pack whose tokens are `span` of the batch."""
     rollout, ref = batch.rollout_logprobs[span], batch.per_token.get("ref")
     if "old" in batch.per_token:
         old = batch.per_token["old"][span]
     else:
-        old = rollout if objective.ratio_to_rollout else logprobs.detach()
+        old = rollout if objective.ratio_to_rollout else output.targets.detach()
+    top = batch.per_token.get("teacher_top")
     return TokenBatch(
-        logprobs=logprobs,
+        logprobs=output.targets,
         old_logprobs=old,
         rollout_logprobs=rollout,
         advantages=batch.per_token["advantages"][span],
@@ -100,7 +108,9 @@ def _token_batch(
         lengths=lengths,
         weights=batch.weights[span],
         ref_logprobs=None if ref is None else ref[span],
-        entropy=entropy,
+        entropy=output.entropies,
+        top_logprobs=output.others,
+        teacher_top_logprobs=None if top is None else top[span],
     )
 
 
@@ -108,6 +118,16 @@ def _teacher_kl(tokens: TokenBatch, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """KL of the sampling policy from the teacher, by its plain estimate on the sampled tokens."""
     mask = tokens.mask.bool()
     return clean(tokens.old_logprobs - teacher, mask).sum(), mask.sum().float()
+
+
+def _behaviour_kl(sampled: Tensor, tokens: TokenBatch, reused: Tensor) -> tuple[Tensor, Tensor]:
+    """KL of the weights that generated the reused samples from those before the iteration, by k3 on the former's tokens.
+
+    sampled [N]: log-probabilities of the latter. reused [N]: 1 on the tokens that count.
+    """
+    mask = reused.bool()
+    kl = kl_estimate(tokens.rollout_logprobs, sampled, "k3", mask=mask)
+    return kl.sum(), mask.sum().float()
 
 
 def logprob_gap(sampled: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:

@@ -14,7 +14,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.megatron.rank_weights import RankWeights
@@ -30,7 +30,9 @@ from millrace.core.replay import (
 )
 
 if TYPE_CHECKING:
+    from millrace.connectors.megatron.checkpoint.background import BackgroundWriter
     from millrace.connectors.megatron.packing import Row
+    from millrace.core.contracts.handles import HeldOutSample
     from millrace.core.contracts.task_records import StepMetrics
 
 
@@ -42,6 +44,7 @@ class TrainerRank(RankWeights):
         self.settings = config
         self.world_size = world_size
         self.busy: str | None = None
+        self._background: BackgroundWriter | None = None
         self.last: dict[str, Any] | None = None  # metrics of the step that made `version`
         self.reload_s = 0.0  # seconds that taking GPU memory back took, at the last call that needed it
         self._rows: tuple[tuple[str, str | None], list[Row]] | None = None  # by URL and hash of their batch
@@ -58,7 +61,13 @@ class TrainerRank(RankWeights):
 
     def state(self) -> dict[str, Any]:
         """The version that the rank holds and what it does now; answers while it trains."""
-        return {"rank": self.rank, "version": self.version, "busy": self.busy, "pid": os.getpid()}
+        return {
+            "rank": self.rank,
+            "version": self.version,
+            "busy": self.busy,
+            "pid": os.getpid(),
+            "saving": self._background.state() if self._background else None,
+        }
 
     def prepare(self) -> None:
         """Load the libraries. Takes no memory of a GPU."""
@@ -238,6 +247,22 @@ class TrainerRank(RankWeights):
             raise
         return figures
 
+    def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
+        """Loss of each sample under `version`: a sum over its tokens that have one, nats. Every rank returns all.
+
+        Changes no state of training. Raises TrainerError if the rank holds another version.
+        """
+        from millrace.connectors.megatron.held_out import sample_losses
+
+        if version != self.version:
+            raise TrainerError(
+                f"rank {self.rank} holds weight version {self.version}, and losses under version {version} are asked for",
+                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
+            )
+        with self._working("losses"):
+            learner = self.learner
+            return sample_losses(learner.passes, samples, self.config, learner.architecture, self.device)
+
     def save(self, url: str) -> dict[str, Any]:
         """Save model, optimizer, schedule and RNG under a URL; complete.json last."""
         from millrace.connectors.megatron.checkpoint.trainer_state import save
@@ -245,6 +270,37 @@ class TrainerRank(RankWeights):
         with self._working("save"):
             assert self.version is not None
             return save(self.learner, url, self.version, self.last)
+
+    def begin_save(self, url: str) -> None:
+        """The same, but of a copy in host memory, by a process of its own; `commit_save` writes complete.json."""
+        from millrace.connectors.megatron.checkpoint.background import BackgroundWriter
+        from millrace.connectors.megatron.checkpoint.trainer_state import begin
+
+        if self._background is None:
+            self._background = BackgroundWriter()
+        self._background.drop()
+        with self._working("save"):
+            assert self.version is not None
+            begin(self.learner, url, self.version, self.last, self._background)
+
+    def commit_save(self) -> float:
+        """Wait until every rank has written what it began to save, and write complete.json; seconds that this one took.
+
+        Can be called again after an error of storage.
+        """
+        from millrace.connectors.megatron.checkpoint.trainer_state import commit
+
+        assert self._background is not None, "begin_save comes first"
+        with self._working("save", everything=False):
+            commit(self.learner, self._background)
+            seconds = self._background.seconds
+            self._background.drop()
+            return seconds
+
+    def drop_save(self) -> None:
+        """Forget what was begun, and end its writer."""
+        if self._background is not None:
+            self._background.drop()
 
     def load(self, url: str) -> int:
         """Load what `save` wrote, under whatever layout this is; returns the version now held.
@@ -276,6 +332,9 @@ class TrainerRank(RankWeights):
         from millrace.connectors.megatron.process import distributed as world
 
         self.close_broadcast()
+        if self._background is not None:
+            self._background.drop()
+            self._background.memory.close()
         world.leave()
 
     def _read(self, url: str, sha256: str | None = None) -> list[Row]:

@@ -36,7 +36,11 @@ class RankBatch:
     token_weight: float  # 1 / unmasked tokens of the whole step
     rewards: Tensor  # [B] float64
     sample_advantages: Tensor | None  # [B] float64
-    # [N] each, by name: "old", "sampled", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns"
+    reused: (
+        Tensor | None
+    )  # [N] 1: in the loss, and of a reused sample; None where the step has none, on any rank
+    # [N] each, by name: "old", "sampled", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns";
+    # [N, k] "teacher_top" ones
     per_token: dict[str, Tensor] = field(default_factory=dict)
     # names for which every rank has run its forward pass; stages before the last know these alone
     computed: set[str] = field(default_factory=set)
@@ -59,6 +63,11 @@ class RankBatch:
         """Log-probabilities [N] of the weights that sampled, where a forward pass before the first update gave them."""
         return self.per_token.get("old", self.per_token.get("sampled"))
 
+    @property
+    def compared(self) -> Tensor:
+        """Tokens [N] whose log-probabilities engine and trainer must agree on: those that the weights before the iteration made."""
+        return self.mask if self.reused is None else self.mask - self.reused
+
     def set_per_token(self, name: str, values: Tensor | None) -> None:
         """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""
         self.computed.add(name)
@@ -76,8 +85,11 @@ def make_rank_batch(
 ) -> RankBatch:
     """This rank's part of a step on `rows`, which are all samples of the step. `rewards`: the shaped reward of each row.
 
-    Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it.
+    Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it, or
+    lacks what a served teacher gives.
     """
+    if config.algorithm.teacher_server is not None:
+        _check_teacher(rows, config.algorithm.teacher_top_k)
     packs = make_packs(rows, config, architecture, device)
     token_counts = torch.tensor([int(row.loss_mask.sum()) for row in rows], dtype=torch.float64)
     numbers: dict[str, int] = {}
@@ -86,7 +98,7 @@ def make_rank_batch(
     members = torch.tensor([i for pack in packs for i in pack.members], dtype=torch.long)
     rank_rows = [row for pack in packs for row in pack.rows]
     lengths = torch.tensor([row.response_length for row in rank_rows], dtype=torch.long)
-    return RankBatch(
+    batch = RankBatch(
         packs=packs,
         samples=len(rows),
         tokens=sum(len(row.tokens) for row in rows),
@@ -97,7 +109,36 @@ def make_rank_batch(
         token_weight=1.0 / max(1.0, float(token_counts.sum())),
         rewards=torch.tensor(rewards, dtype=torch.float64)[members].to(device),
         sample_advantages=_sample_advantages(rows, rank_rows, config, device),
+        reused=_concatenate([row.loss_mask * row.reused for row in rank_rows], device)
+        if any(row.reused for row in rows)
+        else None,
     )
+    if config.algorithm.teacher_server is not None:
+        batch.set_per_token("teacher", _concatenate([row.teacher_logprobs for row in rank_rows], device))
+        if config.algorithm.teacher_top_k:
+            none = np.zeros((0, config.algorithm.teacher_top_k))
+            tops = _concatenate([none, *(row.teacher_top_logprobs for row in rank_rows)], device)
+            batch.set_per_token("teacher_top", tops)
+    return batch
+
+
+def _check_teacher(rows: Sequence[Row], top_k: int) -> None:
+    """Whether the reward task stored what the teacher gives for each of the step's rows. All ranks look at all rows."""
+    missing = [row.sample_id for row in rows if row.teacher_logprobs is None]
+    if missing:
+        raise TrainerError(
+            f"{len(missing)} of the step's {len(rows)} samples have no log-probabilities of the teacher, {missing[0]} for one",
+            where="algorithm.teacher_server",
+            remedy="a batch that was stored without a served teacher cannot be trained with one",
+        )
+    shapes = ((row.sample_id, row.teacher_top_tokens, row.response_length) for row in rows)
+    other = [name for name, tops, length in shapes if tops is None or tops.shape != (length, top_k)]
+    if top_k and other:
+        raise TrainerError(
+            f"{len(other)} of the step's {len(rows)} samples have no {top_k} likeliest tokens of the teacher, {other[0]} for one",
+            where="algorithm.teacher_server.top_k",
+            remedy="set it to what it was when the batch was stored",
+        )
 
 
 def _sample_advantages(

@@ -11,6 +11,7 @@ from typing import Any
 
 from millrace.connectors.rewards.posting import UnreadableError, post
 from millrace.core.hooks import RewardInput
+from millrace.core.rewards.reward_key import under_reward
 
 
 async def http(
@@ -44,9 +45,4 @@ async def http(
             where=url,
             remedy="name its key in the option reward_key",
         )
-    parts = {
-        name: value
-        for name, value in answer.items()
-        if isinstance(value, int | float) and name not in (reward_key, "reward")
-    }
-    return {**parts, "reward": answer[reward_key]}
+    return under_reward(answer, reward_key)

@@ -51,17 +51,9 @@ async def judge(
             where="options of the judge",
             remedy="give the scale of the rubric",
         )
-    messages = [
-        {"role": "system", "content": SYSTEM.format(rubric=rubric, lowest=lowest, highest=highest)},
-        {"role": "user", "content": _question(sample)},
-    ]
+    messages = messages_for(sample, rubric, lowest, highest)
     body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
-    endpoint = f"{url.rstrip('/')}/chat/completions"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-    answer = await post(
-        endpoint, body, headers=headers, timeout_s=timeout_s, attempts=attempts, pause_s=pause_s
-    )
-    said = _content(answer, endpoint)
+    said, endpoint = await completion(url, body, api_key, timeout_s, attempts, pause_s)
     found = SCORE.findall(said)
     if not found or not lowest <= float(found[-1]) <= highest:
         raise UnreadableError(
@@ -73,7 +65,30 @@ async def judge(
     return RewardResult((score - lowest) / (highest - lowest), {"score": score})
 
 
-def _question(sample: RewardInput) -> str:
+def messages_for(
+    sample: RewardInput, rubric: str, lowest: float = 0.0, highest: float = 10.0
+) -> list[dict[str, str]]:
+    """What the judge is asked."""
+    return [
+        {"role": "system", "content": SYSTEM.format(rubric=rubric, lowest=lowest, highest=highest)},
+        {"role": "user", "content": _question(sample)},
+    ]
+
+
+async def completion(
+    url: str, body: Any, api_key: str | None, timeout_s: float, attempts: int, pause_s: float
+) -> tuple[str, str]:
+    """The text that an endpoint of OpenAI's form completes a chat with, and its address. Errors: as of `post`."""
+    endpoint = f"{url.rstrip('/')}/chat/completions"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+    answer = await post(
+        endpoint, body, headers=headers, timeout_s=timeout_s, attempts=attempts, pause_s=pause_s
+    )
+    return _content(answer, endpoint), endpoint
+
+
+def shown_prompt(sample: RewardInput) -> str:
+    """The prompt, and the row's label as the reference, as a judge reads them."""
     prompt = (
         sample.prompt
         if isinstance(sample.prompt, str)
@@ -81,13 +96,17 @@ def _question(sample: RewardInput) -> str:
     )
     label = sample.label
     reference = label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
-    given = "" if label is None else f"<reference>\n{reference}\n</reference>\n\n"
+    return f"<prompt>\n{prompt}\n</prompt>" + (
+        "" if label is None else f"\n\n<reference>\n{reference}\n</reference>"
+    )
+
+
+def _question(sample: RewardInput) -> str:
     response = sample.response.replace("</response>", "< /response>")
-    return f"<prompt>\n{prompt}\n</prompt>\n\n{given}<response>\n{response}\n</response>"
+    return f"{shown_prompt(sample)}\n\n<response>\n{response}\n</response>"
 
 
 def _content(answer: Any, endpoint: str) -> str:
-    """The text of a chat completion."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, Mapping) else None

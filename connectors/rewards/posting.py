@@ -49,17 +49,20 @@ async def post(
     timeout_s: float = 10.0,
     attempts: int = 3,
     pause_s: float = 0.5,
+    asker: str = "the reward",
+    largest: int = LARGEST,
 ) -> Any:
     """What the server answers, read as JSON.
 
     timeout_s: of one attempt. pause_s: before the second attempt; twice as long before each further one, up to 30 s.
+    asker: whose settings a remedy names. largest: bytes of an answer that is read.
     Errors: UnreachableError, RefusedError, UnreadableError.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
         for attempt in range(1, attempts + 1):
             try:
-                return await _attempt(session, url, body)
+                return await _attempt(session, url, body, asker, largest)
             except RemoteRewardError as error:
                 again = not isinstance(error, RefusedError) or error.status in LATER
                 if attempt == attempts or not again or isinstance(error, UnreadableError):
@@ -69,23 +72,23 @@ async def post(
     raise AssertionError("attempts is at least 1")
 
 
-async def _attempt(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
+async def _attempt(session: aiohttp.ClientSession, url: str, body: Any, asker: str, largest: int) -> Any:
     try:
         async with session.post(url, json=body, allow_redirects=False) as answer:
-            data = await answer.content.read(LARGEST + 1)
-            while len(data) <= LARGEST and (more := await answer.content.read(LARGEST)):
+            data = await answer.content.read(largest + 1)
+            while len(data) <= largest and (more := await answer.content.read(largest)):
                 data += more
-            text = data[:LARGEST].decode(answer.charset or "utf-8", "replace")
+            text = data[:largest].decode(answer.charset or "utf-8", "replace")
             if answer.status >= 300:
                 raise RefusedError(
                     f"it answered with status {answer.status}: {text[:EXCERPT].strip()}",
                     url,
-                    "look at the server's log, and at the options of the reward",
+                    f"look at the server's log, and at the settings of {asker}",
                     answer.status,
                 )
     except TimeoutError as error:
         raise UnreachableError(
-            "no answer in time", where=url, remedy="raise the reward's timeout_s, or look at the server"
+            "no answer in time", where=url, remedy=f"raise timeout_s of {asker}, or look at the server"
         ) from error
     except (aiohttp.ClientError, OSError) as error:
         raise UnreachableError(
@@ -93,9 +96,9 @@ async def _attempt(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
             where=url,
             remedy="start the server, or correct the url",
         ) from error
-    if len(data) > LARGEST:
+    if len(data) > largest:
         raise UnreadableError(
-            f"its answer is longer than {LARGEST} bytes", where=url, remedy="return the score alone"
+            f"its answer is longer than {largest} bytes", where=url, remedy="have it answer with less"
         )
     return read_json(text, url)
 

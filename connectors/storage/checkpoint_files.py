@@ -10,12 +10,11 @@ from typing import Any
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.connectors.storage.run_folder import ASIDE, COMPLETE, RunFolder, numbers_of
 from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 
-ASIDE = "not-whole.json"
 REMEDY = (
     "restore the checkpoint from a copy, or remove its folder: the one before it is then taken, with replay"
 )
@@ -29,9 +28,9 @@ def check_marker(run_folder: RunFolder, done: int, version: int | None = None) -
     """
     path = f"{run_folder.checkpoint_path(done)}/{COMPLETE}"
     store = run_folder.store
-    record = IterationFiles(run_folder, done - 1).record("checkpoint") or {}
-    if "marker" in record:
-        store.read_json(path, FileEntry.model_validate(record["marker"]))
+    recorded = _recorded(run_folder, done)
+    if recorded is not None:
+        store.read_json(path, recorded)
     marker = store.read_sealed(path)
     if version is not None and marker.get("version") != version:
         raise CorruptFileError(
@@ -40,6 +39,22 @@ def check_marker(run_folder: RunFolder, done: int, version: int | None = None) -
             remedy=REMEDY,
         )
     return marker
+
+
+def _recorded(run_folder: RunFolder, done: int) -> FileEntry | None:
+    """The marker's entry in the record of the task that had the checkpoint count: of its iteration, or of a later one if it was
+    written while training went on."""
+    wanted = run_folder.checkpoint_path(done)
+    for index in numbers_of(run_folder.store, "iterations"):
+        if index < done - 1:
+            continue
+        record = IterationFiles(run_folder, index).record("checkpoint") or {}
+        for name, marker in (("saved", "marker"), ("committed", "committed_marker")):
+            if record.get(name) == wanted and marker in record:
+                return FileEntry.model_validate(record[marker])
+        if index == done - 1 and "begun" not in record:
+            return None
+    return None
 
 
 def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = None) -> list[FileEntry]:
@@ -54,6 +69,18 @@ def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = Non
     if store.local or first is None or not store.exists(first):
         return entries
     return [entry.model_copy(update={"path": f"/{entry.path}"}) for entry in entries]
+
+
+def unfinished_checkpoints(run_folder: RunFolder, before: int) -> list[int]:
+    """The numbers of checkpoints below `before` that nobody will complete: their writers are gone. None that was set aside."""
+    complete = run_folder.complete_checkpoints()
+    return [
+        done
+        for done in numbers_of(run_folder.store, "checkpoints")
+        if done < before
+        and done not in complete
+        and not run_folder.store.exists(f"{run_folder.checkpoint_path(done)}/{ASIDE}")
+    ]
 
 
 def set_checkpoint_aside(run_folder: RunFolder, done: int) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts import schema
-from millrace.core.ledger import IterationHistory
+from millrace.core.contracts.history import IterationHistory
 
 
 class Manifest(BaseModel):

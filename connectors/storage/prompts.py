@@ -12,7 +12,7 @@ from typing import NamedTuple
 from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.sources.formats import Item, count_rows, lines, rows_of
 from millrace.connectors.storage.sources.locate import DataFiles, Located, located, where
-from millrace.core.contracts.prompts import (
+from millrace.core.contracts.rows.prompts import (
     PromptRow,
     Quarantined,
     SourceFingerprint,
@@ -35,6 +35,9 @@ def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
     rows, quarantined = _separate(source, items)
     rows, unlabelled = require_labels(rows, source)
     return rows, sorted(quarantined + unlabelled, key=lambda item: item.row)
+
+
+COUNTED = 8 << 20  # bytes of a file whose lines are counted, not estimated
 
 
 class FirstRows(NamedTuple):
@@ -137,6 +140,12 @@ def fingerprint(
     good = list(usable)
     rows = len(good) + sum(1 for _ in quarantined)
     return SourceFingerprint.of(source.path, size, sha256, rows, good, files)
+
+
+def about_rows(source: Located) -> int:
+    """About how many rows a source has. Raises DataError naming the path if there is none that can be read."""
+    files = located(source)
+    return len(files.path.rows_of(sum(_counts(source, files, COUNTED)[0])))
 
 
 def size_and_hash(source: Located, most: int) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,15 +18,17 @@ from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.parts import PART_FOLDERS, take_over_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
+from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.contracts.ids import iteration_number, run_identity
+from millrace.core.curriculum.parts import part_name
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
-from millrace.core.ledger import GroupOutcome, IterationHistory
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 RECORD = "run.json"
 COMPLETE = "complete.json"
+ASIDE = "not-whole.json"  # the marker of a checkpoint that was found broken
 PUBLISHED = "results/publish.json"  # written after the manifest
 ABANDONED_S = 3600.0
 READ_AHEAD = 64  # manifests in memory while all are gone through
@@ -216,20 +219,28 @@ class RunFolder:
             "prompts.parquet",
             "prompts",
             manifest.file("prompts.parquet"),
-            columns=["group_id", "source", "row", "epoch", "ordinal"],
+            columns=["group_id", "source", "level", "row", "epoch", "ordinal"],
         )
         verdicts = folder.read_table(
             "verdicts.parquet",
             "verdicts",
             manifest.file("verdicts.parquet"),
-            columns=["group_id", "verdict", "reason", "train_step"],
+            columns=[
+                *("group_id", "verdict", "reason", "train_step", "group_reward", "group_reward_std"),
+                *("reused_from", "reused_ordinal"),
+            ],
         )
-        samples: dict[str, list[dict[str, str | int | None]]] = {}
+        samples: dict[str, list[dict[str, Any]]] = {}
+        reused: dict[int, set[int]] = {}
         for row in verdicts.to_pylist():
-            samples.setdefault(row["group_id"], []).append(row)
+            if row["reused_from"] is None:
+                samples.setdefault(row["group_id"], []).append(row)
+            else:
+                reused.setdefault(row["reused_from"], set()).add(row["reused_ordinal"])
         groups = []
         for row in prompts.to_pylist():
             group = samples.get(row.pop("group_id"))
+            row["source"] = part_name(row["source"], row.pop("level"))
             if group is None:
                 raise CorruptFileError(
                     f"has no verdict on the group of {row}",
@@ -238,9 +249,18 @@ class RunFolder:
                 )
             kept = [sample for sample in group if sample["verdict"] == "kept"]
             shown = (kept or group)[0]
-            steps = sorted({sample["train_step"] for sample in kept})  # type: ignore[type-var]
-            groups.append(GroupOutcome(**row, verdict=shown["verdict"], reason=shown["reason"], steps=steps))
-        return IterationHistory.of(index, groups)
+            steps = sorted({sample["train_step"] for sample in kept})
+            groups.append(
+                GroupOutcome(
+                    **row,
+                    verdict=shown["verdict"],
+                    reason=shown["reason"],
+                    steps=steps,
+                    score=shown["group_reward"],
+                    std=shown["group_reward_std"],
+                )
+            )
+        return IterationHistory.of(index, groups, reused)
 
     def verify(self, index: int) -> list[str]:
         """Problems of a committed iteration: each file that is missing or differs from its manifest."""

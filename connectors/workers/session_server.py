@@ -109,17 +109,7 @@ class SessionServer:
         if rollout.native is None:
             raise web.HTTPNotFound(reason="this rollout is asked by chat completions")
         answer = _working(door, rollout.native(await _body(http)))
-        try:
-            found = await asyncio.shield(answer)
-        except LimitReachedError as error:
-            rollout.limit = str(error)
-            raise
-        except asyncio.CancelledError:
-            if answer.cancelled():
-                return _error(410, "the rollout has ended")
-            raise
-        rollout.limit = None
-        return web.json_response(found)
+        return web.json_response(await _given(rollout, answer))
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         door = self._doors[_key(http)]
@@ -131,16 +121,7 @@ class SessionServer:
 
         place, answer = door.session.turn_of(request.messages, request.max_tokens, request.stop, spawn)
         created = rollout.created.setdefault(place, int(time.time()))
-        try:
-            turn = await asyncio.shield(answer)
-        except LimitReachedError as error:
-            rollout.limit = str(error)
-            raise
-        except asyncio.CancelledError:
-            if answer.cancelled():
-                return _error(410, "the rollout has ended")
-            raise
-        rollout.limit = None
+        turn = await _given(rollout, answer)
         found = completion(place, turn, request.model, created)
         if not request.stream:
             return web.json_response(found)
@@ -186,6 +167,21 @@ def _working(door: _Door, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]
     task.add_done_callback(door.rollout.working.discard)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
+
+
+async def _given(rollout: Served, answer: asyncio.Future[Made]) -> Made:
+    """What a rollout's work gives; the rollout remembers the limit that ended it. Raises what it raises, and HTTPGone."""
+    try:
+        made = await asyncio.shield(answer)
+    except LimitReachedError as error:
+        rollout.limit = str(error)
+        raise
+    except asyncio.CancelledError:
+        if answer.cancelled():
+            raise web.HTTPGone(reason="the rollout has ended") from None
+        raise
+    rollout.limit = None
+    return made
 
 
 def _key(http: web.Request) -> str:

@@ -27,6 +27,7 @@ from millrace.core.rewards.scoring import read_score
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
 from millrace.core.sessions.live import LiveSession, Served, Shared
+from millrace.core.sessions.selection import rollout_function
 from millrace.core.sessions.tools import unended
 
 if TYPE_CHECKING:  # most rollouts need no server: aiohttp is imported for those that do
@@ -176,16 +177,17 @@ class _Worker:
 
     async def _made(self, session: LiveSession, start: Mapping[str, Any], served: Served) -> Any:
         settings = self.settings
-        if settings.function and written_for_slime(settings.function.function):
+        field, chosen = rollout_function(settings, session.task.metadata)
+        if chosen and written_for_slime(chosen.function):
             from millrace.core.slime.generate import SlimeRollout
 
             rollout = SlimeRollout(session, start["slime"], start["sampling"])
             served.native = rollout.complete
-            function = load(settings.function.function, "rollout.session.function.function")
-            options = resolved(settings.function.options, "rollout.session.function.options")
+            function = load(chosen.function, f"{field}.function")
+            options = resolved(chosen.options, f"{field}.options")
             return await rollout.make(function, options)
-        if settings.function:
-            return await load_function(settings.function, "rollout.session.function")(session)
+        if chosen:
+            return await load_function(chosen, field)(session)
         if settings.environment:
             make = load_function(settings.environment, "rollout.session.environment")
             return await act_in(session, make)

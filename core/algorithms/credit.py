@@ -156,7 +156,7 @@ def token_credit(
         advantages = estimators.broadcast(upcast(per_sample), lengths)
     if config.whiten:
         advantages = estimators.whiten(advantages, mask, group)
-    if config.distillation_coef > 0:
+    if config.distils_in_advantage:
         teacher = _needed(teacher_logprobs, "log-probabilities of the teacher")
         advantages = advantages + clean(distillation_term(logprobs, teacher, config.distillation_coef), mask)
     return TokenCredit(clean(advantages, mask), returns)

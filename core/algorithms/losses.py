@@ -15,6 +15,7 @@ from torch import Tensor
 from millrace.core.algorithms.packed import clean, sample_mean, spread, upcast
 
 LOG_RATIO_BOUND = 20.0
+LEAST_REST = 1e-6  # probability of all tokens beside the k: below, fp32 has no digits of it
 
 
 class PolicyLoss(NamedTuple):
@@ -145,3 +146,17 @@ def distillation_term(logprobs: Tensor, teacher_logprobs: Tensor, coef: float) -
     (GKD, arXiv:2306.13649; Thinking Machines Lab, "On-Policy Distillation", 2025).
     """
     return -coef * (upcast(logprobs) - upcast(teacher_logprobs)).detach()
+
+
+def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """KL(pi || teacher) [N] over k tokens and all the rest as one outcome, in nats; the gradient flows through `logprobs`.
+
+    Both [N, k], of the k tokens that the teacher finds likeliest. As one outcome stands for the rest, this is at most the
+    KL over the whole vocabulary, and equal to it where the rest has the same shape under both.
+    The divergence of GKD (arXiv:2306.13649) that is descended by its gradient, where `distillation_term` samples it.
+    """
+    ours, theirs = upcast(logprobs), upcast(teacher_logprobs).detach()
+    inside = (ours.exp() * (ours - theirs)).sum(-1)
+    rest, their_rest = (1 - x.exp().sum(-1) for x in (ours, theirs))
+    rest, their_rest = rest.clamp(min=LEAST_REST), their_rest.clamp(min=LEAST_REST)
+    return inside + rest * (rest.log() - their_rest.log())

@@ -36,6 +36,10 @@ class TokenBatch:
     lengths: Tensor  # [B] response lengths, sum = N
     weights: Tensor  # [N] see millrace.core.algorithms.aggregate; loss = sum of weights * token loss
     entropy: Tensor | None = None  # [N] nats; carries the gradient when an entropy bonus is set
+    top_logprobs: Tensor | None = (
+        None  # [N, k] the trainer's, of the teacher's likeliest tokens; carries the gradient
+    )
+    teacher_top_logprobs: Tensor | None = None  # [N, k] the teacher's
 
 
 class Objective:
@@ -61,6 +65,11 @@ class Objective:
     def needs_ref(self) -> bool:
         """Whether reference log-probabilities are needed, in the loss or in the reward."""
         return self.config.kl_coef > 0 and not self.supervised
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Tokens of each position whose log-probabilities under policy and teacher are compared; 0: none are."""
+        return 0 if self.supervised else self.config.teacher_top_k
 
     @property
     def needs_old(self) -> bool:
@@ -162,7 +171,7 @@ class Objective:
         return factor
 
     def _regularisation(self, batch: TokenBatch, metrics: Metrics) -> Tensor:
-        """KL and entropy terms (scalar), aggregated as the policy loss is; the KL's token mean goes to the metrics."""
+        """Terms of KL, entropy and a teacher (scalar), aggregated as the policy loss is; token means of KLs go to the metrics."""
         total = batch.logprobs.new_zeros(())
         if self.needs_ref and batch.ref_logprobs is None:
             raise TrainerError(
@@ -179,7 +188,20 @@ class Objective:
             if batch.entropy is None:
                 raise TrainerError("algorithm.entropy_coef is above 0, but the batch carries no entropy")
             total = total - self.config.entropy_coef * self._reduce(batch.entropy, batch)
+        if self.teacher_top_k:
+            total = total + self.config.distillation_coef * self._reduce(_teacher_kl(batch, metrics), batch)
         return total
+
+
+def _teacher_kl(batch: TokenBatch, metrics: Metrics) -> Tensor:
+    """KL [N] from the teacher over its likeliest tokens; its token mean goes to the metrics."""
+    if batch.top_logprobs is None or batch.teacher_top_logprobs is None:
+        raise TrainerError(
+            "algorithm.teacher_server.top_k is above 0, but the batch carries no likeliest tokens of the teacher"
+        )
+    kl = clean(losses.top_k_kl(batch.top_logprobs, batch.teacher_top_logprobs), batch.mask)
+    metrics["teacher_kl"] = (kl.detach().sum(), batch.mask.sum().float())
+    return kl
 
 
 def _cleaned(batch: TokenBatch) -> TokenBatch:

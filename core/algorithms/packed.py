@@ -16,8 +16,9 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def clean(x: Tensor, mask: Tensor) -> Tensor:
-    """x [N] with exact zeros, in value and in gradient, where the mask is 0, even over NaN and infinity."""
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
+    """x [N] or [N, k] with exact zeros, in value and in gradient, where the mask [N] is 0, even over NaN and infinity."""
+    keep = mask.bool() if x.dim() == 1 else mask.bool()[:, None]
+    return torch.where(keep, x, torch.zeros_like(x))
 
 
 def segment_ids(lengths: Tensor) -> Tensor:

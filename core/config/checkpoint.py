@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import Section
 
 
@@ -13,13 +16,18 @@ class Checkpoint(Section):
     every: int = Field(
         10, ge=1, description="Iterations between checkpoints; the last iteration is always saved."
     )
+    background: Annotated[bool, ANY_START] = Field(
+        False,
+        description="Go on while a checkpoint is written: the trainer copies its state to memory of its host, a process a rank "
+        "writes it, and it counts from the iteration on that finds it written. At most one is written at a time.",
+    )
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(
         None, ge=1, description="Also keep each checkpoint whose iteration divides by this."
     )
     keep_best: str | None = Field(
         None,
-        description="Also keep the checkpoint with the highest value of this metric of an evaluation, as in eval/held_out/reward_mean.",
+        description="Also keep the checkpoint with the highest value of this metric of an evaluation, as in eval/held_out/reward_mean; of a supervised run's eval/held_out/loss the lowest.",
     )
     export_every: int | None = Field(
         None, ge=1, description="Iterations between Hugging Face exports; only the last when not given."

@@ -10,6 +10,7 @@ from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.section import Section
 from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
 from millrace.core.config.rollout import Sampling
+from millrace.core.contracts.rows.trained_messages import LossOn
 
 
 class EvalSet(Section):
@@ -26,8 +27,14 @@ class EvalSet(Section):
     tools_key: str | None = Field(None, description="Column with tools in OpenAI's form.")
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables of the chat template.")
     chat_template_kwargs_key: str | None = Field(None, description="Column with such variables of the row.")
+    sampling_key: str | None = Field(
+        None, description="Column with the row's own length and stops, as `data.sources[].sampling_key`."
+    )
     label_from_prompt: bool = Field(
         False, description="The assistant's message at the end of a prompt is the reference answer."
+    )
+    loss_on: LossOn = Field(
+        "answer", description="Supervised training: what has a loss, as `data.sources[].loss_on` says it."
     )
     reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
         None, description="Reward of this set's samples; null: that of the section `reward`."
@@ -45,7 +52,7 @@ class EvalSet(Section):
 
 
 class Evaluation(Section):
-    """Held-out accuracy during the run."""
+    """Held-out accuracy during the run; of supervised training the held-out loss."""
 
     sets: list[EvalSet] = Field(
         [],

@@ -17,9 +17,30 @@ class Filter(Section):
     drop_zero_variance: bool = Field(
         False, description="Drop groups whose rewards are all equal and draw others (dynamic sampling)."
     )
+    reward_band: tuple[float, float] | None = Field(
+        None,
+        description="Lowest and highest mean reward of a group that is kept, both included. Drops prompts that are too easy or "
+        "too hard.",
+    )
+    max_truncated_share: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Drop groups of which more than this share of the responses was cut at the token limit.",
+    )
+    max_mean_response_tokens: int | None = Field(
+        None, ge=1, description="Drop groups whose responses are longer than this on average. Tokens."
+    )
     group_filter: UserFunction | None = Field(
         None,
-        description="Function (millrace.GroupFilter) that may drop a scored group, besides drop_zero_variance.",
+        description="Function (millrace.GroupFilter) that may drop a scored group, besides the filters above. slime's dynamic "
+        "filters too, as slime:package.module.function.",
+    )
+    max_failed_share: Annotated[float, ANY_START] = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Share of rollout.prompts that group_filter may fail on before the run stops. Their groups are dropped.",
     )
     refill_factor: float = Field(
         2.0,
@@ -28,5 +49,5 @@ class Filter(Section):
     )
     when_insufficient: Annotated[Literal["keep", "stop"], ANY_START] = Field(
         "keep",
-        description="When the extra prompts are used up: keep the earliest zero-variance groups, or stop the run.",
+        description="When the extra prompts are used up: keep the earliest groups that other filters than group_filter dropped, or stop the run.",
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
-from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.parts.user_function import UserFunction, listed
 
 REWARD_PATH = r"^(?:slime:[A-Za-z_][\w.]*\.[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 AS_THE_REWARD = in_a_branch("an open iteration may hold samples that it scored")
@@ -33,18 +32,6 @@ class NamedReward(RewardFunction):
     """A reward that rows choose by its name, in their metadata as `reward`. Rows without it keep their source's reward."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the reward in the rows' metadata.")
-
-
-def listed(value: Any) -> Any:
-    """A mapping of names to functions as the list that it stands for."""
-    if not isinstance(value, Mapping):
-        return value
-    return [
-        {"name": name, **({"function": item} if isinstance(item, str) else item)}
-        if isinstance(item, str | Mapping)
-        else item
-        for name, item in value.items()
-    ]
 
 
 class Reward(RewardFunction):

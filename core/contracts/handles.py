@@ -7,10 +7,17 @@ else stands for such a part: an engine that is only known by its address, a serv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
+
+
+class HeldOutSample(NamedTuple):
+    """A row of a held-out set whose loss is asked for."""
+
+    tokens: list[int]  # prompt and response
+    mask: list[int]  # of the response; 1: has a loss
 
 
 class ServerState(TypedDict):
@@ -101,6 +108,41 @@ class BroadcastSource(Protocol):
         ...
 
 
+class SaveState(TypedDict):
+    """A checkpoint that is written while training goes on."""
+
+    url: str
+    version: int
+    state: Literal["writing", "written", "failed"]
+    reason: str | None  # why it failed
+
+
+class BackgroundSaves(Protocol):
+    """Checkpoints that the trainer's ranks write while they go on, one at a time.
+
+    Raises ActorLostError if a rank is gone, else what the rank raises.
+    """
+
+    async def begin(self, url: str) -> None:
+        """Copy a checkpoint to host memory and have it written under a URL. One that was begun before and not committed is dropped."""
+        ...
+
+    async def state(self) -> SaveState | None:
+        """The one that was begun last and not committed: written when every rank has written its part. Answers while they work."""
+        ...
+
+    async def commit(self) -> float:
+        """Wait until it is written, and write its complete.json; seconds that writing took.
+
+        Raises StorageError if a rank could not write, or storage does not take it: then it can be called again.
+        """
+        ...
+
+    async def drop(self) -> None:
+        """Forget it."""
+        ...
+
+
 class TrainerHandle(Protocol):
     """All ranks of the trainer: every call goes to each of them.
 
@@ -110,6 +152,11 @@ class TrainerHandle(Protocol):
     @property
     def broadcast(self) -> BroadcastSource:
         """Rank 0 as the sender of broadcast buckets."""
+        ...
+
+    @property
+    def saves(self) -> BackgroundSaves:
+        """Checkpoints that the ranks write while they go on."""
         ...
 
     async def versions(self) -> set[int | None]:
@@ -140,6 +187,10 @@ class TrainerHandle(Protocol):
 
         batch_sha256: the hash of the batch in the record or manifest that committed it.
         """
+        ...
+
+    async def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
+        """Loss of each sample under weight version `version`, which the ranks hold: a sum over its tokens that have one, nats."""
         ...
 
     async def save(self, url: str) -> None:

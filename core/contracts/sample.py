@@ -44,6 +44,8 @@ class DrawnGroup:
     prompt_tokens: list[Int32]
     label: JsonText | None
     metadata: JsonText | None  # an object
+    level: Int32 | None = None  # of difficulty, of a source with levels
+    unusable: str | None = None  # why the row cannot be used: it is dropped without being generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,13 @@ class ScoredSample:
     scoring_s: float
     samples: Int32 | None = None  # of its rollout; None: it is the only one
     role: str | None = None
+    teacher_logprobs: list[Float32] | None = None  # per response token; None without a served teacher
+    teacher_s: float | None = None
+    teacher_top_tokens: list[Int32] | None = (
+        None  # its k likeliest at each response token, one token's after another's
+    )
+    teacher_top_logprobs: list[Float32] | None = None
+    teacher_hint: str | None = None  # what it was told beside the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,11 @@ class JudgedSample:
     verdict: Verdict
     reason: str | None
     train_step: int | None  # weight version that the sample's step makes; None unless kept
+    group_reward: float | None = None  # mean reward of the group's scored rollouts
+    group_reward_std: float | None = None  # standard deviation of these; None without a buffer
+    reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it
+    reused_ordinal: Int32 | None = None  # and the ordinal of its group there
+    dropped_by: str | None = None  # a filter, or what the sample lacks; None unless dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +130,11 @@ class BatchSample(GeneratedSample):
     shaped_reward: float | None  # what the advantage is computed from; None where no advantage is
     advantage: float | None  # None where the trainer computes it token by token
     train_step: int
+    teacher_logprobs: list[Float32] | None = None  # per response token; None without a served teacher
+    reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it
+    uses: Int32 | None = None  # and how many times it has been trained then, this time included
+    teacher_top_tokens: list[Int32] | None = None  # of a served teacher, as ScoredSample has them
+    teacher_top_logprobs: list[Float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +154,8 @@ class EvaluatedSample:
     version: int  # weight version that generated it
     subset: str | None  # of its row, as evaluation.sets[].subset_key names it
     reason: str | None  # why it was not scored
+    loss: float | None = None  # of a row of supervised training: mean over its tokens that have one, nats
+    loss_tokens: Int32 | None = None  # how many these are
 
 
 class Scorable(TypedDict):
@@ -160,6 +181,12 @@ class Unscored(Scorable):
     reason: str | None
     samples: int | None
     role: str | None
+
+
+class AskedAbout(Unscored):
+    """The same where a served teacher is asked about each sample."""
+
+    tokens: list[Int32]
 
 
 def columns(row: type[Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pyarrow as pa
 
-from millrace.core.contracts.prompts import Quarantined
+from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.contracts.sample import (
     BatchSample,
     DrawnGroup,
@@ -39,11 +39,14 @@ ROWS: dict[str, type[Any]] = {
 
 
 SESSION = ["samples", "role", "dialogue", "session_reward", "session_parts"]
+TOPS = ["teacher_top_tokens", "teacher_top_logprobs"]
 ADDED = {  # nullable columns that a stored table of this version may lack
+    "prompts": ["level", "unusable"],
     "rollouts": SESSION,
-    "rewards": ["samples", "role"],
-    "batch": ["shaped_reward", *SESSION],
-    "evaluations": ["subset", "reason"],
+    "rewards": ["samples", "role", "teacher_logprobs", "teacher_s", *TOPS, "teacher_hint"],
+    "verdicts": ["group_reward", "group_reward_std", "reused_from", "reused_ordinal", "dropped_by"],
+    "batch": ["shaped_reward", *SESSION, "teacher_logprobs", "reused_from", "uses", *TOPS],
+    "evaluations": ["subset", "reason", "loss", "loss_tokens"],
 }
 
 

@@ -19,20 +19,31 @@ class FileRecord(TypedDict):
     table: str | None  # its kind
 
 
+class ReusedGroup(TypedDict):
+    """A group of an earlier iteration that this one trains again."""
+
+    iteration: int
+    ordinal: int
+    age: int  # weight versions
+    uses: int  # with this one
+
+
 class SamplePromptsRecord(TypedDict):
     """What sample_prompts drew."""
 
     files: list[FileRecord]
     groups: int  # with the reserve
     by_source: dict[str, int]  # groups without the reserve
+    reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
+    buffered: NotRequired[int]  # groups that the buffer held
 
 
 class SampleSupervisedRecord(TypedDict):
-    """The batch that sample_supervised made of reference answers."""
+    """The batch that sample_supervised made of reference answers or dialogues."""
 
     files: list[FileRecord]
     rows: int
-    tokens: int  # of the answers
+    tokens: int  # that are trained
     by_source: dict[str, int]
 
 
@@ -67,6 +78,7 @@ class FilterRecord(TypedDict):
     groups_dropped: int
     groups_returned: int
     groups_zero_variance: int
+    dropped_by_kind: NotRequired[dict[str, int]]  # groups, by what dropped them
 
 
 class StepSettings(TypedDict):
@@ -125,6 +137,11 @@ class CheckpointRecord(TypedDict):
     dropped: list[str]
     seconds: float
     marker: NotRequired[FileRecord]  # complete.json of what was saved, which names the other files
+    begun: NotRequired[str]  # what is written while training goes on
+    committed: NotRequired[str]  # what an earlier iteration began, and counts from this one on
+    committed_marker: NotRequired[FileRecord]
+    write_s: NotRequired[float]  # that writing it took
+    waited_s: NotRequired[float]  # for it to be written, since the next one was due
     export_files: NotRequired[list[FileRecord]]
 
 
@@ -167,6 +184,32 @@ class EvaluateRecord(TypedDict):
     files: NotRequired[list[FileRecord]]  # its parts
 
 
+class HeldOutSubset(TypedDict):
+    """Loss on the rows of one subset."""
+
+    samples: int
+    tokens: int  # that have a loss
+    loss: float  # mean over these tokens, nats
+    perplexity: float  # its exponential
+
+
+class HeldOutSet(HeldOutSubset):
+    """Loss on one held-out set."""
+
+    file: FileRecord
+    subsets: NotRequired[dict[str, HeldOutSubset]]
+
+
+class HeldOutRecord(TypedDict):
+    """Loss on every held-out set at one weight version."""
+
+    version: int
+    done: int  # iterations trained
+    sets: dict[str, HeldOutSet]
+    seconds: float
+    files: list[FileRecord]  # its parts
+
+
 class PublishRecord(TypedDict):
     """Every figure of the iteration, by name, and what the manifest is made again from."""
 
@@ -190,4 +233,6 @@ class IterationRecords(TypedDict, total=False):
     checkpoint: CheckpointRecord
     evaluate_before: EvaluateRecord
     evaluate: EvaluateRecord
+    held_out_loss_before: HeldOutRecord
+    held_out_loss: HeldOutRecord
     publish: PublishRecord

@@ -64,30 +64,32 @@ def rows_that_count(
     What follows a gap, which a broken part leaves, does not count until the rollout was resumed. A row that says
     `diverged` or `resumed` ends what came before it, as `TurnRow` has it.
     """
+    return _walked(rows, place)[0]
+
+
+def first_gap(rows: Iterable[TurnRow]) -> int | None:
+    """Number of the first row of a rollout that is missing before others and was not resumed after; None without one."""
+    return _walked(rows, place_of_row)[1]
+
+
+def _walked(
+    rows: Iterable[Row], place: Callable[[Row], tuple[int, int, int, TurnKind]]
+) -> tuple[list[Row], int | None]:
+    """The rows that count, and the first gap that no row resumed after."""
     found: list[tuple[int, int, int, Row]] = []
     due = 0
+    gap: int | None = None
     for row in sorted(rows, key=lambda row: place(row)[0]):
         order, branch, event, kind = place(row)
         if kind == "resumed":
             found = [entry for entry in found if entry[0] < event]
+            gap = None
         elif order != due:
+            gap = due if gap is None else gap
             continue
         elif kind == "diverged":
             found = [entry for entry in found if entry[1] != branch or entry[2] < event]
         else:
             found.append((order, branch, event, row))
         due = order + 1
-    return [row for *_, row in found]
-
-
-def first_gap(rows: Iterable[TurnRow]) -> int | None:
-    """Number of the first row of a rollout that is missing before others and was not resumed after; None without one."""
-    due = 0
-    gap = None
-    for row in sorted(rows, key=lambda row: row.order):
-        if row.kind == "resumed":
-            gap, due = None, row.order
-        if gap is None and row.order != due:
-            gap = due
-        due += 1
-    return gap
+    return [row for *_, row in found], gap

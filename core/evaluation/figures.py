@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+LOWEST_IS_BEST = ("loss", "perplexity")  # figures of supervised runs; of all others the highest is
 Z_95 = 1.959963984540054  # of the standard normal distribution, two-sided
 
 

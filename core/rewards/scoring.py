@@ -92,6 +92,17 @@ def score_side_by_side(
     return asyncio.run(all_scored())
 
 
+def hint_of(path: str, options: Mapping[str, Any], row: Row, field: str) -> str | None:
+    """What the hint at `path` tells a teacher of a row; None for nothing, and for text without a letter.
+
+    Errors: TypeError if it returns something else; those of `reward_of`, and whatever it raises.
+    """
+    answer = answer_of(reward_of(path, options, field), sample_input(row))
+    if answer is not None and not isinstance(answer, str):
+        raise TypeError(f"{path} returned a {type(answer).__name__}; return text, or None for no hint")
+    return answer if answer and answer.strip() else None
+
+
 def read_score(answer: Any, path: str) -> RewardResult:
     """What a reward function returned, as floats: a number, a RewardResult, or a mapping.
 

@@ -12,15 +12,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from millrace.core.config import RunConfig
+from millrace.core.config import RunConfig, UserFunction
+from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
 from millrace.core.config.reward import Reward, RewardFunction
 
 KEY = "reward"  # of a row's metadata
 TAKEN = ("function", "options")  # of a part
 MIXTURE = "millrace.core.rewards.mixture:mixture"
+TOURNAMENT = "millrace.core.rewards.tournament.group_reward:tournament"
 
 
-class UnknownRewardError(Exception):
+class UnknownRewardError(UnknownNameError):
     """A row names a reward that the configuration does not have."""
 
 
@@ -37,14 +39,10 @@ def select(reward: Reward, own: Selected | None, metadata: Mapping[str, Any]) ->
 
     Without `reward.named`, the row's metadata choose nothing. Errors: UnknownRewardError.
     """
-    chosen = metadata.get(KEY) if reward.named else None
-    if chosen is None:
+    named = named_by_row(reward.named, metadata, KEY, "reward.named", UnknownRewardError)
+    if named is None:
         return own or Selected("reward", reward)
-    for named in reward.named:
-        if named.name == chosen:
-            return Selected(f"reward.named.{named.name}", named)
-    names = ", ".join(named.name for named in reward.named)
-    raise UnknownRewardError(f"its metadata.{KEY} is {str(chosen)[:40]!r}, and reward.named has {names}")
+    return Selected(f"reward.named.{named.name}", named)
 
 
 def own_rewards(config: RunConfig) -> tuple[dict[str, Selected], dict[str, Selected]]:
@@ -83,3 +81,14 @@ def _parts(mixture: Selected) -> Iterator[Selected]:
         found = Selected(f"{mixture.field}.options.parts.{number}", function)
         yield found
         yield from _parts(found)
+
+
+def comparisons(config: RunConfig) -> Iterator[tuple[str, UserFunction]]:
+    """What tournaments compare with, and the field that names it. What names no function is left to the tournament."""
+    for found in all_rewards(config):
+        compare = found.function.options.get("compare")
+        if found.function.function == TOURNAMENT and compare:
+            try:
+                yield f"{found.field}.options.compare", UserFunction.model_validate(compare)
+            except ValidationError:
+                continue

@@ -16,8 +16,10 @@ Where this differs from math-verify alone, as a careful human would:
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,7 +27,7 @@ from types import FrameType
 from millrace.core.rewards.answer_text import is_apart
 from millrace.core.rewards.bounded import TooLarge, check_size
 
-SECONDS = 0.5  # of CPU time for one comparison; measured in the main thread only
+SECONDS = 0.5  # five times what a comparison takes that comes to an end; CPU time, in the main thread only
 
 
 def same_expression(a: str, b: str) -> bool:
@@ -52,18 +54,21 @@ class _OutOfTime(BaseException):
 
 @contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise _OutOfTime within the block after so much CPU time of this process. Signals reach the main thread only:
-    in any other thread there is no limit, and `reward.timeout_s` is what ends a comparison."""
+    """Raise _OutOfTime within the block after so much CPU time of the main thread. Signals reach that thread only: in any
+    other there is no limit, and `reward.timeout_s` is what ends a comparison. Garbage is not collected meanwhile: in a large
+    process that alone takes longer than a comparison, and it would decide the verdict."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    running = True
+    running, started = True, time.thread_time()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if running:
+        # the timer counts what other threads of the process take, too
+        if running and time.thread_time() - started >= seconds:
             raise _OutOfTime
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before, collects = signal.signal(signal.SIGVTALRM, stop), gc.isenabled()
+    gc.disable()
     signal.setitimer(
         signal.ITIMER_VIRTUAL, seconds, seconds / 10
     )  # again, should a destructor swallow the first
@@ -73,3 +78,5 @@ def _limit(seconds: float) -> Iterator[None]:
         running = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        if collects:
+            gc.enable()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from millrace.core.rewards.reward_key import under_reward
 from millrace.core.sessions.completions import SAMPLED, BadRequestError
 from millrace.core.sessions.interface import Session, SessionError, Turn
 from millrace.core.slime.sample import Arguments, Sample, SlimeStatus, provide, tokenizer
@@ -160,7 +161,8 @@ class SlimeRollout:
                 raise SessionError(
                     f"sample.reward has no {key}: name its key in the function's options as reward_key"
                 )
-            line.session.reward(reward[key], **{name: part for name, part in reward.items() if name != key})
+            given = under_reward(reward, key)
+            line.session.reward(given.pop("reward"), **given)
         elif reward is not None:
             line.session.reward(reward)
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from millrace.core.hooks import RewardInput
+from millrace.core.rewards.reward_key import under_reward
 from millrace.core.slime.sample import Arguments, Sample, SlimeStatus
 
 
 class ReadSample(Sample):
-    """A sample as a reward may read it. Rewards run apart from the tokenizer."""
+    """A sample as a reward or a filter may read it. They run apart from the tokenizer."""
 
     def __getattribute__(self, name: str) -> Any:
         """Refuses token ids."""
         if name in ("tokens", "loss_mask", "rollout_log_probs"):
             raise AttributeError(
-                f"a reward sees no token ids here: read response, response_length or metadata instead of {name}"
+                f"rewards and filters see no token ids here: read response, response_length or metadata instead of {name}"
             )
         return super().__getattribute__(name)
 
@@ -37,9 +37,9 @@ class SlimeReward:
         """Its score, or list of scores."""
         given: Any
         if isinstance(samples, RewardInput):
-            given = _sample(samples, 0)
+            given = read_sample(samples, 0)
         else:
-            given = [_sample(sample, index) for index, sample in enumerate(samples)]
+            given = [read_sample(sample, index) for index, sample in enumerate(samples)]
         answer = self._function(self._args, given)
         if inspect.isawaitable(answer):
             answer = await answer
@@ -54,11 +54,11 @@ class SlimeReward:
             return answer
         if key not in answer:
             raise KeyError(f"the answer has no {key}, which the option reward_key names")
-        parts = {name: value for name, value in answer.items() if name != key and isinstance(value, Real)}
-        return {**{name: float(value) for name, value in parts.items()}, "reward": answer[key]}
+        return under_reward(answer, key)
 
 
-def _sample(given: RewardInput, index: int) -> ReadSample:
+def read_sample(given: RewardInput, index: int) -> ReadSample:
+    """The sample at this place of its group, under slime's names."""
     prompt = given.prompt if isinstance(given.prompt, str) else [dict(message) for message in given.prompt]
     made = ReadSample(
         prompt=prompt,

@@ -1,7 +1,7 @@
 """What slime's hooks are handed, with the fields that their users read and set, and the modules that they import.
 
-Owns the names alone. Where slime itself is not installed, `provide` lets `slime.utils.types`, `slime.utils.http_utils` and
-`slime.rollout.sglang_rollout` be imported with what a hook takes from them.
+Owns the names alone. Where slime itself is not installed, `provide` lets `slime.utils.types`, `slime.utils.http_utils`,
+`slime.rollout.sglang_rollout` and `slime.rollout.filter_hub.base_types` be imported with what a hook takes from them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-PREFIX = "slime"
+SLIME = "slime"  # the package; in a function's path also what stands before the colon
 POST_TIMEOUT_S = 24 * 3600.0  # the rollout's own limits end it before
 
 
@@ -56,6 +56,11 @@ class Sample:
     messages: list[Any] = field(default_factory=list)  # the whole dialogue, where a reward reads it
     non_generation_time: float = 0.0
 
+    def get_reward_value(self, args: Any) -> Any:
+        """Its reward: of a mapping the value at args.reward_key."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key else self.reward
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return {**asdict(self), "status": self.status.value}
@@ -68,6 +73,15 @@ class Sample:
         for key in values.keys() - known.keys():
             setattr(made, key, values[key])
         return made
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What slime's dynamic filters decide on a group."""
+
+    keep: Any  # bool, or a tensor of one
+    reason: str | None = None
+    keep_when_insufficient: bool = False
 
 
 class Arguments(types.SimpleNamespace):
@@ -115,7 +129,7 @@ async def post(
 
 def provide() -> None:
     """Let hooks import what they take from slime, where it is not installed."""
-    if PREFIX in sys.modules or importlib.util.find_spec(PREFIX) is not None:
+    if SLIME in sys.modules or importlib.util.find_spec(SLIME) is not None:
         return
     given: dict[str, dict[str, Any]] = {
         "slime": {},
@@ -124,6 +138,8 @@ def provide() -> None:
         "slime.utils.http_utils": {"post": post},
         "slime.rollout": {},
         "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+        "slime.rollout.filter_hub": {},
+        "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
     }
     for name, names in given.items():
         module = types.ModuleType(name, "Names that hooks written for slime import.")

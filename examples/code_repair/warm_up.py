@@ -5,15 +5,13 @@ The model is warmed up on reference answers: programs for one value, and repairs
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 from millrace import RunConfig
 from millrace.connectors.huggingface.tiny import build_tiny_model
-from millrace.core.config.reading.load import load_config
-from millrace.flows.quickstart import learn_answers, recipe
+from millrace.flows.quickstart import is_warm, learn_answers, warm_config, write_rows
 
 LARGEST = 20  # number in a program, and x in its prompt
 HELD_OUT = 150
@@ -23,28 +21,22 @@ TARGET_LOSS = 0.6  # mean of the last ten steps: much is left to learn
 
 def prepare(config: RunConfig) -> None:
     """Write the tasks, and make the warmed-up model at config.model.path unless it exists."""
-    model = Path(config.model.path)
-    if (model / "config.json").exists():
+    if is_warm(config):
         return
-    folder, seed = model.parent, config.run.seed
+    model, seed = Path(config.model.path), config.run.seed
+    folder = model.parent
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     tasks = all_tasks()
     rng.shuffle(tasks)
     held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
-    write(folder / "held_out.jsonl", [{"prompt": shown(*task), "label": task[0]} for task in held_out])
-    write(folder / "train.jsonl", [{"prompt": shown(*task), "label": task[0]} for task in train])
-    write(folder / "warm_up.jsonl", [lesson(*rng.choice(train), rng) for _ in range(ROWS)])
+    write_rows(folder / "held_out.jsonl", [{"prompt": shown(*task), "label": task[0]} for task in held_out])
+    write_rows(folder / "train.jsonl", [{"prompt": shown(*task), "label": task[0]} for task in train])
+    lessons = folder / "warm_up.jsonl"
+    write_rows(lessons, [lesson(*rng.choice(train), rng) for _ in range(ROWS)])
     build_tiny_model(folder / "model", seed=seed)
-    warm_up = [
-        f"run.name=warm-up-{seed}",
-        f"run.seed={seed}",
-        f"storage.root={folder / 'runs'}",
-        f"model.path={folder / 'model'}",
-        f"data.sources.0.path={folder / 'warm_up.jsonl'}",
-        "data.max_prompt_tokens=64",
-    ]
-    learn_answers(load_config(recipe("quickstart_warm_up"), warm_up), model, TARGET_LOSS)
+    warm_up = warm_config(config, folder, [f"data.sources.0.path={lessons}", "data.max_prompt_tokens=64"])
+    learn_answers(warm_up, model, TARGET_LOSS)
 
 
 def all_tasks() -> list[tuple[str, int]]:
@@ -75,8 +67,3 @@ def value(program: str, x: int) -> int:
     """Of a program of `all_tasks`."""
     number = int(program[2:])
     return {"+": x + number, "-": x - number, "*": x * number}[program[1]]
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as JSONL."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

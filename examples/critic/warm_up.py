@@ -5,14 +5,12 @@ The model is warmed up on answers of both kinds: "3+4=" is 7, and "3+4=8?" is n.
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 from millrace import RunConfig
 from millrace.connectors.huggingface.tiny import build_tiny_model
-from millrace.core.config.reading.load import load_config
-from millrace.flows.quickstart import HELD_OUT, arithmetic, learn_answers, recipe
+from millrace.flows.quickstart import HELD_OUT, arithmetic, is_warm, learn_answers, warm_config, write_rows
 
 ROWS = 64_000
 TARGET_LOSS = 0.5  # mean of the last ten steps: much is left to learn
@@ -22,26 +20,20 @@ JUDGED = 0.25  # share of its rows
 
 def prepare(config: RunConfig) -> None:
     """Write the sums, and make the warmed-up model at config.model.path unless it exists."""
-    model = Path(config.model.path)
-    if (model / "config.json").exists():
+    if is_warm(config):
         return
-    folder, seed = model.parent, config.run.seed
+    model, seed = Path(config.model.path), config.run.seed
+    folder = model.parent
     folder.mkdir(parents=True, exist_ok=True)
     sums = arithmetic(seed)
-    write(folder / "held_out.jsonl", sums[:HELD_OUT])
-    write(folder / "train.jsonl", sums[HELD_OUT:])
+    write_rows(folder / "held_out.jsonl", sums[:HELD_OUT])
+    write_rows(folder / "train.jsonl", sums[HELD_OUT:])
     rng = random.Random(seed)
-    write(folder / "warm_up.jsonl", [lesson(rng.choice(sums[HELD_OUT:]), rng) for _ in range(ROWS)])
+    lessons = folder / "warm_up.jsonl"
+    write_rows(lessons, [lesson(rng.choice(sums[HELD_OUT:]), rng) for _ in range(ROWS)])
     build_tiny_model(folder / "model", seed=seed)
-    warm_up = [
-        f"run.name=warm-up-{seed}",
-        f"run.seed={seed}",
-        f"run.iterations={ITERATIONS}",
-        f"storage.root={folder / 'runs'}",
-        f"model.path={folder / 'model'}",
-        f"data.sources.0.path={folder / 'warm_up.jsonl'}",
-    ]
-    learn_answers(load_config(recipe("quickstart_warm_up"), warm_up), model, TARGET_LOSS)
+    warm_up = warm_config(config, folder, [f"run.iterations={ITERATIONS}", f"data.sources.0.path={lessons}"])
+    learn_answers(warm_up, model, TARGET_LOSS)
 
 
 def lesson(row: dict[str, str], rng: random.Random) -> dict[str, str]:
@@ -51,8 +43,3 @@ def lesson(row: dict[str, str], rng: random.Random) -> dict[str, str]:
     right = rng.random() < 0.5
     error = 0 if right else rng.choice((-10, -2, -1, 1, 2, 10))
     return {"prompt": f"{row['prompt']}{int(row['label']) + error}?", "label": "y" if right else "n"}
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write rows as JSONL."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,6 +22,7 @@ for command in (
     *(
         look.runs,
         look.show,
+        look.ledger,
         tools.verify,
         tools.replay,
         look.sql,

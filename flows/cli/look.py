@@ -1,9 +1,13 @@
-"""Commands that show what runs hold, and change nothing: runs, show, sql."""
+"""Commands that show what runs hold, and change nothing: runs, show, ledger, sql."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from millrace.flows.cli.tables import CsvOption, JsonOption, print_listing
-from millrace.flows.cli.terminal import RootOption, guarded
+from millrace.flows.cli.terminal import RootOption, errors, guarded
 
 
 def runs(root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False) -> None:
@@ -18,6 +22,25 @@ def show(run: str, root: RootOption = "runs", json: JsonOption = False, csv: Csv
     from millrace.flows.tools.browse import run_listing
 
     print_listing(guarded(lambda: run_listing(root, run)), json, csv)
+
+
+def ledger(
+    run: str,
+    at: Annotated[
+        int | None, typer.Option(help="Of this iteration alone, by cause and weight version.")
+    ] = None,
+    root: RootOption = "runs",
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Account for every token that a run generated; exits with 1 if an iteration's account does not close."""
+    from millrace.flows.tools.ledger import accounts_of_run
+
+    accounts = guarded(lambda: accounts_of_run(root, run, at))
+    print_listing(accounts.listing, json, csv)
+    for problem in accounts.problems:
+        errors.print(problem, markup=False, highlight=False, soft_wrap=True)
+    raise SystemExit(1 if accounts.problems else 0)
 
 
 def sql(

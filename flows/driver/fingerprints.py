@@ -1,6 +1,6 @@
 """What a run reads beside its configuration: the model's folder and the code of the user's functions, by their hashes.
 
-Owns what is hashed. Data sources have fingerprints of their own (millrace.core.contracts.prompts).
+Owns what is hashed. Data sources have fingerprints of their own (millrace.core.contracts.rows.prompts).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
 from millrace.core.hooks import load, module_and_name
-from millrace.core.rewards.selection import all_rewards
+from millrace.core.rewards.selection import all_rewards, comparisons
+from millrace.core.sessions.selection import rollout_functions
 
 SMALL = 32 << 20  # bytes of a file that is hashed whole
 SAMPLE = 1 << 16  # bytes hashed at three places of a larger file
@@ -89,15 +90,22 @@ def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None]]:
     algorithm = config.algorithm
+    for source in config.data.sources:
+        yield f"data.sources.{source.name}.rows", source.rows
     for found in all_rewards(config):
         yield found.field, found.function
+    yield from comparisons(config)
     yield "filter.group_filter", config.filter.group_filter
+    if config.rollout.buffer:
+        yield "rollout.buffer.buffer_filter", config.rollout.buffer.buffer_filter
     yield "algorithm.advantage", algorithm.advantage if algorithm.advantage.kind == "function" else None
     yield "algorithm.loss", algorithm.loss if algorithm.loss.kind == "function" else None
+    if algorithm.teacher_server:
+        yield "algorithm.teacher_server.hint", algorithm.teacher_server.hint
     yield "algorithm.shaping", algorithm.shaping
     session = config.rollout.session
     if session:
-        yield "rollout.session.function", session.function
+        yield from rollout_functions(session)
         yield "rollout.session.environment", session.environment
         for at, tool in enumerate(session.tools):
             yield f"rollout.session.tools.{at}", tool if isinstance(tool, Tool) else None

@@ -21,7 +21,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.prompts import SourceFingerprint, source_changes
+from millrace.core.contracts.rows.prompts import SourceFingerprint, source_changes
 from millrace.core.errors import DataError, MissingFileError
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
@@ -118,12 +118,12 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
     Refuses sources that changed under the run, naming the changes, unless data.allow_changes is set: then the ledger starts
     again at the first open iteration. A file that was only moved is the same data.
     """
-    now = runtime.prompts.dataset.fingerprints()
     since = 0
+    stored = before[-1]["sources"] if before else {}
+    recorded = {name: SourceFingerprint.model_validate(value) for name, value in stored.items()}
+    runtime.prompts.read_whole(name for name, source in recorded.items() if not source.streamed)
+    now = runtime.prompts.dataset.fingerprints()
     if before:
-        recorded = {
-            name: SourceFingerprint.model_validate(value) for name, value in before[-1]["sources"].items()
-        }
         changes = source_changes(recorded, now)
         if not changes:
             runtime.prompts.use_data_since(before[-1]["since"])

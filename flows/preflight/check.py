@@ -22,11 +22,11 @@ from millrace.core.hooks import search_in
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
 from millrace.flows.preflight.check_machine import check_machine, ray_answers, tracking_answers
-from millrace.flows.preflight.check_model import Checkpoint, check_model
+from millrace.flows.preflight.check_model import Checkpoint, check_model, check_served_teacher
 from millrace.flows.preflight.check_references import check_references
 from millrace.flows.preflight.check_reward import RewardAnswers, check_rewards
 from millrace.flows.preflight.check_run import StoredRun, check_run
-from millrace.flows.preflight.check_session import check_session
+from millrace.flows.preflight.check_session import check_named_rollouts, check_session
 
 PATIENCE_S = 5.0  # for a server that accepts the connection and never answers
 DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
@@ -76,13 +76,15 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     problems = [*before]
     _add(problems, rules.problems(config), stood_in)
     wrong_fields = {problem.field for problem in problems}
-    data = [rows for rows in sources(config) if f"{rows.field}.path" not in wrong_fields]
+    data = [rows for rows in sources(config) if rows.place not in wrong_fields]
     if may_be_made:
-        data = [rows for rows in data if not is_absent(rows.source.path)]
+        data = [rows for rows in data if rows.function or not is_absent(rows.source.path)]
     found = Checked(config, problems, data)
     touches = _touches(found, wrong_fields)
     later = [*check_model(config, may_be_made, found.model)]
     hooks = [*check_references(config), *check_hooks(config)]
+    if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
+        later += check_served_teacher(config, found.model)
     if config.rollout.session and not any(problem.field.startswith("rollout.session") for problem in hooks):
         hooks += check_session(config.rollout.session, found.model, _template_kwargs(config))
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
@@ -91,6 +93,8 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     if not config.algorithm.supervised:
         wrong = [problem.field for problem in [*problems, *hooks]]
         later += check_rewards(config, data, wrong, found.rewards)
+        if config.rollout.session:
+            later += check_named_rollouts(config.rollout.session, data)
     for rows in data:
         later += check_rows(config, rows, found.model)
     _add(problems, later, stood_in)
@@ -117,9 +121,9 @@ def _touches(found: Checked, wrong_fields: set[str]) -> _Touches:
     """Start the checks that wait for files and servers; adds a problem for each URL that fsspec cannot open."""
     config, problems = found.config, found.problems
     touches: dict[str, Touch] = {
-        f"{rows.field}.path": rows.read
+        rows.place: rows.read
         for rows in found.data
-        if _is_known(f"{rows.field}.path", rows.source.path, problems)
+        if rows.function or _is_known(rows.place, rows.source.path, problems)
     }
     folders = {"storage.root": config.storage.root}
     if config.sync.by_url:
@@ -131,7 +135,7 @@ def _touches(found: Checked, wrong_fields: set[str]) -> _Touches:
         touches["placement.ray_address"] = lambda: list(ray_answers(config.placement.ray_address or ""))
     if config.tracking.uri and "tracking.uri" not in wrong_fields:
         touches["tracking.uri"] = lambda: list(tracking_answers(config.tracking.uri or ""))
-    on_disk = {f"{rows.field}.path" for rows in found.data if "://" not in rows.source.path}
+    on_disk = {rows.place for rows in found.data if "://" not in rows.source.path}
     return _Touches(touches, on_disk)
 
 

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from millrace.connectors.huggingface.trained_turns import Piece
 from millrace.connectors.storage.prompts import first_rows
-from millrace.core.config import RunConfig
+from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import RewardFunction
-from millrace.core.contracts.chat_options import TEMPLATE_KWARGS, TOOLS
-from millrace.core.contracts.prompts import PromptRow, Quarantined
+from millrace.core.contracts.rows.chat_options import TEMPLATE_KWARGS, TOOLS
+from millrace.core.contracts.rows.own_sampling import SAMPLING
+from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, too_long
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput
 from millrace.core.rewards.forms import answer_of, reward_of
+from millrace.flows.preflight.check_dialogues import check_dialogues
 from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_prompts import rendered
+from millrace.tasks.data.own_rows import OwnRows
 
 ROWS, BYTES = 20_000, 8 << 20  # that are read of a file on a disk
 ROWS_FROM_AFAR, BYTES_FROM_AFAR = 1_000, 1 << 20
@@ -40,9 +44,25 @@ class Rows:
         self.refused: list[Quarantined] = []
         self.total = 0  # rows of the file, or about as many
         self.whole = False  # whether all of them were read
+        self.pieces: dict[int, list[Piece]] = {}  # of the first dialogues that are trained, by row
         self.texts: list[str] = []  # of the first usable rows, as they are sent
         self.lengths: list[int] = []  # of these, in tokens
         self.too_long: list[Quarantined] = []
+
+    @property
+    def place(self) -> str:
+        """The field that says where the rows come from."""
+        return f"{self.field}.rows" if self.function else f"{self.field}.path"
+
+    @property
+    def origin(self) -> str:
+        """Where the rows come from, as messages name it."""
+        return self.function.function if self.function else self.source.path
+
+    @property
+    def function(self) -> UserFunction | None:
+        """The function that makes the rows, of a source that has one."""
+        return self.source.rows if isinstance(self.source, Source) else None
 
     @property
     def unusable(self) -> list[Quarantined]:
@@ -61,6 +81,8 @@ class Rows:
 
     def read(self) -> list[Problem]:
         """Read the rows; returns problems of the file itself. Runs in a thread of its own."""
+        if isinstance(self.source, Source) and self.source.rows:
+            return self._made(self.source)
         path = self.source.path
         most = (ROWS_FROM_AFAR, BYTES_FROM_AFAR) if "://" in path else (ROWS, BYTES)
         try:
@@ -75,17 +97,29 @@ class Rows:
             return [Problem(f"{self.field}.path", path, "holds no rows", "give a file with prompts")]
         return [self._none_usable()]
 
+    def _made(self, source: Source) -> list[Problem]:
+        """The first rows that a function makes."""
+        try:
+            rows = OwnRows(source)
+            try:
+                self.total = sum(rows.sizes().values())
+                level = next(iter(rows.sizes()))
+                found = rows.read(level, range(min(ROWS_FROM_AFAR, rows.sizes()[level])))
+            finally:
+                rows.close()
+        except MillraceError as error:
+            return [Problem(self.place, self.origin, error.reason, error.remedy or "correct the function")]
+        self.usable = [item for item in found if isinstance(item, PromptRow)]
+        self.refused = [item for item in found if isinstance(item, Quarantined)]
+        self.whole = self.total == len(found)
+        return [] if self.usable else [self._none_usable()]
+
     def measure(self, tokenizer: Any, limit: int) -> None:
         """Count the tokens of the texts, and note the rows with more than `limit`."""
         chat = self.source.chat
         self.lengths = [len(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in self.texts]
         self.too_long = [
-            Quarantined(
-                self.source.name,
-                row.row,
-                f"too long: {length} tokens, data.max_prompt_tokens is {limit}",
-                str(row.prompt)[:80],
-            )
+            too_long(row, self.source, length, limit)
             for row, length in zip(self.usable, self.lengths, strict=False)
             if length > limit
         ]
@@ -97,15 +131,19 @@ class Rows:
             return Problem(
                 f"{self.field}.prompt_key",
                 self.source.prompt_key,
-                f"none of the first {len(self.refused)} rows of {self.source.path} has it: {example.excerpt}",
+                f"none of the first {len(self.refused)} rows of {self.origin} has it: {example.excerpt}",
                 "set it to the key that holds the prompt",
             )
         array = self.refused[0].excerpt.lstrip().startswith("[")
         return Problem(
-            f"{self.field}.path",
-            self.source.path,
+            self.place,
+            self.origin,
             f"none of its first {len(self.refused)} rows can be used; {count} times {example.reason}",
-            ARRAY if array else "write a JSON object with the prompt on each line",
+            ARRAY
+            if array
+            else "return rows with a prompt"
+            if self.function
+            else "write a JSON object with the prompt on each line",
         )
 
 
@@ -120,9 +158,12 @@ def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Pro
     """Problems of the rows that were read, under the model's template and tokenizer; fills their texts and lengths."""
     if not rows.usable:
         return
-    yield from _labels(config, rows)
     yield from _metadata(rows)
-    rows.texts = yield from rendered(rows, model)
+    if rows.source.loss_on == "answer":
+        yield from _labels(config, rows)
+        rows.texts = yield from rendered(rows, model)
+    else:
+        yield from check_dialogues(rows, model)
     limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
     if model.tokenizer is not None and rows.texts:
         rows.measure(model.tokenizer, limit)
@@ -130,7 +171,7 @@ def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Pro
             yield Problem(
                 "data.max_prompt_tokens",
                 limit,
-                f"each of the first {len(rows.lengths)} prompts of {rows.source.path} is longer, the shortest "
+                f"each of the first {len(rows.lengths)} prompts of {rows.origin} is longer, the shortest "
                 f"{min(rows.lengths)} tokens",
                 f"set it to {max(rows.lengths)} or more",
             )
@@ -139,8 +180,8 @@ def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Pro
     if training and rows.complete and bad > share * rows.total:
         first = rows.unusable[0]
         yield Problem(
-            f"{rows.field}.path",
-            rows.source.path,
+            rows.place,
+            rows.origin,
             f"{bad} of its {rows.total} rows cannot be used, and data.max_quarantined_share is {share:g}; "
             f"the first is row {first.row}: {first.reason}",
             "correct the rows or the keys of the source, or raise data.max_quarantined_share",
@@ -151,7 +192,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
     key = rows.source.label_key
     labels = [row.label for row in rows.usable]
     missing = all(label is None for label in labels)
-    field, path = f"{rows.field}.label_key", rows.source.path
+    field, path = f"{rows.field}.label_key", rows.origin
     reward = rows.source.reward or config.reward
     if rows.source.label_from_prompt and missing:
         yield Problem(
@@ -176,7 +217,7 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
                 f"algorithm.loss=sft learns text, and row {wrong.row} of {path} has {_kind(wrong.label)} there",
                 "set it to the key that holds the reference answer as text, or correct the row",
             )
-    elif missing and _reads_label(reward, rows.usable[0]):
+    elif missing and not _may_score_itself(config) and _reads_label(reward, rows.usable[0]):
         yield Problem(
             field,
             key,
@@ -186,6 +227,12 @@ def _labels(config: RunConfig, rows: Rows) -> Iterator[Problem]:
         )
 
 
+def _may_score_itself(config: RunConfig) -> bool:
+    """Whether a rollout's own code may give it a reward, so that none is called."""
+    session = config.rollout.session
+    return session is not None and bool(session.function or session.environment or session.named)
+
+
 def _kind(label: Any) -> str:
     return "no text" if label in (None, "") else f"a {type(label).__name__}"
 
@@ -193,12 +240,13 @@ def _kind(label: Any) -> str:
 def _metadata(rows: Rows) -> Iterator[Problem]:
     """A key of metadata that no row has: a default one need not be there."""
     source, count = rows.source, len(rows.usable)
-    absent = f"none of the first {count} rows of {source.path} has it"
+    absent = f"none of the first {count} rows of {rows.origin} has it"
     remedy = "correct it; a part of a column is dotted, as in extra_info.index"
-    extra = {*source.extra_keys, TOOLS, TEMPLATE_KWARGS}
+    extra = {*source.extra_keys, TOOLS, TEMPLATE_KWARGS, SAMPLING}
     for name, key, held in (
         ("tools_key", source.tools_key, TOOLS),
         ("chat_template_kwargs_key", source.chat_template_kwargs_key, TEMPLATE_KWARGS),
+        ("sampling_key", source.sampling_key, SAMPLING),
     ):
         if key and not any(row.metadata.get(held) for row in rows.usable):
             yield Problem(f"{rows.field}.{name}", key, absent, "correct it, or set it to null")
@@ -209,6 +257,20 @@ def _metadata(rows: Rows) -> Iterator[Problem]:
     for key in source.extra_keys:
         if all(key not in row.metadata for row in rows.usable):
             yield Problem(f"{rows.field}.extra_keys", key, absent, remedy)
+
+
+def unknown_names(
+    rows: Rows, unknown: Sequence[tuple[PromptRow, str]], what: str, remedy: str
+) -> Iterator[Problem]:
+    """Rows whose metadata name what the configuration does not have, each with the reason. what: that they name."""
+    if unknown:
+        row, reason = unknown[0]
+        yield Problem(
+            rows.place,
+            rows.origin,
+            f"{len(unknown)} of the first {len(rows.usable)} rows name no {what}; the first is row {row.row}: {reason}",
+            remedy,
+        )
 
 
 class _Watched(RewardInput):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ from millrace.core.config.rules.passthrough import (
 )
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import hidden_module, load, written_for_slime
-from millrace.core.rewards.selection import all_rewards
+from millrace.core.rewards.selection import all_rewards, comparisons
+from millrace.core.sessions.selection import rollout_functions
 
 ROUTER = ("router_args.py",)
 OF_SLIME = {
-    "rollout.session.function": ("args", "sample", "sampling_params")
+    "rollout.session.function": ("args", "sample", "sampling_params"),
+    "filter.group_filter": ("args", "samples"),
 }  # fields that take slime's signature
+NAMED = re.compile(r"(?<=^rollout\.session\.)named\..+$")  # in place of rollout.session.function
 
 
 def check_hooks(config: RunConfig) -> Iterator[Problem]:
@@ -55,19 +59,33 @@ def hidden_modules(config: RunConfig) -> Iterator[str]:
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None, Sequence[str]]]:
     """Each field that may name a function, with it and the arguments that it is called with."""
     a = config.algorithm
+    for source in config.data.sources:
+        if source.rows and source.levels:
+            by_level = {**source.rows.options, "level": source.levels.first}
+            leveled = source.rows.model_copy(update={"options": by_level})
+            yield f"data.sources.{source.name}.rows", leveled, ()
+        else:
+            yield f"data.sources.{source.name}.rows", source.rows, ()
     for found in all_rewards(config):
         yield found.field, found.function, ("sample",)
+    for field, compare in comparisons(config):
+        yield field, compare, ("first", "second")
     yield "filter.group_filter", config.filter.group_filter, ("samples",)
+    if config.rollout.buffer:
+        yield "rollout.buffer.buffer_filter", config.rollout.buffer.buffer_filter, ("groups",)
     yield (
         "algorithm.advantage",
         a.advantage if a.advantage.kind == "function" else None,
         ("rewards", "group_ids"),
     )
     yield "algorithm.loss", a.loss if a.loss.kind == "function" else None, ("batch",)
+    if a.teacher_server:
+        yield "algorithm.teacher_server.hint", a.teacher_server.hint, ("sample",)
     yield "algorithm.shaping", a.shaping, ("rewards", "response_lengths", "truncated")
     yield "run.prepare", config.run.prepare, ("config",)
     if config.rollout.session:
-        yield "rollout.session.function", config.rollout.session.function, ("session",)
+        for field, function in rollout_functions(config.rollout.session):
+            yield field, function, ("session",)
         yield "rollout.session.environment", config.rollout.session.environment, ()
 
 
@@ -95,10 +113,11 @@ def _hook(
     if isinstance(user_function, RewardFunction):
         signature, arguments, options = _of_reward(user_function, function, signature)
     elif written_for_slime(path):
-        if place not in OF_SLIME:
+        taken = OF_SLIME.get(NAMED.sub("function", place))
+        if taken is None:
             yield Problem(field, path, "slime has no hook for this", "write it as package.module:function")
             return
-        arguments, options = OF_SLIME[place], {}  # its options become attributes of args
+        arguments, options = taken, {}  # its options become attributes of args
     try:
         signature.bind(*arguments)
     except TypeError as error:

@@ -1,17 +1,23 @@
-"""Check the model against its checkpoint folder: files, sizes, tokenizer, chat template.
+"""Check the model against its checkpoint folder: files, sizes, tokenizer, chat template; and the tokenizer of a served teacher.
 
 Imports no torch and no transformers.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from millrace.connectors.huggingface.hub import GET, is_named
 from millrace.connectors.huggingface.template import ChatTemplate, TokenizerFolder
+from millrace.connectors.rewards.posting import RemoteRewardError
+from millrace.connectors.rewards.served_teacher import FIELD as TEACHER
+from millrace.connectors.rewards.served_teacher import ServedTeacher
+from millrace.connectors.rewards.teacher_tokenizer import UnprovenError, differing_text
 from millrace.core.architecture import Architecture, architecture
 from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import stages
@@ -22,6 +28,7 @@ from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import weight_tensors
 from millrace.flows.driver.named_model import model_here
 
+PATIENCE_S = 10.0  # for one answer of a served teacher
 RELATIVE = "; a relative path in a file means that file's folder"
 
 
@@ -194,3 +201,47 @@ def _vocabulary(field: str, folder: str, found: Checkpoint, special: dict[str, s
             f"the tokenizer has {size} tokens, the model's vocabulary {found.shape.vocab}",
             "take the tokenizer that belongs to the model",
         )
+
+
+def check_served_teacher(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
+    """A problem unless a served teacher answers, and shows that its tokenizer is the model's. After `check_model`."""
+    server = config.algorithm.teacher_server
+    if server is None or config.algorithm.supervised:
+        return
+    if found.tokenizer is None and not found.has_template:
+        return  # `check_model` says what is wrong with its folder
+    quick = server.model_copy(update={"attempts": 1, "timeout_s": min(server.timeout_s, PATIENCE_S)})
+    try:
+        with ThreadPoolExecutor(1) as one:  # for the caller may run in an event loop
+            text = one.submit(asyncio.run, differing_text(ServedTeacher(quick), found.tokenizer)).result()
+    except ConfigError:
+        return  # check_references says it
+    except RemoteRewardError as error:
+        yield Problem(f"{TEACHER}.url", server.url, error.reason, error.remedy or "start the server")
+        return
+    except UnprovenError:
+        yield Problem(
+            f"{TEACHER}.same_tokenizer",
+            False,
+            f"nothing proves that the tokenizer behind {server.url} is the model's",
+            "compare the two yourself; where they are the same, set it to true",
+        )
+        return
+    if text is not None:
+        yield Problem(
+            f"{TEACHER}.url",
+            server.url,
+            f"its tokenizer is not the model's: it cuts {text!r} into other tokens",
+            "take a teacher with the model's own tokenizer",
+        )
+    elif server.top_k:
+        try:
+            with ThreadPoolExecutor(1) as one:
+                one.submit(asyncio.run, ServedTeacher(quick).logprobs([1, 2, 3], 2)).result()
+        except RemoteRewardError as error:
+            yield Problem(
+                f"{TEACHER}.top_k",
+                server.top_k,
+                error.reason,
+                "set it to what the server gives at most; vLLM has --max-logprobs",
+            )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.huggingface.template import ChatTemplate, last_text
 from millrace.core.config.parts.problems import Problem
-from millrace.core.contracts.chat_options import RESERVED, chat_options
-from millrace.core.contracts.prompts import Prompt, PromptRow
+from millrace.core.contracts.rows.chat_options import RESERVED, chat_options
+from millrace.core.contracts.rows.prompts import Prompt, PromptRow
 from millrace.flows.preflight.check_model import Checkpoint
 
 if TYPE_CHECKING:

@@ -14,15 +14,23 @@ from dataclasses import dataclass, field
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
-from millrace.core.contracts.prompts import PromptRow
 from millrace.core.contracts.references import scrubbed
+from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
-from millrace.core.rewards.selection import MIXTURE, Selected, UnknownRewardError, own_rewards, select
+from millrace.core.rewards.selection import (
+    MIXTURE,
+    TOURNAMENT,
+    Selected,
+    UnknownRewardError,
+    own_rewards,
+    select,
+)
 from millrace.core.rewards.trial import Trial, try_reward
-from millrace.flows.preflight.check_data import Rows
+from millrace.flows.preflight.check_data import Rows, unknown_names
 
 PATIENCE_S = 5.0  # for one answer; reward.timeout_s where that is shorter
 OURS = "millrace.core."
+CALL_OTHERS = (MIXTURE, TOURNAMENT)  # functions of the user's among them
 
 
 @dataclass
@@ -59,14 +67,9 @@ def check_rewards(
                 ):
                     answers.append(RewardAnswers(selected.function.function))
                     yield from _called(config, selected, row, answers[-1])
-        if unknown:
-            row, reason = unknown[0]
-            yield Problem(
-                f"{rows.field}.path",
-                rows.source.path,
-                f"{len(unknown)} of the first {len(rows.usable)} rows name no reward; the first is row {row.row}: {reason}",
-                "correct the rows, or add the reward to reward.named",
-            )
+        yield from unknown_names(
+            rows, unknown, "reward", "correct the rows, or add the reward to reward.named"
+        )
 
 
 def _own(config: RunConfig, rows: Rows) -> Selected | None:
@@ -80,7 +83,7 @@ def _called(
 ) -> Iterator[Problem]:
     """Problems of calling a reward on this row."""
     answers.row = row
-    ours = selected.function.function.startswith(OURS) and selected.function.function != MIXTURE
+    ours = selected.function.function.startswith(OURS) and selected.function.function not in CALL_OTHERS
     pool = None if ours else WorkerPool(1)
     try:
         for name, response in _responses(row).items():

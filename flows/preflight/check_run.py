@@ -124,7 +124,7 @@ def _data(config: RunConfig, record: dict[str, Any]) -> Iterator[Problem]:
     recorded = spans[-1]["sources"] if spans else {}
     for source in config.data.sources:
         before = recorded.get(source.name)
-        now = _size_and_hash(source) if before else None
+        now = _size_and_hash(source) if before and source.rows is None else None
         if before and now and now != (before["size"], now[1] and before["sha256"]):
             yield Problem(
                 f"data.sources.{source.name}.path",

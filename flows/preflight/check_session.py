@@ -15,8 +15,11 @@ from millrace.connectors.huggingface.suffix import Message, Render, first_differ
 from millrace.connectors.workers.mcp_tools import server_schemas
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import McpTools, Session
+from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.errors import ConfigError
+from millrace.core.sessions.selection import UnknownRolloutError, rollout_function, rollout_functions
 from millrace.core.sessions.tools import LoadedTool
+from millrace.flows.preflight.check_data import Rows, unknown_names
 from millrace.flows.preflight.check_model import Checkpoint
 
 SHOWN = 60
@@ -47,13 +50,27 @@ def check_session(
             yield Problem(place, value, error.reason, error.remedy or "correct it")
     if model.template is None:
         return
-    if session.tools and not session.function:
+    if session.tools and not any(function for _, function in rollout_functions(session)):
         yield from _reads_calls(model)
     if session.history == "exact":
-        own_code = session.function or session.environment
+        own_code = session.function or session.named or session.environment
         follow: Sequence[Follows] = ("user", "tool") if own_code and session.tools else ("user",)
         for follows in follow if own_code else ("tool",):
             yield from _leaves_history(model, follows, template_kwargs)
+
+
+def check_named_rollouts(session: Session, data: Sequence[Rows]) -> Iterator[Problem]:
+    """Rows that name no rollout."""
+    for rows in data:
+        unknown: list[tuple[PromptRow, str]] = []
+        for row in rows.usable:
+            try:
+                rollout_function(session, row.metadata)
+            except UnknownRolloutError as error:
+                unknown.append((row, str(error)))
+        yield from unknown_names(
+            rows, unknown, "rollout", "correct the rows, or add the function to rollout.session.named"
+        )
 
 
 def _reads_calls(model: Checkpoint) -> Iterator[Problem]:

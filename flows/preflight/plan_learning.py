@@ -11,7 +11,9 @@ from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.filter import Filter
 from millrace.core.config.parts.restart import ANY_START, changes
+from millrace.core.config.rollout import Buffer
 
 Line = tuple[str, str]
 
@@ -20,7 +22,9 @@ def learning(config: RunConfig) -> Iterator[Line]:
     """Name and text of each line."""
     a = config.algorithm
     if a.supervised:
-        yield "algorithm", "supervised: the likelihood of reference answers (labels)"
+        dialogues = any(source.loss_on != "answer" for source in config.data.sources)
+        what = "what the assistant says in dialogues" if dialogues else "reference answers (labels)"
+        yield "algorithm", f"supervised: the likelihood of {what}"
     else:
         yield "algorithm", _preset(a)
         yield (
@@ -35,7 +39,10 @@ def learning(config: RunConfig) -> Iterator[Line]:
         yield from _more(a)
         yield "dynamic sampling", _dynamic_sampling(config)
         if config.filter.group_filter:
-            yield "filter", _choice(config.filter.group_filter)
+            share = config.filter.max_failed_share
+            yield "filter", f"{_choice(config.filter.group_filter)}; it may fail on {share:g} of the prompts"
+    if config.rollout.buffer:
+        yield "reuse", _reuse(config.rollout.buffer, config.rollout.prompts)
     yield "learning rate", _learning_rate(config)
 
 
@@ -96,21 +103,52 @@ def _more(a: Algorithm) -> Iterator[Line]:
         yield "shaping", _choice(a.shaping)
     if a.entropy_coef:
         yield "entropy bonus", f"coefficient {a.entropy_coef:g}"
-    if a.teacher or a.distillation_coef:
-        yield "teacher", f"{a.teacher}, coefficient {a.distillation_coef:g}"
+    if a.teacher or a.teacher_server or a.distillation_coef:
+        yield "teacher", f"{_where(a)}, coefficient {a.distillation_coef:g}"
     if not a.on_policy_guard:
         yield "on-policy guard", "off"
 
 
+def _dropped(f: Filter) -> Iterator[str]:
+    """The groups that settings drop, as the rest of `groups ...`."""
+    if f.drop_zero_variance:
+        yield "whose rewards are all equal"
+    if f.reward_band:
+        yield "whose mean reward is outside {:g} to {:g}".format(*f.reward_band)
+    if f.max_truncated_share is not None:
+        yield f"with more than {f.max_truncated_share:g} of the responses truncated"
+    if f.max_mean_response_tokens is not None:
+        yield f"of more than {f.max_mean_response_tokens} tokens a response"
+
+
+def _where(a: Algorithm) -> str:
+    if a.teacher_server is None:
+        return str(a.teacher)
+    model = f", model {a.teacher_server.model}" if a.teacher_server.model else ""
+    top = f", its {a.teacher_top_k} likeliest tokens" if a.teacher_top_k else ""
+    hint = f", told more by {_choice(a.teacher_server.hint)}" if a.teacher_server.hint else ""
+    return f"served at {a.teacher_server.url} ({a.teacher_server.protocol}{model}){top}{hint}"
+
+
 def _dynamic_sampling(config: RunConfig) -> str:
     f = config.filter
-    if not f.drop_zero_variance:
+    dropped = list(_dropped(f))
+    if not dropped:
         return "off: groups whose rewards are all equal are trained on, without a gradient"
     spare = round(f.refill_factor * config.rollout.prompts)
     then = "the earliest of them are kept" if f.when_insufficient == "keep" else "the run stops"
     return (
-        f"on: groups whose rewards are all equal are dropped, and up to {spare} prompts an iteration drawn in their place; "
+        f"on: groups {' or '.join(dropped)} are dropped, and up to {spare} prompts an iteration drawn in their place; "
         f"when these are used up {then}"
+    )
+
+
+def _reuse(b: Buffer, prompts: int) -> str:
+    order = f"{b.choose} by {b.strata}" if b.choose == "stratified" else b.choose
+    own = f", then {b.buffer_filter.function}" if b.buffer_filter else ""
+    return (
+        f"a share of {b.share:g}, {b.wanted(prompts)} of {prompts} groups, come from the buffer as far as it holds enough: trained "
+        f"fewer than {b.max_uses} times, at most {b.max_age} weight versions old, {order}{own}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
@@ -10,9 +11,11 @@ from millrace.core.contracts.ids import iteration_number
 from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_data import Rows
+from millrace.flows.preflight.check_dialogues import trained_tokens
 from millrace.flows.preflight.check_run import StoredRun
 
 Line = tuple[str, str]
+MARKS = ("⟦", "⟧")  # around what is trained
 LONGEST_TEXT = 2_000  # characters of a prompt that are shown
 
 
@@ -50,10 +53,10 @@ def data(found: Checked) -> Iterator[Line]:
             share = f", {source.weight / weights:.3g} of the prompts" if len(found.training) > 1 else ""
             yield (
                 f"data {source.name}",
-                f"{source.path}: {_rows(rows)}{share}{_epoch(found, rows, weights)}{_unusable(rows)}",
+                f"{rows.origin}: {_rows(rows)}{share}{_epoch(found, rows, weights)}{_unusable(rows)}",
             )
         else:
-            yield f"evaluation {source.name}", f"{source.path}: {_rows(rows)}{_unusable(rows)}"
+            yield f"evaluation {source.name}", f"{rows.origin}: {_rows(rows)}{_unusable(rows)}"
 
 
 def _rows(rows: Rows) -> str:
@@ -82,14 +85,35 @@ def prompt(found: Checked) -> Iterator[Line]:
     rows = next((rows for rows in found.training if rows.texts), None)
     if rows is None:
         return
+    if rows.pieces:
+        yield "a dialogue", _dialogue(rows, found.model.tokenizer)
+        return
     row, text = rows.usable[0], rows.texts[0]
     tokens = f", {rows.lengths[0]} tokens" if rows.lengths else ""
-    more = len(text) - LONGEST_TEXT
-    cut = f"{text[:LONGEST_TEXT]} ... and {more} more characters" if more > 0 else text
     yield (
         "a prompt",
-        f"row {row.row} of {row.source}{tokens}, label {row.label!r}. The text that is sent:\n{cut}",
+        f"row {row.row} of {row.source}{tokens}, label {row.label!r}. The text that is sent:\n{_cut(text)}",
     )
+
+
+def _dialogue(rows: Rows, tokenizer: Any) -> str:
+    """The first dialogue, with marks around what is trained, and how much of the first dialogues is."""
+    number, pieces = next(iter(rows.pieces.items()))
+    text = "".join(f"{MARKS[0]}{piece.text}{MARKS[1]}" if piece.trained else piece.text for piece in pieces)
+    counted = ""
+    if rows.lengths:
+        trained = [trained_tokens(each, tokenizer) for each in rows.pieces.values()]
+        counted = (
+            f", {rows.lengths[0]} tokens, {trained[0]} of them trained; of the first {len(trained)} dialogues "
+            f"{sum(trained)} of {sum(rows.lengths)} tokens"
+        )
+    where = f"row {number} of {rows.source.name}{counted}"
+    return f"{where}. What is trained stands between {MARKS[0]} and {MARKS[1]}:\n{_cut(text)}"
+
+
+def _cut(text: str) -> str:
+    more = len(text) - LONGEST_TEXT
+    return f"{text[:LONGEST_TEXT]} ... and {more} more characters" if more > 0 else text
 
 
 def session(found: Checked) -> Iterator[Line]:

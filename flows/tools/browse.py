@@ -25,7 +25,7 @@ COLUMNS = {
     "logprob_gap": "train/logprob_gap_mean",
     "tokens/s": "rollout/tokens_per_second",
 }
-EVALUATION = re.compile(r"^eval/(?P<set>.+)/reward_mean$")
+EVALUATION = re.compile(r"^eval/(?P<set>.+)/reward_mean$|^eval/(?P<loss>.+/(loss|perplexity))$")
 
 
 def runs_listing(root: str) -> Listing:
@@ -72,16 +72,20 @@ def run_listing(root: str, run: str) -> Listing:
 
 
 def evaluations(folder: RunFolder, manifests: Mapping[int, Manifest]) -> dict[int, dict[str, float]]:
-    """Mean reward by iterations trained, and by set. 0: before training."""
-    before = IterationFiles(folder, 0).record("evaluate_before")
+    """Mean reward by iterations trained, and by set; of supervised runs loss and perplexity. 0: before training."""
+    files = IterationFiles(folder, 0)
     found: dict[int, dict[str, float]] = {0: {}}
-    for name, held_out in (before or {"sets": {}})["sets"].items():
+    for name, held_out in (files.record("evaluate_before") or {"sets": {}})["sets"].items():
         if held_out["reward_mean"] is not None:
             found[0][name] = held_out["reward_mean"]
+    for name, held_out in (files.record("held_out_loss_before") or {"sets": {}})["sets"].items():
+        found[0] |= {f"{name}/{figure}": held_out[figure] for figure in ("loss", "perplexity")}
     for index, manifest in sorted(manifests.items()):
         metrics = manifest.tasks["metrics"]
         found[index + 1] = {
-            match["set"]: value for name, value in metrics.items() if (match := EVALUATION.match(name))
+            match["set"] or match["loss"]: value
+            for name, value in metrics.items()
+            if (match := EVALUATION.match(name))
         }
     return {done: values for done, values in found.items() if values}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.ray import cluster
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
@@ -25,12 +25,12 @@ from millrace.flows.driver.named_model import at_commit
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
-from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks
+from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks, ranks_alone
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate_version
 from millrace.tasks.runtime.gpu_memory import StoredWeights
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.runtime.trainer import bring_up, make_ranks
+from millrace.tasks.runtime.trainer import bring_up
 
 CONFIG_JSON = "config.json"
 
@@ -103,15 +103,9 @@ def _make_again(config: RunConfig, folder: RunFolder, run_id: str, done: int, in
 
 async def _weights(config: RunConfig, folder: RunFolder, done: int, into: Path) -> None:
     steps = config.steps_per_iteration
-    try:
-        places = placement.Reservation(config, engines=False).places("trainer")
-        ranks = make_ranks(config, config.for_actors(), places)
-        await ranks.setup()
+    async with ranks_alone(config) as ranks:
         await bring_up(ranks, folder, done * steps, steps)
         await export_ranks(config, ranks, done * steps, into)
-    finally:
-        await actors.end()
-        placement.release()
 
 
 def _evaluate(
@@ -159,6 +153,13 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
             raise ConfigError(
                 "there is no such held-out set", where=f"--set {name}", remedy=nearest(name, list(known))
             )
+    if config.algorithm.supervised:
+        raise ConfigError(
+            "supervised runs answer nothing: they have the loss of their sets, which `millrace show` lists",
+            where="algorithm.loss = sft",
+            remedy="to sample answers, name the folder of an export and the configuration of an RL run: "
+            "`millrace eval FOLDER --config rl.yaml`",
+        )
     if config.engines.kind == "external":
         raise ConfigError(
             "an evaluation loads other weights, which engines of another run may not be given",
@@ -170,5 +171,7 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     values["storage"]["root"] = str(folder)
     values["run"]["name"] = f"evaluation-{uuid.uuid4().hex[:8]}"
     values["checkpoint"]["keep_best"] = None
+    if config.algorithm.teacher_server:  # which nobody asks here, and which need not run
+        values["algorithm"] |= {"teacher_server": None, "teacher": model}
     values["evaluation"]["sets"] = [known[name].model_dump(mode="json") for name in (sets or known)]
     return RunConfig.model_validate(values)

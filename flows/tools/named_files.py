@@ -28,7 +28,7 @@ def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
     Raises MissingFileError or CorruptFileError for a record that is not what was written.
     """
     files = IterationFiles(folder, index)
-    for task in ("evaluate_before", "evaluate"):
+    for task in ("evaluate_before", "evaluate", "held_out_loss_before", "held_out_loss"):
         for held_out in (files.record(task) or {"sets": {}})["sets"].values():
             yield FileEntry.model_validate(held_out["file"])
     saved = files.record("checkpoint") or {}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,23 @@ def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -
     return with_settings(config, recorded) if recorded else config
 
 
-async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
-    await actors.end()
-    steps = config.steps_per_iteration
+@asynccontextmanager
+async def ranks_alone(config: RunConfig) -> AsyncIterator[TrainerHandle]:
+    """The trainer's ranks without engines, ready; ended afterwards."""
     try:
         places = placement.Reservation(config, engines=False).places("trainer")
         ranks = make_ranks(config, config.for_actors(), places)
         await ranks.setup()
+        yield ranks
+    finally:
+        await actors.end()
+        placement.release()
+
+
+async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:
+    await actors.end()
+    steps = config.steps_per_iteration
+    async with ranks_alone(config) as ranks:
         result = Replay()
 
         def compare(index: int, recorded: StepMetrics, again: StepMetrics, *, exact: bool) -> None:
@@ -92,9 +103,6 @@ async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -
             result.started_from = f"checkpoint {came.checkpoint}"
         await _compare_weights(config, ranks, folder, last, last * steps, result)
         return result
-    finally:
-        await actors.end()
-        placement.release()
 
 
 async def _compare_weights(

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.connectors.workers.process import Limits
 from millrace.core.config.reward import RewardFunction
-from millrace.core.contracts.prompts import value_at
 from millrace.core.contracts.references import resolved, scrubbed
+from millrace.core.contracts.rows.prompts import value_at
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import load, search_in
 from millrace.core.rewards.scoring import score_group, score_sample

@@ -18,15 +18,21 @@ from millrace.connectors.storage.iteration_files import IterationFiles, check_ne
 from millrace.connectors.storage.parts import check_takeover, list_takeovers
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.account.count import COLUMNS, account_of
+from millrace.core.buffer.buffer import Buffer
 from millrace.core.config import RunConfig
+from millrace.core.config.data import Source
 from millrace.core.contracts.ids import derived_seed, iteration_number
+from millrace.core.contracts.rows.prompts import SourceFingerprint
 from millrace.core.contracts.sample import columns
+from millrace.core.curriculum.parts import SourcePlan, plan_of
 from millrace.core.errors import DataError, StorageError
 from millrace.core.ledger import Ledger
 from millrace.core.lineage import (
     Drawn,
     Generated,
     Judged,
+    Origin,
     Said,
     Scored,
     StoredIteration,
@@ -73,6 +79,7 @@ def verify_run(root: str, run: str) -> Verdict:
             verdict.problems += _lineage(folder, config, index, verdict)
         verdict.iterations += 1
     verdict.problems += _ledger(folder, record, config)
+    verdict.problems += _buffer(folder, record, config)
     if folder.store.list(folder.iteration_path(len(committed))):
         verdict.open_iteration = len(committed)
         opened = IterationFiles(folder, len(committed))
@@ -126,22 +133,46 @@ def _problems_of_records(folder: RunFolder, record: dict[str, Any], verdict: Ver
 def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict) -> list[str]:
     files, steps = IterationFiles(folder, index), config.steps_per_iteration
     supervised = config.algorithm.supervised
+    manifest = folder.manifest(index)
+    assert manifest is not None
+    reused = manifest.history.reused if manifest.history else {}
+    verdicts, batch = (
+        _read(files.read_table, kind, row) for kind, row in (("verdicts", Judged), ("batch", Trained))
+    )
+    rollouts, turns = (
+        None if supervised else _read(files.read_parts, kind, row)
+        for kind, row in (("rollouts", Generated), ("turns", Said))
+    )
     stored = StoredIteration(
         index=index,
-        prompts=_rows(files.read_table, "prompts", Drawn),
-        rollouts=[] if supervised else _rows(files.read_parts, "rollouts", Generated),
-        rewards=[] if supervised else _rows(files.read_parts, "rewards", Scored),
-        verdicts=_rows(files.read_table, "verdicts", Judged),
-        batch=_rows(files.read_table, "batch", Trained),
+        prompts=_rows(_read(files.read_table, "prompts", Drawn), Drawn),
+        rollouts=_rows(rollouts, Generated),
+        rewards=[] if supervised else _rows(_read(files.read_parts, "rewards", Scored), Scored),
+        verdicts=_rows(verdicts, Judged),
+        batch=_rows(batch, Trained),
         steps=files.read_json("step.json")["steps"],
-        turns=[] if supervised else _rows(files.read_parts, "turns", Said),
+        turns=_rows(turns, Said),
+        origins=[
+            row
+            for earlier in reused
+            for row in _rows(_read(IterationFiles(folder, earlier).read_table, "batch", Origin), Origin)
+        ],
     )
     verdict.trained_samples += len(stored.batch)
-    return inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))
+    problems = inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))
+    if rollouts is not None:
+        where, account = f"iteration {iteration_number(index)}", account_of(rollouts, turns, verdicts, batch)
+        problems += [f"{where}: {problem}" for problem in account.problems()]
+    return problems
 
 
-def _rows(read: Callable[[str, list[str]], pa.Table], kind: str, row: type[Row]) -> list[Row]:
-    rows: list[Row] = read(kind, columns(row)).to_pylist()
+def _read(read: Callable[[str, list[str]], pa.Table], kind: str, row: type[Any]) -> pa.Table:
+    """The columns that lineage and account need of a kind of table, read once."""
+    return read(kind, list(dict.fromkeys([*columns(row), *COLUMNS.get(kind, ())])))
+
+
+def _rows(table: pa.Table | None, row: type[Row]) -> list[Row]:
+    rows: list[Row] = table.select(columns(row)).to_pylist() if table is not None else []
     return rows
 
 
@@ -152,12 +183,13 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
     ends = [*(span["since"] for span in spans[1:]), len(history)]
     for span, end in zip(spans, ends, strict=True):
         since, seed = span["since"], config.run.seed
-        sources = {s.name: (s.weight, span["sources"][s.name]["usable"]) for s in config.data.sources}
+        sources = {source.name: _plan(source, span["sources"][source.name]) for source in config.data.sources}
         ledger = Ledger(
             derived_seed(seed, "data", since) if since else seed,
             sources,
             shuffle=config.data.shuffle,
             first=since,
+            stages=config.data.stages,
         )
         for index in range(since, end):
             keys = history[index].keys()
@@ -173,6 +205,28 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
             except DataError as error:
                 yield str(error)
                 return
+
+
+def _buffer(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
+    """Fold the history again: each reused group must have been held. Of a branch, what its own settings chose."""
+    settings = config.rollout.buffer
+    own = (record.get("parent") or {}).get("at", 0)
+    buffer = Buffer(settings.max_age, settings.max_uses) if settings else None
+    for history in folder.history():
+        where = f"iteration {iteration_number(history.iteration)}"
+        if history.iteration >= own and buffer is None and history.reused:
+            yield f"{where} reuses groups, and the run has no buffer"
+        if buffer is not None:
+            if history.iteration >= own:
+                yield from (f"{where}: {problem}" for problem in buffer.problems(history))
+            buffer.apply(history)
+
+
+def _plan(source: Source, stored: dict[str, Any]) -> SourcePlan:
+    """How a source was drawn from, by what run.json says of it."""
+    found = SourceFingerprint.model_validate(stored)
+    levels: dict[int | None, int] = {level: rows for level, rows in found.levels.items()}  # noqa: C416 - keys of a wider type
+    return plan_of(source, levels or {None: found.usable})
 
 
 def _checkpoint(folder: RunFolder, done: int) -> list[str]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from millrace.core.errors import StorageError as StorageError
     from millrace.core.errors import TrainerError as TrainerError
     from millrace.core.hooks import Advantage as Advantage
+    from millrace.core.hooks import BufferedGroup as BufferedGroup
+    from millrace.core.hooks import BufferFilter as BufferFilter
+    from millrace.core.hooks import DataSource as DataSource
     from millrace.core.hooks import GroupFilter as GroupFilter
     from millrace.core.hooks import GroupSample as GroupSample
     from millrace.core.hooks import Loss as Loss
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from millrace.core.hooks import RewardInput as RewardInput
     from millrace.core.hooks import RewardResult as RewardResult
     from millrace.core.hooks import RewardShaping as RewardShaping
+    from millrace.core.hooks import TeacherHint as TeacherHint
     from millrace.core.sessions.interface import Done as Done
     from millrace.core.sessions.interface import Environment as Environment
     from millrace.core.sessions.interface import LimitReachedError as LimitReachedError
@@ -53,6 +57,9 @@ _MODULES = {
     "millrace.core.config": ["RunConfig"],
     "millrace.core.hooks": [
         "Advantage",
+        "BufferFilter",
+        "BufferedGroup",
+        "DataSource",
         "GroupFilter",
         "GroupSample",
         "Loss",
@@ -60,6 +67,7 @@ _MODULES = {
         "RewardInput",
         "RewardResult",
         "RewardShaping",
+        "TeacherHint",
     ],
     "millrace.core.sessions.interface": [
         "Done",

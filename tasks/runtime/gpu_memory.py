@@ -69,6 +69,11 @@ class GpuMemory:
             await self._take_for_trainer()
             yield self._trainer
 
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, for what takes no GPU memory."""
+        return self._trainer
+
     @contextlib.asynccontextmanager
     async def for_weights(self, version: int) -> AsyncIterator[TrainerHandle]:
         """Within, the ranks hold `version` and their weights may be read; engines stay as they are, unless ranks must be built."""

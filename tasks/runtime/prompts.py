@@ -5,6 +5,7 @@ Owns reading each of them once. What is drawn when is the ledger's decision (mil
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import derived_seed, sample_seed
 from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.ledger import Ledger
-from millrace.tasks.runtime.prompt_dataset import PromptDataset, PromptSet, load_prompts
+from millrace.tasks.data.prompt_dataset import PromptDataset, PromptSet, load_prompts
 
 
 class Prompts:
@@ -28,6 +29,7 @@ class Prompts:
         self._held_out: dict[str, PromptSet] = {}
         self._ledger: Ledger | None = None
         self._data_since = 0
+        self._whole: frozenset[str] = frozenset()
         self._seed_name = ""
 
     @cached_property
@@ -44,7 +46,7 @@ class Prompts:
     @cached_property
     def dataset(self) -> PromptDataset:
         """The usable training prompts."""
-        return PromptDataset(self.config, self.tokenizer)
+        return PromptDataset(self.config, self.tokenizer, self._whole)
 
     def held_out(self, held_out: EvalSet) -> PromptSet:
         """The usable prompts of an evaluation set."""
@@ -52,6 +54,11 @@ class Prompts:
             limit = self.config.data.max_prompt_tokens
             self._held_out[held_out.name] = load_prompts(held_out, self.tokenizer, limit)
         return self._held_out[held_out.name]
+
+    def read_whole(self, sources: Iterable[str]) -> None:
+        """These sources were read whole when the run began, and its history counts their usable rows alone."""
+        assert "dataset" not in vars(self), "the sources are read already"
+        self._whole = frozenset(sources)
 
     def use_data_since(self, iteration: int) -> None:
         """From the iteration with this index on, the sources hold what they hold now: epochs begin again there."""
@@ -76,12 +83,11 @@ class Prompts:
     def ledger(self) -> Ledger:
         """The ledger over the committed manifests."""
         if self._ledger is None:
-            sizes = self.dataset.sizes()
-            sources = {
-                source.name: (source.weight, sizes[source.name]) for source in self.config.data.sources
-            }
+            data = self.config.data
             seed = self.config.run.seed
             if self._data_since:
                 seed = derived_seed(seed, "data", self._data_since)
-            self._ledger = Ledger(seed, sources, shuffle=self.config.data.shuffle, first=self._data_since)
+            self._ledger = Ledger(
+                seed, self.dataset.plans(), shuffle=data.shuffle, first=self._data_since, stages=data.stages
+            )
         return self._ledger.extend(self._run_folder.history(since=self._ledger.iterations))

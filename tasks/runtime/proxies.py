@@ -12,7 +12,7 @@ from typing import Any, cast
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.ray.actors import Actor, ActorGroup
 from millrace.connectors.sglang.process import EngineServer, RouterServer
-from millrace.core.contracts.handles import BroadcastGroup, ServerState
+from millrace.core.contracts.handles import BroadcastGroup, HeldOutSample, SaveState, ServerState
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
@@ -100,12 +100,40 @@ class BroadcastProxy:
         await self._actor.call(TrainerRank.close_broadcast)
 
 
+class SavesProxy:
+    """BackgroundSaves of the actors of all trainer ranks."""
+
+    def __init__(self, ranks: ActorGroup[TrainerRank]) -> None:
+        self._ranks = ranks
+
+    async def begin(self, url: str) -> None:
+        """Copy a checkpoint to host memory and have it written under a URL."""
+        await self._ranks.call(TrainerRank.begin_save, url)
+
+    async def state(self) -> SaveState | None:
+        """The one that was begun last, by how far the slowest rank is."""
+        states: list[SaveState | None] = [state["saving"] for state in await self._ranks.states()]
+        known = [state for state in states if state is not None]
+        if len(known) < len(states) or len({state["url"] for state in known}) > 1:
+            return None
+        return min(known, key=lambda state: ("failed", "writing", "written").index(state["state"]))
+
+    async def commit(self) -> float:
+        """Write complete.json when all is written; seconds that the slowest rank took."""
+        return max(await self._ranks.call(TrainerRank.commit_save))
+
+    async def drop(self) -> None:
+        """Forget what was begun."""
+        await self._ranks.call(TrainerRank.drop_save)
+
+
 class TrainerProxy:
     """A TrainerHandle on the actors of all trainer ranks."""
 
     def __init__(self, ranks: ActorGroup[TrainerRank]) -> None:
         self._ranks = ranks
         self.broadcast = BroadcastProxy(ranks.actors[0])
+        self.saves = SavesProxy(ranks)
 
     async def versions(self) -> set[int | None]:
         """Weight versions that the ranks hold; {None} if a rank is gone."""
@@ -144,6 +172,12 @@ class TrainerProxy:
             FAILED_ALONE_S, TrainerRank.train, version, batch_url, max_logprob_gap, recorded, batch_sha256
         )
         return cast(StepMetrics, figures[0])
+
+    async def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
+        """Loss of each sample under the weight version that the ranks hold."""
+        return (await self._ranks.call_together(FAILED_ALONE_S, TrainerRank.losses, version, list(samples)))[
+            0
+        ]
 
     async def save(self, url: str) -> None:
         """Save a checkpoint under a URL."""

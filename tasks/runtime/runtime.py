@@ -7,11 +7,13 @@ of flows.
 from __future__ import annotations
 
 from millrace.connectors.prefect.record_storage import RecordStorage, save_record_storage
+from millrace.connectors.rewards.served_teacher import ServedTeacher
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.gpu_memory import GpuMemory
+from millrace.tasks.runtime.hints import Hints
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.scoring import Scoring
@@ -29,6 +31,9 @@ class Runtime:
         self.recovery = Recovery()
         self.prompts = Prompts(config, self.run_folder)
         self.scoring = Scoring(config)
+        server = config.algorithm.teacher_server
+        self.teacher = ServedTeacher(server) if server else None
+        self.hints = Hints(config, self.scoring, self.prompts) if server else None
         self.sessions = Sessions(config, self.prompts)
         self.tracking = Tracking(config)
         self.memory = memory(config, cluster := Cluster(config), self.run_folder, self.recovery)

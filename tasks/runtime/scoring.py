@@ -10,11 +10,12 @@ from typing import Any
 
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.connectors.workers.process import Limits
-from millrace.core.config import RunConfig
+from millrace.core.config import RunConfig, UserFunction
+from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.progress import starting
 from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
-from millrace.core.rewards.scoring import score_group, score_sample
+from millrace.core.rewards.scoring import hint_of, score_group, score_sample
 from millrace.core.rewards.selection import Selected, own_rewards, select
 from millrace.tasks.samples.scoring_batches import ScoringBatches
 
@@ -73,6 +74,10 @@ class Scoring:
             with starting(log, f"scoring workers ({self._reward.workers})"):
                 await self._pool.warm()
         return self._pool
+
+    async def hint(self, function: UserFunction, field: str, sample: Scorable) -> Outcome:
+        """What the function tells a teacher of a sample, in a worker process under the limits of rewards."""
+        return await self._call(hint_of, Selected(field, RewardFunction(**function.model_dump())), sample)
 
     async def _called(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
         pool, function, timeout_s = await self._started(), selected.function, self._reward.timeout_s

@@ -21,7 +21,7 @@ from millrace.connectors.storage.checkpoint_files import check_marker, set_check
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.handles import BackgroundSaves, SaveState, TrainerHandle
 from millrace.core.contracts.progress import starting
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
@@ -76,6 +76,24 @@ class Trainer:
             await self._before_build()
             self._built = await self._build(version)
             return self._built
+
+    async def saving(self) -> SaveState | None:
+        """The checkpoint that is written while training goes on; None without one, and where ranks are lost with it."""
+        async with self._lock:
+            await self._cluster.join()
+            ranks = self._built or (None if self._prepared else self._existing())
+            try:
+                return await ranks.saves.state() if ranks else None
+            except ActorLostError as error:
+                log.warning("%s", error)
+                return None
+
+    def saves(self) -> BackgroundSaves:
+        """What commits or drops the checkpoint that `saving` has found. Raises ActorLostError if its ranks are gone."""
+        ranks = self._built or self._existing()
+        if ranks is None:
+            raise ActorLostError("the ranks are gone that were writing a checkpoint")
+        return ranks.saves
 
     async def prepare(self) -> None:
         """Unless ranks exist, make new ones and have them do the part of their start that takes no GPU memory."""

@@ -10,29 +10,39 @@ from millrace.core.errors import BudgetError
 
 
 class FailureBudget:
-    """Counts failed samples. More than a share of all samples are too many, and end the task."""
+    """Counts failed samples, or groups. More than a share of all of them are too many, and end the task."""
 
-    def __init__(self, field: str, share: float, samples: int, *, what: str, where: str, remedy: str) -> None:
-        """field: of the configuration, which sets the share. what: follows the number of failed samples in the error."""
-        self.allowed = share * samples
+    def __init__(
+        self,
+        field: str,
+        share: float,
+        of: int,
+        *,
+        what: str,
+        where: str,
+        remedy: str,
+        unit: str = "sample",
+    ) -> None:
+        """field: of the configuration, which sets the share of `of` units. what: follows their number in the error."""
+        self.allowed = share * of
         self.failures = Failures()
-        self._limit = f"{field} = {share:g} allows ({self.allowed:.0f} of {samples})"
-        self._what, self._where, self._remedy = what, where, remedy
+        self._limit = f"{field} = {share:g} allows ({self.allowed:.0f} of {of})"
+        self._what, self._where, self._remedy, self._unit = what, where, remedy, unit
 
     @property
     def spent(self) -> bool:
         """Whether more failed than are allowed."""
         return self.failures.total > self.allowed
 
-    def add(self, reason: str, sample: str) -> None:
-        """Count a failure. sample: its id."""
-        self.failures.add(reason, f"sample {sample}")
+    def add(self, reason: str, failed: str) -> None:
+        """Count a failure. failed: the id of the sample or group."""
+        self.failures.add(reason, f"{self._unit} {failed}")
 
     def check(self) -> None:
         """Raise BudgetError if too many failed."""
         if self.spent:
             raise BudgetError(
-                f"{self.failures.total} samples {self._what}, more than {self._limit}; most often: "
+                f"{self.failures.total} {self._unit}s {self._what}, more than {self._limit}; most often: "
                 f"{self.failures.most_frequent()}",
                 where=self._where,
                 remedy=self._remedy,

@@ -78,11 +78,11 @@ class SampleGenerator:
         seed: int,
         rid: str,
         session: str | None,
-        limits: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
-        `session` keeps the samples of a group together. limits: max_new_tokens and stop of this answer alone. One that no
+        `session` keeps the samples of a group together. own: sampling parameters of this answer alone. One that no
         engine can generate has an answer that says why. Raises BudgetError if too many of them failed.
         """
         self.outstanding += 1
@@ -90,7 +90,7 @@ class SampleGenerator:
             started, generation, reason = time.time(), None, None
             try:
                 engines = await self._dispatcher()
-                params = {**self._params, **(limits or {}), "sampling_seed": seed}
+                params = {**self._params, **(own or {}), "sampling_seed": seed}
                 generation = await engines.generate(prompt_tokens, params, rid=rid, session=session)
             except EngineError as error:
                 reason = str(error)

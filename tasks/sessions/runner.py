@@ -21,6 +21,7 @@ from millrace.core.contracts.ids import branch_id
 from millrace.core.contracts.sample import Status
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks import written_for_slime
+from millrace.core.sessions.selection import rollout_functions
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.record import RolloutRecord
@@ -87,8 +88,9 @@ class SessionRunner:
                 kept.append(row)
                 await write(row)
 
+            opening = opening.of_row(task["metadata"], self._sampling.max_new_tokens)
             rollout = SessionRollout(
-                opening.of_row(task["metadata"]),
+                opening,
                 self._settings,
                 self._sampling,
                 self._dialogues,
@@ -101,9 +103,9 @@ class SessionRunner:
                 "task": task,
                 "messages": list(opening.messages),
                 "seed": opening.seed,
-                "sampling": self._sampling.model_dump(mode="json"),
+                "sampling": {**self._sampling.model_dump(mode="json"), **opening.sampling},
             }
-            if self._settings.function and written_for_slime(self._settings.function.function):
+            if any(f and written_for_slime(f.function) for _, f in rollout_functions(self._settings)):
                 start["slime"] = {"model": self._model, "prompt_ids": list(opening.prompt_ids)}
             await rollout.open()
             suspected = False

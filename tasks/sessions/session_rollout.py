@@ -10,17 +10,25 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.core.config.rollout import Sampling, Session
-from millrace.core.contracts.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
 from millrace.core.contracts.ids import tokens_hash, turn_seed
+from millrace.core.contracts.rows.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
+from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.sessions.interface import Message, Turn
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
 from millrace.tasks.samples.generation import Answer, SampleGenerator
 from millrace.tasks.sessions.record import RolloutRecord, arguments_text
+
+
+class RowColumns(ChatColumns, Protocol):
+    """What a source says of its rows' templates and sampling."""
+
+    @property
+    def sampling_key(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,16 @@ class Opening:
     seed: int
     chat: bool
     longest: int  # tokens of the whole dialogue, prompt and all
-    columns: ChatColumns | None = None  # of the source
+    columns: RowColumns | None = None  # of the source
     options: ChatOptions = PLAIN
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the row's own parameters
 
-    def of_row(self, metadata: Mapping[str, Any] | None) -> Opening:
-        """The opening with the chat options of a row that has this metadata."""
-        return replace(self, options=chat_options(self.columns, metadata)) if self.columns else self
+    def of_row(self, metadata: Mapping[str, Any] | None, longest: int) -> Opening:
+        """The opening with what a row that has this metadata says of its template and its sampling. longest: tokens of a turn."""
+        if self.columns is None:
+            return self
+        own = own_sampling(metadata, self.columns.sampling_key, longest)
+        return replace(self, options=chat_options(self.columns, metadata), sampling=own)
 
 
 @dataclass
@@ -152,11 +164,8 @@ class SessionRollout:
         before = branch.ids
         self._observe(branch, new)
         ids = branch.ids
-        room = min(
-            self.opening.longest - len(ids),
-            self._sampling.max_new_tokens,
-            request["max_new_tokens"] or self._sampling.max_new_tokens,
-        )
+        longest = self.opening.sampling.get("max_new_tokens", self._sampling.max_new_tokens)
+        room = min(self.opening.longest - len(ids), longest, request["max_new_tokens"] or longest)
         if room < 1:
             branch.forget(len(before))
             return {"limit": f"rollout.session.max_tokens = {self._settings.max_tokens}"}
@@ -195,7 +204,7 @@ class SessionRollout:
             seed=turn_seed(opening.seed, branch.number, branch.turns),
             rid=f"{opening.rollout_id}.{branch.number:02d}.{branch.turns:04d}",
             session=opening.group_id,
-            limits={"max_new_tokens": room, **({"stop": list(stop)} if stop else {})},
+            own={**opening.sampling, "max_new_tokens": room, **({"stop": list(stop)} if stop else {})},
         )
         self.seconds += answer.seconds
         return answer

@@ -13,8 +13,11 @@ from millrace.core.config import UserFunction
 from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, TrainerError
 
 SIGNATURES = {
+    "rows": "(**options: Any) -> NumberedRows",
     "reward": "(sample: RewardInput, **options: Any) -> Score | Awaitable[Score]",
     "group_filter": "(samples: Sequence[GroupSample], **options: Any) -> str | None",
+    "buffer_filter": "(groups: Sequence[BufferedGroup], **options: Any) -> Sequence[BufferedGroup]",
+    "teacher_hint": "(sample: RewardInput, **options: Any) -> str | None",
     "reward_shaping": "(rewards: Tensor, response_lengths: Tensor, truncated: Tensor, **options: Any) -> Tensor",
     "advantage": "(rewards: Tensor, group_ids: Tensor, **options: Any) -> Tensor",
     "loss": "(batch: TokenBatch, **options: Any) -> tuple[Tensor, Mapping[str, tuple[Tensor, Tensor]]]",
@@ -22,7 +25,8 @@ SIGNATURES = {
 FIELDS = {
     hooks.RewardInput: "prompt response label metadata response_length status messages",
     hooks.RewardResult: "reward parts",
-    hooks.GroupSample: "sample_id reward scoring",
+    hooks.BufferedGroup: "iteration ordinal source age uses reward reward_std",
+    hooks.GroupSample: "sample_id reward scoring response_length truncated parts input",
 }
 
 

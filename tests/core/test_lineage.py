@@ -33,7 +33,13 @@ def tables() -> Tables:
         for sample in ("a-0", "b-0")
     ]
     judged = [
-        {"sample_id": f"{group}-0", "group_id": group, "verdict": verdict, "train_step": step}
+        {
+            "sample_id": f"{group}-0",
+            "group_id": group,
+            "verdict": verdict,
+            "train_step": step,
+            "reused_from": None,
+        }
         for group, verdict, step in (("a", "kept", 5), ("b", "kept", 6), ("c", "returned", None))
     ]
     spans = [{"first_token": 0, "version": 4}]
@@ -43,7 +49,7 @@ def tables() -> Tables:
         "rewards": [{"sample_id": row["sample_id"], "reward": 1.0} for row in generated],
         "verdicts": judged,
         "batch": [
-            {**row, "reward": 1.0, "train_step": step, "policy_versions": spans}
+            {**row, "reward": 1.0, "train_step": step, "policy_versions": spans, "reused_from": None}
             for row, step in zip(copy.deepcopy(generated), VERSIONS, strict=True)
         ],
         "steps": [{"version": version, "samples": 1} for version in VERSIONS],
@@ -78,6 +84,53 @@ def test_consistent_tables_have_no_problem() -> None:
 
 def test_a_supervised_iteration_has_neither_rollouts_nor_rewards() -> None:
     assert problems({**tables(), "rollouts": [], "rewards": []}) == []
+
+
+def reusing() -> Tables:
+    """The same, and a sample that iteration 1 generated."""
+    stored = tables()
+    origin = {
+        "sample_id": "x-0",
+        "tokens": [3, 4],
+        "loss_mask": [1],
+        "rollout_logprobs": [-0.7],
+        "reward": 0.5,
+    }
+    spans = [{"first_token": 0, "version": 0}]
+    stored["origins"] = [origin]
+    stored["batch"].append(
+        {**copy.deepcopy(origin), "train_step": 6, "policy_versions": spans, "reused_from": 0}
+    )
+    stored["verdicts"].append(
+        {"sample_id": "x-0", "group_id": "x", "verdict": "kept", "train_step": 6, "reused_from": 0}
+    )
+    stored["steps"][1]["samples"] = 2
+    return stored
+
+
+def test_a_reused_sample_needs_neither_a_draw_nor_a_rollout_nor_turns() -> None:
+    assert problems(reusing()) == []
+
+
+@pytest.mark.parametrize(
+    ("says", "change"),
+    [
+        ("is reused, and iteration 1 did not train it", lambda t: t["origins"].clear()),
+        ("is reused with other tokens, log-probabilities", lambda t: t["batch"][2].update(tokens=[3, 5])),
+        (
+            "is reused with other tokens, log-probabilities",
+            lambda t: t["batch"][2].update(rollout_logprobs=[0]),
+        ),
+        ("is reused with other tokens, log-probabilities", lambda t: t["batch"][2].update(reward=1.0)),
+        ("name different iterations that generated it", lambda t: t["verdicts"][3].update(reused_from=1)),
+        ("x-0 is in the batch but not kept", lambda t: t["verdicts"].pop()),
+        ("sample_id x-0 is 2 times in batch", lambda t: t["batch"].append(t["batch"][2])),
+    ],
+)
+def test_what_is_wrong_with_a_reused_sample(says: str, change: Callable[[Tables], Any]) -> None:
+    stored = reusing()
+    change(stored)
+    assert any(says in problem for problem in problems(stored)), problems(stored)
 
 
 CASES: list[tuple[str, Callable[[Tables], Any]]] = [

@@ -19,6 +19,8 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.hooks import load
 from millrace.core.rewards.scoring import score_sample
 from millrace.flows.preflight.check import check
+from millrace.flows.preflight.check import checked as checked_whole
+from millrace.flows.preflight.plan_seen import prompt
 from millrace.flows.tools.sql import answer
 from tests.support.doc_commands import blocks
 from tests.support.stored_run import write_run
@@ -61,6 +63,26 @@ def test_the_files_of_the_page_on_data_are_read_whole(project: Path) -> None:
     assert rows[0].metadata["data_source"] == "sums"
 
 
+def test_the_dialogue_of_the_page_on_supervised_training_is_trained_as_it_says(project: Path) -> None:
+    build_tiny_model(project / "tools", tools=True)
+    (row,) = blocks("sft", "json")
+    for name in ("dialogues", "held_out"):
+        (project / f"{name}.jsonl").write_text(row)
+    for name, text in zip(("sft", "dialogues"), blocks("sft", "yaml"), strict=False):
+        (project / f"{name}.yaml").write_text(text)
+    config = load_config(
+        str(project / "dialogues.yaml"), [f"model.path={project / 'tools'}", "data.max_prompt_tokens=1024"]
+    )
+    found = checked_whole(config)
+    assert found.problems == []
+    (shown,) = [text for name, text in prompt(found) if name == "a dialogue"]
+    assert shown.endswith(
+        "<user>What do pens cost?<assistant>⟦price(item=pens)<eos>⟧<tool>7<assistant>9<eos><user>Look again."
+        "<assistant>⟦7<eos>⟧"
+    )
+    assert "19 of them trained" in shown
+
+
 SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4="}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
 FORMATS: dict[str, tuple[Any, Any, set[str]]] = {  # prompt, label, and keys of the metadata
@@ -72,7 +94,7 @@ FORMATS: dict[str, tuple[Any, Any, set[str]]] = {  # prompt, label, and keys of 
     ),
     "math": ("What is 2+3?", "We add and get $\\boxed{5}$.", {"level", "type"}),
     "gpqa": ("Which is a noble gas?", "neon", {f"Incorrect Answer {number}" for number in (1, 2, 3)}),
-    "ifeval": ("Write a title of at most 9 words.", None, {"instruction_id_list", "kwargs"}),
+    "ifeval": ("Write a title of less than 10 words.", None, {"instruction_id_list", "kwargs"}),
     "sharegpt": (SAID, "7", set()),
     "openai": (
         [
@@ -155,7 +177,16 @@ def test_the_reward_of_the_page_is_found_beside_its_file_and_scores(
         assert (project / f"{name}.py").is_file()
 
 
-NEEDS_A_SERVER = ("millrace.connectors.rewards.http:http", "millrace.connectors.rewards.judge:judge")
+NEEDS_A_SERVER = (
+    "millrace.connectors.rewards.http:http",
+    "millrace.connectors.rewards.judge:judge",
+    "millrace.core.rewards.tournament.group_reward:tournament",
+)
+PROBLEM = {
+    "prompt": "Write add(a, b).",
+    "label": "",
+    "input_output": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"},
+}
 
 
 @pytest.mark.parametrize("number", range(1, len(blocks("rewards", "yaml"))))
@@ -168,6 +199,7 @@ def test_each_configuration_of_the_page_on_rewards_is_right(
     monkeypatch.syspath_prepend("")
     modules_of(project, "rewards")
     (project / "train.jsonl").write_text(blocks("data", "jsonl")[0])
+    (project / "problems.jsonl").write_text(json.dumps(PROBLEM) + "\n")
     whole, *fragments = blocks("rewards", "yaml")
     (project / "run.yaml").write_text(whole.partition("reward:")[0])
     (project / "more.yaml").write_text(f"base: run.yaml\n{fragments[number - 1]}")
@@ -180,6 +212,22 @@ def test_each_configuration_of_the_page_on_rewards_is_right(
         assert "cannot be reached" in problem.reason
     else:
         assert found == []
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_files_of_the_page_on_curricula_are_right(
+    project: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Its second configuration needs the package reasoning-gym; tests/connectors/environments has it."""
+    monkeypatch.syspath_prepend("")
+    (project / "growing.py").write_text(blocks("curriculum", "python")[0])
+    (project / "train.jsonl").write_text(blocks("data", "jsonl")[0])
+    (project / "run.yaml").write_text(blocks("data", "yaml")[0].partition("data:")[0])
+    (project / "more.yaml").write_text(f"base: run.yaml\n{blocks('curriculum', 'yaml')[number]}")
+    few = ["model.path=../model", "rollout.prompts=2", "rollout.samples_per_prompt=2"]
+    config = load_config(str(project / "more.yaml"), few)
+    assert check(config) == []
+    assert config.data.sources[0].rows is not None
 
 
 def test_the_page_on_rewards_lists_those_that_ship() -> None:

@@ -173,6 +173,17 @@ def test_checking_calls_nothing_of_the_users_but_the_reward_and_that_in_another_
     assert str(os.getpid()) not in pids
 
 
+def test_rows_without_labels_pass_where_a_rollouts_code_may_score_it(place: Path) -> None:
+    (place / "bare.jsonl").write_text('{"prompt": "1+2="}\n' * 4)
+    bare = ["data.sources.0.path=bare.jsonl", "evaluation.sets=[]"]
+    assert [problem.field for problem in check(load_config("run.yaml", bare))] == [
+        "data.sources.sums.label_key"
+    ]
+    (place / "scores_itself.py").write_text("async def play(session):\n    return 1.0\n")
+    session = "rollout.session={function: 'scores_itself:play', max_tokens: 64}"
+    assert check(load_config("run.yaml", [*bare, session])) == []
+
+
 def test_chat_messages_and_parquet_pass(place: Path) -> None:
     (place / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}\n')
     paths = ["data.sources.0.path=chat.jsonl", "evaluation.sets.held_out.path=train.parquet"]

@@ -114,6 +114,7 @@ def test_a_run_that_is_driven_is_left_alone(folder: RunFolder) -> None:
     discard(folder, 2)
 
 
+@pytest.mark.slow
 def test_a_tripped_guard_names_discard_and_after_it_the_run_goes_on(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ def evaluated(file: Path) -> list[dict[str, Any]]:
     return pq.read_table(file, columns=ROWS).to_pylist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_killed_goes_on_and_answers_nothing_again(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
@@ -56,7 +57,14 @@ def test_an_evaluation_that_was_killed_goes_on_and_answers_nothing_again(
     assert "no manifest names" not in verdict
 
 
-@pytest.mark.parametrize("done", [0, 2, 3], ids=["the model", "a checkpoint", "an export"])
+@pytest.mark.parametrize(
+    "done",
+    [
+        pytest.param(0, marks=pytest.mark.slow, id="the model"),
+        pytest.param(2, marks=pytest.mark.slow, id="a checkpoint"),
+        pytest.param(3, id="an export"),
+    ],
+)
 def test_a_stored_run_answers_as_it_did(workplace: Workplace, whole: Path, tmp_path: Path, done: int) -> None:
     root, before = str(whole.parent), sorted(path for path in whole.rglob("*") if path.is_file())
     said = workplace.call("eval", "a", "--root", root, "--at", str(done), "--out", str(tmp_path / "rows"))

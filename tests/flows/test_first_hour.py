@@ -153,7 +153,7 @@ def test_what_a_run_did_is_listed_asked_verified_and_replayed(reader: Reader) ->
 
 def test_supervised_training_and_rl_from_its_export(reader: Reader) -> None:
     reader.writes("sft", "yaml", "sft.yaml")
-    reader.writes("sft", "yaml", "rl.yaml", 1)
+    reader.writes("sft", "yaml", "rl.yaml", 2)
     sizes = (
         *SMALL,
         "data.max_prompt_tokens=64",

@@ -125,12 +125,14 @@ def test_check_finds_the_users_reward_and_names_it_if_it_is_missing(project: Pro
     assert "core.my_reward has no function grade" in " ".join(out.split())
 
 
+@pytest.mark.slow
 @BY_WHEEL
 def test_the_command_line_trains_with_the_users_functions(project: Project) -> None:
     assert "2 iterations complete, 2 of them now" in project.place.call("train", "run.yaml")
     assert_trained_by_them(project.place.folder / "runs" / "a", 2)
 
 
+@pytest.mark.slow
 @BY_WHEEL
 def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_path: Path) -> None:
     place = project.place

@@ -21,7 +21,13 @@ from tests.support.stored_run import MESSAGES, SYSTEM, write_run
 PAGE = (Path(__file__).parents[2] / "docs" / "sql.md").read_text(encoding="utf-8")
 RECIPES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
 LONG = "an answer of many words, " * 20
-COMMANDS = {"runs": [], "show": ["a"], "sql": ["a", "select * from evaluations"]}
+COMMANDS = {
+    "runs": ["runs"],
+    "show": ["show", "a"],
+    "ledger": ["ledger", "a"],
+    "ledger of an iteration": ["ledger", "a", "--at", "1"],
+    "sql": ["sql", "a", "select * from evaluations"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 def call(*arguments: str) -> str:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "40"})
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def rows(root: str, query: str) -> list[Any]:
@@ -43,9 +49,9 @@ def rows(root: str, query: str) -> list[Any]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_csv_and_a_pipe_hold_the_same_whole_values(root: str, command: str) -> None:
-    asked = [command, *COMMANDS[command], "--root", root]
+    asked = [*COMMANDS[command], "--root", root]
     whole = json.loads(call(*asked, "--json"))
-    objects = whole["rows"] if command == "show" else whole
+    objects = whole["rows"] if isinstance(whole, dict) else whole
     lines = list(csv.DictReader(io.StringIO(call(*asked, "--csv"))))
     assert [list(line) for line in lines] == [list(item) for item in objects]
     for line, item in zip(lines, objects, strict=True):

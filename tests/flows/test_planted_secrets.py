@@ -22,7 +22,10 @@ from tests.support.flow_runs import Workplace, make_workplace
 from tests.support.secret_places import PLACES, path
 
 FIELDS = sorted({path(place) for place, _ in PLACES if is_replaced(path(place))})
-KEY = "engines.key"
+KEY, TEACHER = KEYS = (
+    "engines.key",
+    "algorithm.teacher_server.key",
+)  # of servers; the others are of functions
 ELSEWHERE = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN")  # where libraries look for them
 FUNCTIONS = """
 import base64, hashlib
@@ -89,10 +92,10 @@ def name_of(field: str) -> str:
 
 SECRETS = (
     {  # of each field that of an environment variable and that of a block; unlike anything else, and odd letters
-        (kind, field): f"pl4nted/{kind}+{name_of(field)}&K9" + ("" if field == KEY else "'\u00e4")
+        (kind, field): f"pl4nted/{kind}+{name_of(field)}&K9" + ("" if field in KEYS else "'\u00e4")
         for field in FIELDS
         for kind in ("env", "block")
-        if field != KEY or kind == "block"
+        if field not in KEYS or kind == "block"
     }
     | {("env", name): f"pl4nted+elsewhere/{name}" for name in ELSEWHERE}
 )
@@ -102,9 +105,9 @@ def variable(field: str) -> str:
     return f"PLANTED_{name_of(field).replace('-', '_').upper()}"
 
 
-def configuration(values: dict[str, object], url: str) -> dict[str, object]:
+def configuration(values: dict[str, object], url: str, teacher: str) -> dict[str, object]:
     """A tiny run whose fields all refer to their secrets."""
-    functions = {field.removesuffix(".options") for field in FIELDS if field != KEY}
+    functions = {field.removesuffix(".options") for field in FIELDS if field not in KEYS}
     for field in functions:
         *above, last = field.split(".")
         section: dict[str, object] = values
@@ -119,6 +122,8 @@ def configuration(values: dict[str, object], url: str) -> dict[str, object]:
             made["kind"] = "function"
         section[last] = {**section.get(last, {}), **made}  # type: ignore[dict-item]
     values["engines"] = {"kind": "external", "addresses": [url], "key": f"${{prefect:{name_of(KEY)}}}"}
+    server = {"url": teacher, "key": f"${{prefect:{name_of(TEACHER)}}}"}
+    values["algorithm"] |= {"distillation_coef": 0.1, "teacher_server": server}  # type: ignore[operator]
     values["run"]["iterations"] = 1  # type: ignore[index]
     values["reward"]["max_failed_share"] = 0.9  # type: ignore[index]
     values["rollout"]["prompts"] = 4  # type: ignore[index]
@@ -207,11 +212,15 @@ def save_blocks(place: Workplace) -> str:
 
 @pytest.mark.slow
 def test_no_secret_of_a_run_stays_anywhere_or_is_said(place: Workplace) -> None:
-    assert {"reward.options", "run.prepare.options", "algorithm.loss.options", KEY} <= set(FIELDS)
+    assert {"reward.options", "run.prepare.options", "algorithm.loss.options", *KEYS} <= set(FIELDS)
     home, runs, ray = place.folder / "home", place.folder / "runs", Path(place.environment["RAY_TMPDIR"])
     key, log = SECRETS["block", KEY], place.folder / "engine.log"
-    with embedded_engine(place.folder / "model", log=log, key=key) as (url, _):
-        values = configuration(yaml.safe_load((place.folder / "run.yaml").read_text()), url)
+    model, teachers = place.folder / "model", SECRETS["block", TEACHER]
+    with (
+        embedded_engine(model, log=log, key=key) as (url, _),
+        embedded_engine(model, log=place.folder / "teacher.log", key=teachers) as (teacher, _),
+    ):
+        values = configuration(yaml.safe_load((place.folder / "run.yaml").read_text()), url, teacher)
         (place.folder / "run.yaml").write_text(yaml.safe_dump(values))
         said = [place.call("check", "run.yaml", expect=2)]
         block = name_of("reward.options")
@@ -225,7 +234,7 @@ def test_no_secret_of_a_run_stays_anywhere_or_is_said(place: Workplace) -> None:
             assert f"{which}.function = planted:{which}" in " ".join(said[-1].split())
         said.append(place.train(runs))
     assert not traces(place.folder, ray, said=said)
-    for field in set(FIELDS) - {KEY}:  # and each function had its own
+    for field in set(FIELDS) - set(KEYS):  # and each function had its own
         both = (SECRETS["env", field] + SECRETS["block", field]).encode()
         assert (place.folder / "seen" / f"{field}.{hashlib.sha256(both).hexdigest()}").exists(), field
     for place_of_it in (home / "prefect", home, runs):

@@ -89,7 +89,9 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [step for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]]
 
 
-@pytest.mark.parametrize("preset", ["ppo", "opd", pytest.param("dapo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "preset", ["ppo", *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("opd", "dapo"))]
+)
 def test_every_figure_of_a_run_is_finite(small: Callable[[str], Path], preset: str) -> None:
     found = steps(small(preset))
     assert len(found) == 4
@@ -99,7 +101,9 @@ def test_every_figure_of_a_run_is_finite(small: Callable[[str], Path], preset: s
         assert step["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("preset", ["ppo", "opd", pytest.param("dapo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "preset", ["ppo", *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("opd", "dapo"))]
+)
 def test_the_first_step_on_fresh_samples_has_a_ratio_of_exactly_one(
     small: Callable[[str], Path], preset: str
 ) -> None:
@@ -118,6 +122,7 @@ def test_ppo_trains_its_critic(small: Callable[[str], Path]) -> None:
     assert found[-1]["value_mean"] != 0.0
 
 
+@pytest.mark.slow
 def test_a_teacher_makes_the_advantages_of_opd(small: Callable[[str], Path]) -> None:
     assert unexplained(["train/teacher_kl"]) == []
     for step in steps(small("opd")):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from millrace.core.config import RunConfig
+from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.algorithm.correction import Correction
 from millrace.core.config.algorithm.presets import PRESETS
 from millrace.core.config.algorithm.section import Overlong
@@ -22,6 +22,10 @@ from millrace.flows.preflight.plan_table import plan_text
 from tests.flows.test_settings_table import ROWS, bases
 
 LEARNED_BY = ("algorithm.", "filter.", "trainer.schedule.", "trainer.optimizer.lr")
+ASKED_WITH = {  # how a served teacher is asked, which changes no number
+    f"algorithm.teacher_server.{name}"
+    for name in ("key", "concurrency", "timeout_s", "attempts", "same_tokenizer")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +52,13 @@ def all_on(config: RunConfig) -> RunConfig:
     a, trainer = config.algorithm, config.trainer
     on: dict[str, Any] = {"kl_coef": 0.1, "kl_target": 0.1, "aggregation": "constant", "constant_length": 7}
     on |= {"overlong": Overlong(), "correction": Correction(kind="truncate")}
+    own = config.filter.group_filter or UserFunction(function="my_filters:check")
+    filtering = {"drop_zero_variance": True, "reward_band": (0.1, 0.9), "group_filter": own}
     schedule = trainer.schedule.model_copy(update={"kind": "cosine", "decay_steps": 5})
     return config.model_copy(
         update={
             "algorithm": a.model_copy(update=on),
-            "filter": config.filter.model_copy(update={"drop_zero_variance": True}),
+            "filter": config.filter.model_copy(update=filtering),
             "trainer": trainer.model_copy(update={"schedule": schedule}),
         }
     )
@@ -66,11 +72,13 @@ def another(section: Any, path: list[str]) -> Any:
         return not section
     if isinstance(section, int | float):
         return 2 * section + 1
-    others = {"grpo": "dapo", None: 3, (1.0, 1.05): (2.0, 3.0)}
+    others = {"grpo": "dapo", None: 3, (1.0, 1.05): (2.0, 3.0), (0.1, 0.9): (0.2, 0.8)}
     return {"scale": 2} if isinstance(section, dict) else others.get(section, "another")
 
 
-@pytest.mark.parametrize("path", [path for path in ROWS if path.startswith(LEARNED_BY)])
+@pytest.mark.parametrize(
+    "path", [path for path in ROWS if path.startswith(LEARNED_BY) and path not in ASKED_WITH]
+)
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_every_field_of_what_is_learned_by_is_shown(path: str) -> None:
     before = all_on(bases()[path])
@@ -106,6 +114,18 @@ def test_clip_range_kl_and_dynamic_sampling_are_shown_with_their_numbers() -> No
         in lines["dynamic sampling"]
     )
     assert lines["learning rate"] == "1e-06, then constant to the end (step 8)"
+
+
+def test_dynamic_sampling_names_the_groups_that_are_dropped() -> None:
+    lines = plan(
+        "filter.reward_band=[0.1, 0.9]",
+        "filter.max_truncated_share=0.5",
+        "filter.max_mean_response_tokens=12",
+    )
+    assert lines["dynamic sampling"].startswith(
+        "on: groups whose mean reward is outside 0.1 to 0.9 or with more than 0.5 of the responses truncated or of more than "
+        "12 tokens a response are dropped"
+    )
 
 
 def test_the_learning_rate_has_its_peak_warm_up_and_end() -> None:

@@ -44,12 +44,17 @@ def test_verify_names_the_file_with_a_flipped_bit(
     assert str(victim) in out
 
 
-def test_a_replay_makes_the_stored_steps_and_weights_again(workplace: Workplace, whole: Path) -> None:
+@pytest.mark.slow
+def test_a_replay_may_begin_at_the_model(workplace: Workplace, whole: Path) -> None:
     out = workplace.call("replay", "a", "--from", "1", "--to", "3", "--root", str(whole.parent))
     assert "from the model as it was before the first step" in out
     assert "every weight equals the export after iteration 3, bit for bit" in out
+
+
+def test_a_replay_makes_the_stored_steps_and_weights_again(workplace: Workplace, whole: Path) -> None:
     out = workplace.call("replay", "a", "--from", "2", "--to", "3", "--root", str(whole.parent))
     assert "from checkpoint 2" in out
+    assert "every weight equals the export after iteration 3, bit for bit" in out
     refused = workplace.call("replay", "a", "--from", "2", "--to", "9", "--root", str(whole.parent), expect=2)
     assert "3 committed iterations" in refused
 
@@ -64,6 +69,7 @@ def test_sql_answers_over_the_committed_tables(workplace: Workplace, whole: Path
     assert "Views: " in workplace.call("sql", "a", "select * from nothing", "--root", root, expect=2)
 
 
+@pytest.mark.slow
 def test_a_branch_goes_on_from_a_checkpoint_under_its_own_name(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

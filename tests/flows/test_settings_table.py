@@ -34,9 +34,15 @@ def configuration(**changes: Any) -> RunConfig:
         {
             "run": {"name": "a", "prepare": FUNCTION},
             "model": {"path": "model"},
-            "data": {"sources": [{"path": "train.jsonl", "reward": FUNCTION}]},
+            "data": {
+                "sources": [
+                    {"path": "train.jsonl", "reward": FUNCTION, "rows": FUNCTION, "levels": {}, "pools": {}}
+                ],
+                "stages": [{"weights": {"default": 1}}],
+            },
             "reward": {"named": {"code": FUNCTION}},
             "filter": {"group_filter": FUNCTION},
+            "rollout": {"buffer": {"buffer_filter": FUNCTION}},
             "evaluation": {"sets": [{"name": "held_out", "path": "held_out.jsonl", "reward": FUNCTION}]},
             **changes,
         }
@@ -53,7 +59,11 @@ def kinds(name: str, model: type[BaseModel]) -> Iterator[dict[str, Any]]:
 def bases() -> dict[str, RunConfig]:
     """By field, a configuration that has it: each kind of every choice occurs in one."""
     found: dict[str, RunConfig] = {}
-    algorithm = {"overlong": {}, "shaping": FUNCTION}
+    algorithm = {
+        "overlong": {},
+        "shaping": FUNCTION,
+        "teacher_server": {"url": "http://host", "hint": FUNCTION},
+    }
     made = [configuration(engines=engines) for engines in kinds("engines", RunConfig)]
     made += [configuration(sync=sync) for sync in kinds("sync", RunConfig)]
     for choice in ("loss", "advantage"):
@@ -61,7 +71,12 @@ def bases() -> dict[str, RunConfig]:
             configuration(algorithm={**algorithm, choice: section}) for section in kinds(choice, Algorithm)
         ]
     for tool in (FUNCTION, {"mcp": {"command": ["serve"]}}):
-        session = {"function": FUNCTION, "environment": FUNCTION, "tools": [tool]}
+        session = {
+            "function": FUNCTION,
+            "named": {"solo": FUNCTION},
+            "environment": FUNCTION,
+            "tools": [tool],
+        }
         made.append(configuration(rollout={"session": session}))
     for config in made:
         for path, _, _ in decided(config):
@@ -187,8 +202,11 @@ def test_a_branch_cannot_add_a_model_that_the_checkpoint_lacks() -> None:
 
 
 def test_data_that_only_moved_is_the_same_configuration() -> None:
-    moved = {"sources": [{"path": "elsewhere.jsonl", "reward": FUNCTION}]}
-    check_resume(configuration(), configuration(data=moved))
+    before, moved = (
+        configuration(data={"sources": [{"path": path, "reward": FUNCTION}]})
+        for path in ("train.jsonl", "elsewhere.jsonl")
+    )
+    check_resume(before, moved)
 
 
 @pytest.mark.parametrize("field", ["path", "tokenizer", "chat_template"])

@@ -69,7 +69,6 @@ KINDS = (
     "lease/000001.json",
 )
 UNREAD = ("lease/000001.json",)  # whose own test is tests/connectors/storage/test_lease.py
-ON_S3 = (f"{COMMITTED}/manifest.json",)
 ANOTHER = "0" * 32  # id of another run
 Readers = dict[str, Callable[[str], Numbers]]
 
@@ -314,14 +313,8 @@ def test_a_file_of_another_run_of_the_same_name_is_named(
     check(str(tmp_path), path, "of another run", readers, expected)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ON_S3 else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-        if not kind.startswith("exports/")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("exports/")])
 def test_a_changed_object_gives_the_same_numbers_or_is_named(
     stored: Path, readers: Readers, expected: dict[str, Numbers], s3_bucket: str, kind: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from millrace.core.contracts.ids import derived_seed
 from tests.soak.points import TASKS
@@ -180,6 +181,7 @@ def test_data_that_changed_under_the_run_is_refused_and_leaves_nothing(
     assert files(whole) == before
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_when_that_is_allowed(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_
     assert all(row["seed"] == derived_seed(0, "sample", row["sample_id"]) % 2**31 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_refused_step_names_its_limit_and_with_another_limit_the_run_resumes_from_what_was_generated(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def test_the_fused_head_is_that_of_a_plain_model_in_bfloat16(vocab: int, tied: b
         vocab=vocab, group=Alone(), temperature=TEMPERATURE, chunk=16, entropy=True,
     )  # fmt: skip
     assert found[1] is not None
-    for ours, plain in zip(found, expected, strict=True):
+    for ours, plain in zip(found[:2], expected, strict=True):
         assert (ours - plain).abs().mean() < TOLERANCE
     got = _gradients(model, (found[0], found[1]), g, h)
     assert {name for name in wanted if distance(got[name], wanted[name]) > GRADIENTS} == set()

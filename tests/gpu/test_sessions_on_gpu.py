@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.soak.rollouts import FORMS, MODULE, NOTES, made_again, noted, recorded_calls
+from tests.soak.rollouts import MODULE, NOTES, SESSIONS, made_again, noted, recorded_calls
 from tests.support.flow_runs import Workplace, wait_until
 from tests.support.gpu_workplace import GROUP, PROMPTS, furnish, steps_of
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     folder = tmp_path_factory.mktemp("sessions")
     (folder / "soak_rollouts.py").write_text(MODULE)
-    session = {**FORMS["tool"], "max_tokens": 512, "max_turns": 4}
+    session = {**SESSIONS["tool"], "max_tokens": 512, "max_turns": 4}
     furnish(
         folder,
         run={"name": "a", "iterations": ITERATIONS},

@@ -103,7 +103,7 @@ def test_fused_log_probabilities_and_gradients_are_those_of_a_softmax(entropy: b
     targets = torch.randint(vocab, (count,), device="cuda")
     if main_grad:
         weight.main_grad = torch.ones(weight.shape, device="cuda")  # type: ignore[attr-defined]
-    found, entropies = logprobs.token_logprobs(
+    found, entropies, _ = logprobs.token_logprobs(
         hidden,
         weight,
         targets,

@@ -11,13 +11,15 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.soak import neighbours, promises, rollouts, victims
+from tests.soak import forms, neighbours, promises, rollouts, victims
 from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, Point
 from tests.soak.starts import Started, Starts, overrides
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
+from tests.support.reward_server import serve_rewards
 
 # the victim "scorer" is at work for some time: the same reward, slowly
 SLOW_REWARD = """
@@ -61,10 +63,12 @@ class Site:
         self.finished_log = folder / "finished.log"
         self.finished_log.touch()
         (folder / "slow_reward.py").write_text(SLOW_REWARD)
-        (folder / "soak_rollouts.py").write_text(rollouts.MODULE)
+        for name, text in forms.MODULES.items():
+            (folder / name).write_text(text)
         self.place.environment[rollouts.NOTES] = str(folder / "notes.txt")
         self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
-        # by whether sampling is dynamic, and the form of rollouts
+        self._servers = ExitStack()
+        # by whether sampling is dynamic, and the form of the run
         self._references = {(False, ""): whole} if whole else {}
 
     def reference(self, point: Point) -> Path:
@@ -72,12 +76,18 @@ class Site:
         kind = (point.dynamic, point.form)
         if kind not in self._references:
             root = self.folder / f"whole-{'dynamic' if point.dynamic else 'sync'}-{point.form}"
+            form = forms.FORMS.get(point.form)
+            if form and form.asks_server and forms.REWARD_SERVER not in self.place.environment:
+                server = self._servers.enter_context(serve_rewards())
+                self.place.environment[forms.REWARD_SERVER] = server.url
             self.place.train(root, *overrides(point))
+            assert not form or form.at_work(root / "a"), f"a kill of the form {point.form} would try nothing"
             self._references[kind] = root / "a"
         return self._references[kind]
 
     def close(self) -> None:
         """End the servers."""
+        self._servers.close()
         self.place.call("server", "stop")
 
     def kill(self, point: Point) -> Outcome:
@@ -109,7 +119,7 @@ class Site:
         for run, state, starts in scene.ended:
             outcome.starts = max(outcome.starts, starts)
             outcome.regenerated += state.regenerated
-            outcome.problems += [f"{run}: {text}" for text in promises.broken(reference, run, state, starts)]
+            outcome.problems += [f"{run}: {text}" for text in self._broken(reference, run, state, starts)]
 
     def _kill(self, starts: Starts, outcome: Outcome, reference: Path) -> None:
         """Kill, go on until the run is complete, and check every promise."""
@@ -119,7 +129,11 @@ class Site:
         self._complete(starts, first, outcome)
         state.finished_after = promises.finished(self.finished_log, seen)[len(state.finished_before) :]
         outcome.regenerated = state.regenerated
-        outcome.problems += promises.broken(reference, starts.run, state, outcome.starts)
+        outcome.problems += self._broken(reference, starts.run, state, outcome.starts)
+
+    def _broken(self, reference: Path, run: Path, state: promises.Killed, starts: int) -> list[str]:
+        found = promises.broken(reference, run, state, starts)
+        return found + promises.faulted_by_commands(self.place, run)
 
     def _kill_at(self, first: Started, run: Path, outcome: Outcome, seen: int) -> promises.Killed:
         first.reach()

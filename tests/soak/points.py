@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from tests.soak.rollouts import FORMS
+from tests.soak.forms import FORMS
 
 TASKS = (
     "sample_prompts",
@@ -22,6 +22,7 @@ TASKS = (
     "checkpoint",
     "publish",
 )
+EVALUATE = "evaluate"  # a task of some iterations alone
 WHENS = ("before", "in", "after")
 VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
 # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
@@ -47,9 +48,7 @@ BESIDE = (  # the neighbours of the matrix, with the task at which the first dri
     ("clock-successor-ahead", "sync_weights"),
     ("clock-successor-behind", "rollout"),
 )
-TURNS = "turns"  # a place within the task rollout, of rollouts of several turns: their first part is written
-ROLLOUTS = tuple(FORMS)
-CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint: every point exists in it
+CHECKPOINTED = 1  # index of the iteration of the test run that saves a checkpoint and evaluates: every point exists in it
 
 
 @dataclass(frozen=True)
@@ -67,40 +66,42 @@ class Point:
     dynamic: bool = False
     iteration: int = CHECKPOINTED
     share: float = 0.3
-    form: str = ""  # of rollouts of several turns; empty: one answer each
+    form: str = ""  # of the run, as forms.py names it; empty: that of run.yaml
 
     def __str__(self) -> str:
         sampling = "dynamic" if self.dynamic else "sync"
-        rollouts = f"-{self.form}" if self.form else ""
-        return f"{self.victim}-{self.when}-{self.task}-{self.iteration}-{sampling}{rollouts}"
+        form = f"-{self.form}" if self.form else ""
+        return f"{self.victim}-{self.when}-{self.task}-{self.iteration}-{sampling}{form}"
 
 
 def matrix(every: bool = False) -> list[Point]:
     """The driver at all 24 points and every other victim in each task, alternating between the kinds of sampling; neighbours.
 
     With `every`: every victim at every point, and every neighbour in every task, with either kind of sampling.
+    In both: the points of each form of the run.
     """
     if every:
         combined = [
-            *product(VICTIMS, TASKS, WHENS, (False, True)),
-            *product(NEIGHBOURS, TASKS, ("in",), (False, True)),
+            *product(VICTIMS, (*TASKS, EVALUATE), WHENS, (False, True)),
+            *product(NEIGHBOURS, (*TASKS, EVALUATE), ("in",), (False, True)),
         ]
         points = [Point(victim, task, when, dynamic) for victim, task, when, dynamic in combined]
-        return points + list(of_rollouts())
+        return points + list(of_forms())
     points = [Point("driver", task, when, False) for task, when in product(TASKS, WHENS)]
     points += [Point("driver", task, "in", True) for task in TASKS]
     for number, victim in enumerate(VICTIMS[1:]):
         points += [Point(victim, task, "in", bool((at + number) % 2)) for at, task in enumerate(TASKS)]
     points += [Point(victim, task, "in") for victim, task in BESIDE]
-    return points + list(of_rollouts())
+    return points + list(of_forms())
 
 
-def of_rollouts() -> Iterator[Point]:
-    """Of each form of rollouts of several turns: the driver between two of their turns, every other victim among them."""
-    for form in ROLLOUTS:
-        yield Point("driver", TURNS, "in", form=form)
+def of_forms() -> Iterator[Point]:
+    """Of each form of the run: the driver at its own places, and every victim in one task."""
+    for name, form in FORMS.items():
+        for task, when in form.driver_dies:
+            yield Point("driver", task, when, form=name)
         for victim in VICTIMS:
-            yield Point(victim, "rollout", "in", form=form)
+            yield Point(victim, form.all_die_in, "in", form=name)
 
 
 REDUCED = (
@@ -120,10 +121,10 @@ def at_random(seed: int, iterations: int) -> Iterator[Point]:
     numbers = random.Random(seed)
     while True:
         victim = numbers.choice((*VICTIMS[1:], *["driver"] * (len(VICTIMS) - 1)))
-        task, when = numbers.choice(TASKS), numbers.choice(WHENS)
+        task, when = numbers.choice((*TASKS, EVALUATE)), numbers.choice(WHENS)
         dynamic, share = numbers.random() < 0.5, numbers.uniform(0.05, 0.9)
         # worker processes start in the first iteration
-        settled = task == "checkpoint" or victim == "scorer"
+        settled = task in ("checkpoint", EVALUATE) or victim == "scorer"
         iteration = CHECKPOINTED if settled else numbers.randrange(iterations)
-        form = numbers.choice(ROLLOUTS) if numbers.random() < 0.3 else ""
+        form = numbers.choice(tuple(FORMS)) if numbers.random() < 0.5 else ""
         yield Point(victim, task, when, dynamic, iteration, share, form)

@@ -11,9 +11,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from millrace.connectors.storage.run_folder import RunFolder
 from tests.soak.rollouts import made_again, noted, recorded_calls, recorded_turns
-from tests.support.flow_runs import final_weights
+from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights
 
 # columns of batch.parquet that tell a sample's name, place and time; all others are numbers of the run
 NAMES = {"sample_id", "group_id", "engine_id", "timings"}
@@ -21,6 +20,7 @@ RED = (" | ERROR ", " | CRITICAL", "Traceback")  # of a logger or of Python
 FIGURES = ("loss", "grad_norm", "lr", "tokens", "samples")
 # what a processor rounds by what else was in the batch; tokens and weights may not follow from that
 ROUNDED = {"rollout_logprobs": 1e-5}
+EVALUATED = "eval-"  # how requests for samples of held-out sets begin
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Killed:
 
     @property
     def regenerated(self) -> int:
-        """Samples that an engine finished more than once: the process that was to store them died first."""
-        counts = Counter(_sample(rid) for rid in (*self.finished_before, *self.finished_after))
+        """Answers that an engine finished more than once: the process that was to store them died first."""
+        counts = Counter(_request(rid) for rid in (*self.finished_before, *self.finished_after))
         return sum(count - 1 for count in counts.values())
 
 
@@ -44,11 +44,20 @@ def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]
     problems = different_numbers(reference, run)
     if final_weights(run) != final_weights(reference):
         problems.append("the final weights differ")
+    problems += _different_evaluations(reference, run)
     problems += _generated_twice(run, killed)
     problems += _attempts(run, starts)
-    folder = RunFolder(str(run.parent), run.name)
-    for index in range(folder.first_open_iteration()):
-        problems += folder.verify(index)
+    return problems
+
+
+def faulted_by_commands(place: Workplace, run: Path) -> list[str]:
+    """What `millrace verify` finds in the run, and `millrace ledger` where the account of its tokens does not close."""
+    problems = []
+    for command in ("verify", "ledger"):
+        process = place.start(command, run.name, "--root", str(run.parent))
+        said, _ = process.communicate(timeout=PATIENCE_S)
+        if process.returncode:
+            problems.append(f"millrace {command} ended with {process.returncode} and says: {said}")
     return problems
 
 
@@ -92,8 +101,8 @@ def broken_by_ctrl_c(code: int, said: str, seconds: float, limit: float) -> list
 
 
 def parts(run: Path) -> dict[Path, bytes]:
-    """The parts of rollouts and their turns in storage, with their bytes."""
-    kinds = ("rollouts", "turns")
+    """The parts of rollouts, their turns and evaluations in storage, with their bytes."""
+    kinds = ("rollouts", "turns", "evaluations")
     return {
         path: path.read_bytes() for kind in kinds for path in run.glob(f"iterations/*/{kind}/part-*.parquet")
     }
@@ -106,7 +115,7 @@ def finished(log: Path, seen: int = 0) -> list[str]:
     with log.open() as file:
         file.seek(seen)
         rids = file.read().split()
-    return [rid for rid in rids if not rid.startswith(("eval-", "health-"))]
+    return [rid for rid in rids if not rid.startswith("health-")]
 
 
 def _generated_twice(run: Path, killed: Killed) -> list[str]:
@@ -115,13 +124,13 @@ def _generated_twice(run: Path, killed: Killed) -> list[str]:
     ]
     turns = [path for path in killed.parts if path.parent.name == "turns"]
     stored = {sample for path in killed.parts if path not in turns for sample in _samples(path)}
-    again = (stored | recorded_turns(turns)) & {_sample(rid) for rid in killed.finished_after}
+    again = (stored | recorded_turns(turns)) & {_stored_as(rid) for rid in killed.finished_after}
     if again:
         problems.append(f"{len(again)} finished samples or turns were generated again, such as {min(again)}")
     calls = made_again(recorded_calls(turns), killed.noted, noted(run.parent / "notes.txt"))
     if calls:
         problems.append(f"{len(calls)} recorded calls were made again, such as {calls[0]}")
-    samples = Counter(s for p in parts(run) if p.parent.name == "rollouts" for s in _samples(p))
+    samples = Counter(s for p in parts(run) if p.parent.name != "turns" for s in _samples(p))
     twice = [sample for sample, count in samples.items() if count > 1]
     if twice:
         problems.append(f"{len(twice)} samples are stored twice, such as {twice[0]}")
@@ -137,11 +146,34 @@ def _attempts(run: Path, starts: int) -> list[str]:
     return problems
 
 
+def _different_evaluations(reference: Path, run: Path) -> list[str]:
+    one, other = _evaluations(reference), _evaluations(run)
+    if one.keys() != other.keys():
+        return [f"the evaluations are {sorted(other)}, not {sorted(one)}"]
+    return [f"the evaluation {file} differs between the runs" for file in one if one[file] != other[file]]
+
+
+def _evaluations(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """The samples of each evaluation, by its file."""
+    paths = sorted((run / "eval").rglob("*.parquet"))
+    return {str(path.relative_to(run)): pq.read_table(path).to_pylist() for path in paths}
+
+
 def _samples(path: Path) -> list[str]:
-    ids: list[str] = pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
-    return ids
+    """The samples of a part; those of an evaluation by the names that their requests have."""
+    if path.parent.name != "evaluations":
+        ids: list[str] = pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()
+        return ids
+    rows = pq.read_table(path, columns=["version", "prompt_id", "index"]).to_pylist()
+    return [f"{EVALUATED}{row['version']}-{row['prompt_id']}-{row['index']}" for row in rows]
 
 
-def _sample(rid: str) -> str:
-    """The sample of a request, whose id is the sample's with ~ and the number of the attempt after it."""
+def _request(rid: str) -> str:
+    """What was asked for: a sample or a turn, whose id has ~ and the number of the attempt after it."""
     return rid.split("~")[0]
+
+
+def _stored_as(rid: str) -> str:
+    """What stores the answer to a request: its sample or turn; in an evaluation, which stores rollouts whole, its rollout."""
+    request = _request(rid)
+    return request.partition(".")[0] if request.startswith(EVALUATED) else request

@@ -1,6 +1,6 @@
 """Rollouts of several turns for the soak: a tool whose calls leave a line each, and an environment of each recovery class.
 
-Owns the user's module, its configuration by form, and what a killed run must not do twice.
+Owns the user's module, the sessions that use it, and what a killed run must not do twice.
 """
 
 from __future__ import annotations
@@ -90,18 +90,12 @@ class Snapshot(Restart):
     def restore(self, state: str) -> None:
         self.left, self.wanted = map(int, state.split())
 '''
-FORMS: dict[str, Mapping[str, Any]] = {
+SESSIONS: dict[str, Mapping[str, Any]] = {
     "tool": {"function": "soak_rollouts:tool", "tools": ["soak_rollouts:note"]},
     "stateless": {"environment": "soak_rollouts:Stateless"},
     "snapshot": {"environment": "soak_rollouts:Snapshot"},
     "restart": {"environment": "soak_rollouts:Restart"},
 }
-
-
-def overrides(form: str) -> list[str]:
-    """What the command line adds to run.yaml."""
-    session = {**FORMS[form], "max_tokens": 64, "max_turns": 4}
-    return [f"rollout.session={json.dumps(session)}", "rollout.sampling.max_new_tokens=8"]
 
 
 def recorded_calls(parts: Iterable[Path]) -> list[str]:

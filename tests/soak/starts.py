@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tests.soak import rollouts
+from tests.soak import forms, rollouts
 from tests.soak.points import Point
 from tests.support.flow_runs import PATIENCE_S, Workplace, wait_until
 
@@ -83,7 +83,7 @@ class Starts:
             variables["MILLRACE_KILL_POINT_FILE"] = str(held)
         command = [*before, *self.place.command, "train", "run.yaml", f"storage.root={self.root}"]
         command += [f"run.name={KILLED}", *overrides(self.point)]
-        if self.point.victim == "scorer":
+        if self.point.victim == "scorer" and not any(text.startswith("reward.function=") for text in command):
             command += ["reward.function=slow_reward:contains_slowly"]
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -101,4 +101,4 @@ class Starts:
 
 def overrides(point: Point) -> list[str]:
     """What the command line adds to run.yaml."""
-    return [*(DYNAMIC if point.dynamic else ()), *(rollouts.overrides(point.form) if point.form else ())]
+    return [*(DYNAMIC if point.dynamic else ()), *(forms.overrides(point.form) if point.form else ())]

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.soak.__main__ import judge
+from tests.soak.forms import FORMS
 from tests.soak.harness import Outcome, Site
 from tests.soak.neighbours import CLOCK
-from tests.soak.points import CLOCKS, NEIGHBOURS, TASKS, VICTIMS, Point, at_random, matrix
-from tests.soak.rollouts import FORMS
+from tests.soak.points import CLOCKS, EVALUATE, NEIGHBOURS, TASKS, VICTIMS, Point, at_random, matrix
+from tests.soak.rollouts import SESSIONS
 from tests.support.flow_runs import Workplace
+from tests.support.reward_server import FAILING, fails
 
 
 def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None:
@@ -27,9 +29,30 @@ def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None
         assert max(Counter(map(str, points)).values()) == 1
     assert set(map(str, matrix())) <= set(map(str, matrix(every=True)))
     by_task = Counter((point.victim, point.task) for point in matrix(every=True) if not point.form)
-    assert len(by_task) == (len(VICTIMS) + len(NEIGHBOURS)) * len(TASKS)
-    assert {(point.form, point.victim) for point in matrix()} >= set(product(FORMS, VICTIMS))
-    assert {point.victim for point in islice(at_random(0, 3), 500)} == set(VICTIMS)
+    assert len(by_task) == (len(VICTIMS) + len(NEIGHBOURS)) * len((*TASKS, EVALUATE))
+    drawn = list(islice(at_random(0, 3), 500))
+    assert {point.victim for point in drawn} == set(VICTIMS)
+    assert {point.task for point in drawn} == {*TASKS, EVALUATE}
+
+
+def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
+    assert set(FORMS) == {*SESSIONS, "levels", "reuse", "remote_reward", "evaluation"}
+    for points in (matrix(), matrix(every=True)):
+        assert {(point.form, point.victim) for point in points if point.form} == set(product(FORMS, VICTIMS))
+        for name, form in FORMS.items():
+            places = {(p.task, p.when) for p in points if p.form == name and p.victim == "driver"}
+            assert len(places) >= (2 if name in SESSIONS else 3), f"{name} is hardly killed at all"
+            assert places == {*form.driver_dies, (form.all_die_in, "in")}
+    assert {point.form for point in islice(at_random(0, 3), 500)} == {"", *FORMS}
+    page = (Path(__file__).parents[2] / "docs" / "durability.md").read_text()
+    assert [name for name in FORMS if f"`{name}`" not in page] == []
+
+
+def test_a_remote_reward_fails_for_the_same_samples_however_often_it_is_asked() -> None:
+    samples = [{"prompt": f"{number}+1=", "response": str(number)} for number in range(4000)]
+    failing = [sample for sample in samples if fails(sample)]
+    assert failing == [sample for sample in samples if fails({**sample, "metadata": {"again": True}})]
+    assert len(failing) / len(samples) == pytest.approx(FAILING, abs=0.01)
 
 
 @pytest.mark.parametrize("off_s", sorted({off_s for off_s, _ in CLOCKS.values()}))

@@ -29,23 +29,26 @@ CHUNK = 1  # of tokens; the fused head takes four of them at once, so that TOKEN
 BOUNDS = {torch.float32: (1e-6, 5e-5), torch.bfloat16: (1e-3, 1e-2)}
 
 
-def definition(hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def definition(hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, ...]:
     """Log-probabilities of the targets and entropies, by log_softmax over the tokens that count."""
     logp = ((hidden @ weight[:vocab].t()) / TEMPERATURE).log_softmax(-1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, group: Any, form: str
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies by one form of the head. On a GPU it keeps logits for the backward pass."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, others: Tensor, vocab: int, group: Any, form: str
+) -> tuple[Tensor, ...]:
+    """Log-probabilities and entropies by one form of the head, of the plain one log-probabilities of other tokens, too.
+
+    On a GPU it keeps logits for the backward pass.
+    """
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
     settings = start, live, group, TEMPERATURE, CHUNK, True, True  # the entropy, and its gradient
     forms: Any = logprobs._TokenLogprobs, logprobs._FusedTokenLogprobs
-    found: tuple[Tensor, Tensor]
+    found: tuple[Tensor, ...]
     if form == "plain":
-        found = forms[0].apply(hidden, weight, targets, *settings)
+        found = forms[0].apply(hidden, weight, targets, others, *settings)
     else:
         found = forms[1].apply(hidden, weight, targets, *settings, form == "cuda")
     return found
@@ -60,10 +63,17 @@ def check(vocab: int, rows: int, form: str, dtype: torch.dtype, tied: bool) -> N
     given = torch.randn(TOKENS, WIDTH).to(dtype)
     targets = torch.randint(vocab, (TOKENS,))
     targets[0], targets[1], targets[2] = 0, vocab - 1, 4096  # both ends, and the first of the second block
-    g, h = torch.randn(TOKENS), torch.randn(TOKENS)
+    others = torch.stack([torch.randperm(vocab - 3)[:3] + 1 for _ in range(TOKENS)])
+    others[0, 0], others[1, 1] = targets[0], targets[1]  # a target may be among them
+    g, h, q = torch.randn(TOKENS), torch.randn(TOKENS), torch.randn(TOKENS, 3)
     slow_weight, slow_hidden = full.double().requires_grad_(), given.double().requires_grad_()
     expected = definition(slow_hidden, slow_weight, targets, vocab)
-    ((expected[0] * g.double()).sum() + (expected[1] * h.double()).sum()).backward()
+    wanted = (expected[0] * g.double()).sum() + (expected[1] * h.double()).sum()
+    if form == "plain":
+        logp = ((slow_hidden @ slow_weight[:vocab].t()) / TEMPERATURE).log_softmax(-1)
+        expected = *expected, logp.gather(1, others)
+        wanted = wanted + (expected[2] * q.double()).sum()
+    wanted.backward()
     assert slow_weight.grad is not None
     assert slow_hidden.grad is not None
 
@@ -73,8 +83,9 @@ def check(vocab: int, rows: int, form: str, dtype: torch.dtype, tied: bool) -> N
     before = torch.randn(weight.shape, device=device)
     if form != "plain":  # as megatron's DDP marks a weight; its gradient is added there in fp32
         weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = before.clone(), False, tied
-    found = head(hidden, weight, targets.to(device), vocab, group, form)
-    loss = (found[0] * g.to(device)).sum() + (found[1] * h.to(device)).sum()
+    found = head(hidden, weight, targets.to(device), others.to(device), vocab, group, form)
+    weighted = zip(found, (g, h, q), strict=False)
+    loss = torch.stack([(value * by.to(device)).sum() for value, by in weighted]).sum()
     embedded = torch.zeros_like(before)
     if tied:  # the embedding's part comes by autograd, and DDP adds it to the head's
         loss = loss + F.embedding(torch.arange(3, device=device), weight).sum()
@@ -89,9 +100,9 @@ def check(vocab: int, rows: int, form: str, dtype: torch.dtype, tied: bool) -> N
     assert hidden.grad is not None
     whole = hidden.grad.float().cpu()
     dist.all_reduce(whole, group=group)
+    names = ("log-probabilities", "entropies", "of other tokens")
     values = {
-        "log-probabilities": distance(found[0], expected[0]),
-        "entropies": distance(found[1], expected[1]),
+        name: distance(*pair) for name, pair in zip(names, zip(found, expected, strict=True), strict=False)
     }
     gradients = {
         "weight": distance(gradient, slow_weight.grad[mine]),

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import hashlib
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
+
+from tests.support.loopback import listening
+
+FAILING = 0.05  # share of the samples for which `now-and-then` fails
+WORK_S = 0.02  # that `now-and-then` takes
 
 
 class RewardServer:
@@ -21,11 +29,17 @@ class RewardServer:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """One question."""
-        self.asked.append(await request.json())
+        question = await request.json()
+        self.asked.append(question)
         self.headers.append(request.headers.get("Authorization"))
         kind = request.path.strip("/")
         if kind == "v1/chat/completions":
             return web.json_response({"choices": [{"message": {"role": "assistant", "content": self.said}}]})
+        if kind == "now-and-then":
+            await asyncio.sleep(WORK_S)
+            if fails(question):
+                return web.Response(status=503, text="never this one")
+            return web.json_response(float(str(question["label"]) in question["response"]))
         if kind == "busy" and len(self.asked) < 3:
             return web.Response(status=503, text="later")
         if kind == "hangs":
@@ -43,19 +57,34 @@ class RewardServer:
         return web.json_response(0.25)
 
 
+def fails(question: Mapping[str, Any]) -> bool:
+    """Whether `now-and-then` fails for a sample: this follows from its prompt and response, however often it is asked."""
+    content = json.dumps([question["prompt"], question["response"]])
+    return hashlib.sha256(content.encode()).digest()[0] < FAILING * 256
+
+
 @asynccontextmanager
 async def reward_server() -> AsyncIterator[RewardServer]:
     """It listens on the loopback meanwhile."""
     server = RewardServer()
-    application = web.Application()
-    application.router.add_post("/{path:.*}", server.answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    server.url = f"http://127.0.0.1:{port}"
-    try:
+    async with listening(server.answer) as server.url:
         yield server
+
+
+@contextmanager
+def serve_rewards() -> Iterator[RewardServer]:
+    """The same beside code that is not asynchronous, in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    serving = reward_server()
+    try:
+        server = asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result()
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result()
     finally:
-        await runner.cleanup()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -42,7 +42,7 @@ def _under(prefix: str, names: str) -> list[str]:
 
 SAMPLING = "temperature top_p top_k min_p max_new_tokens stop stop_token_ids"
 FUNCTION = "function options"
-CHAT = "tools_key chat_template_kwargs chat_template_kwargs_key label_from_prompt"
+CHAT = "tools_key chat_template_kwargs chat_template_kwargs_key sampling_key label_from_prompt loss_on"
 ROWS: dict[str, Row] = {
     **dict.fromkeys(
         (
@@ -50,7 +50,11 @@ ROWS: dict[str, Row] = {
             *_under("model", "path revision tokenizer chat_template dtype"),
             *_under("data.sources.0", "name weight prompt_key label_key metadata_key extra_keys chat system"),
             *_under("data.sources.0", CHAT),
-            *_under("data", "shuffle max_prompt_tokens"),
+            *_under("data.sources.0.rows", FUNCTION),
+            *_under("data.sources.0.levels", "first last window raise_from groups"),
+            *_under("data.sources.0.pools", "solved_from unsolved_to solved_share unsolved_share"),
+            *_under("data.stages.0", "weights iterations reward groups"),
+            *_under("data", "shuffle max_prompt_tokens stream_above_rows"),
             *_under("rollout", "prompts samples_per_prompt"),
             *_under("trainer", "global_batch optimizer.distributed megatron_optimizer"),
         ),
@@ -60,7 +64,7 @@ ROWS: dict[str, Row] = {
     **_branch("tasks/runtime/tracking.py", "run.experiment"),
     **_any_start(TRAINED_WITH, "run.iterations"),
     **_any_start("flows/driver/drive.py", "run.import_from", *_under("run.prepare", FUNCTION)),
-    **_any_start("tasks/runtime/prompt_dataset.py", "data.sources.0.path", "data.max_quarantined_share"),
+    **_any_start("tasks/data/prompt_dataset.py", "data.sources.0.path", "data.max_quarantined_share"),
     **_any_start("flows/driver/run_record.py", "data.allow_changes"),
     **_any_start("tasks/runtime/runtime.py", "storage.root"),
     **_branch("tasks/rollout.py", *_under("rollout.sampling", SAMPLING)),
@@ -69,6 +73,7 @@ ROWS: dict[str, Row] = {
         *_under("rollout.session.function", FUNCTION),
         *_under("rollout.session.environment", FUNCTION),
     ),
+    **_branch("core/sessions/selection.py", *_under("rollout.session.named.0", f"{FUNCTION} name")),
     **_branch("core/sessions/tools.py", *_under("rollout.session.tools.0", "function options name")),
     **_branch(
         "connectors/workers/mcp_server.py",
@@ -82,6 +87,9 @@ ROWS: dict[str, Row] = {
     ),
     **_any_start("connectors/workers/session_worker.py", "rollout.session.memory_mb"),
     **_any_start("tasks/sessions/runner.py", *_under("rollout.session", "max_rollouts max_calls")),
+    **_branch("core/buffer/choice.py", *_under("rollout.buffer", "choose strata")),
+    **_branch("core/buffer/choice.py", *_under("rollout.buffer.buffer_filter", FUNCTION)),
+    **_branch("tasks/sample_prompts.py", *_under("rollout.buffer", "share max_age max_uses")),
     **_any_start("tasks/samples/generation.py", "rollout.max_concurrency"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
     **_any_start("connectors/sglang/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
@@ -93,9 +101,14 @@ ROWS: dict[str, Row] = {
         "tasks/runtime/scoring.py", *_under("reward", "workers concurrency timeout_s memory_mb max_processes")
     ),
     **_any_start("tasks/reward.py", "reward.max_failed_share"),
-    **_branch("core/group_filters.py", "filter.drop_zero_variance", *_under("filter.group_filter", FUNCTION)),
+    **_branch(
+        "core/group_filters.py", *_under("filter", "drop_zero_variance reward_band max_truncated_share")
+    ),
+    **_branch(
+        "core/group_filters.py", "filter.max_mean_response_tokens", *_under("filter.group_filter", FUNCTION)
+    ),
     **_branch("tasks/sample_prompts.py", "filter.refill_factor"),
-    **_any_start("tasks/filter.py", "filter.when_insufficient"),
+    **_any_start("tasks/filter.py", *_under("filter", "when_insufficient max_failed_share")),
     **_branch(
         REBUILT,
         *_under(
@@ -114,6 +127,13 @@ ROWS: dict[str, Row] = {
         *_under("algorithm.correction", "kind level low high veto opsm_delta"),
         "trainer.megatron",
     ),
+    **_any_start(
+        "connectors/rewards/served_teacher.py",
+        *_under("algorithm.teacher_server", "url protocol key concurrency timeout_s attempts"),
+    ),
+    **_branch("connectors/rewards/served_teacher.py", *_under("algorithm.teacher_server", "model top_k")),
+    **_branch("tasks/runtime/hints.py", *_under("algorithm.teacher_server.hint", FUNCTION)),
+    **_any_start("connectors/rewards/teacher_tokenizer.py", "algorithm.teacher_server.same_tokenizer"),
     **_branch(TRAINED_WITH, "algorithm.kl_coef", "algorithm.advantage.critic.lr"),
     **_any_start(REBUILT, "algorithm.on_policy_guard"),
     **_branch(TRAINED_WITH, *_under("trainer.optimizer", "lr betas eps weight_decay clip_grad")),
@@ -133,7 +153,9 @@ ROWS: dict[str, Row] = {
         *_under("sync", "kind directory bucket_mib verify"),
     ),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
-    **_any_start("tasks/checkpoint.py", *_under("checkpoint", "every keep_last keep_every keep_best")),
+    **_any_start(
+        "tasks/checkpoint.py", *_under("checkpoint", "every background keep_last keep_every keep_best")
+    ),
     **_any_start("tasks/checkpoint.py", *_under("checkpoint", "export_every export_last")),
     **_any_start(
         "tasks/evaluate.py",

@@ -39,7 +39,8 @@ async def two_turns(args: Any, sample: Any, sampling_params: dict[str, Any]) -> 
     sample.tokens, sample.response_length, sample.response = prompt_ids + ids, len(ids), response
     sample.loss_mask, sample.rollout_log_probs = mask, logprobs
     sample.status = Sample.Status.COMPLETED
-    sample.reward = {"score": 1.5, "length": len(ids)} if hasattr(args, "reward_key") else 0.5
+    scored = {"score": 1.5, "length": len(ids), "reward": 0.25, "pred": "4"}  # as graders of slime's give it
+    sample.reward = scored if hasattr(args, "reward_key") else 0.5
     return sample
 
 

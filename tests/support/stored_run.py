@@ -21,6 +21,7 @@ from millrace.core.contracts.sample import (
     JudgedSample,
     ScoredSample,
 )
+from tests.support.stored_samples import sample_of
 
 SYSTEM = "Be brief. It's a sum."
 MESSAGES = [
@@ -83,6 +84,7 @@ def _commit(folder: RunFolder, index: int) -> None:
             verdict="kept" if sample.source == "sums" else "dropped",
             reason=None if sample.source == "sums" else "zero_variance",
             train_step=index + 1 if sample.source == "sums" else None,
+            dropped_by=None if sample.source == "sums" else "zero_variance",
         )
         for sample in samples
     ]
@@ -102,6 +104,7 @@ def _commit(folder: RunFolder, index: int) -> None:
     ]
     step = {
         "version": index + 1,
+        "samples": len(batch),
         "loss": 0.5 / (index + 1),
         "grad_norm": 1.0,
         "lr": 1e-3,
@@ -192,23 +195,13 @@ def _groups(index: int) -> list[DrawnGroup]:
 
 
 def _samples(group: DrawnGroup) -> list[GeneratedSample]:
-    common = ("group_id", "prompt_id", "iteration", "source", "prompt", "label", "metadata")
     return [
-        GeneratedSample(
-            **{name: getattr(group, name) for name in common},
-            sample_id=f"{group.group_id}-{index:04d}",
-            index=index,
-            tokens=[*group.prompt_tokens, 4],
-            response_length=1,
-            response=str(3 + index),
-            loss_mask=[1],
-            rollout_logprobs=[-0.5],
+        sample_of(
+            group,
+            index,
+            str(3 + index),
             policy_versions=[{"first_token": 0, "version": group.iteration}],
-            engine_id="engine-0",
-            seed=index,
-            turns=1,
             status="completed" if index else "truncated",
-            reason=None,
             timings=[("generate", 0.1)],
         )
         for index in range(2)

@@ -18,6 +18,7 @@ GOOD: dict[str, Any] = {
     "evaluation": {"sets": [{"name": "held_out", "path": "train.jsonl"}]},
 }
 
+TIS = "algorithm.correction.kind=truncate"
 PLAY = '''
 class Game:
     recovery = "restart"
@@ -44,6 +45,7 @@ FORGETS = (  # of earlier turns it keeps no more than their first letters
 )
 
 # what is wrong, overrides of the good configuration, the field that is named
+SERVED = ["algorithm.preset=opd", "algorithm.teacher_server.url=http://127.0.0.1:9"]
 WRONG: list[tuple[str, list[str], str]] = [
     ("unknown key", ["run.iteratoins=3"], "run.iteratoins"),
     ("unknown section", ["reword.timeout_s=3"], "reword"),
@@ -102,11 +104,16 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("missing column of tools", ["data.sources.sums.tools_key=tools"], "data.sources.sums.tools_key"),
     ("missing column of template variables", ["data.sources.sums.chat_template_kwargs_key=own"],
      "data.sources.sums.chat_template_kwargs_key"),
+    ("missing column of sampling", ["data.sources.sums.sampling_key=own"], "data.sources.sums.sampling_key"),
+    ("sampling of rows for supervised training", ["data.sources.sums.sampling_key=own", "algorithm.loss=sft",
+      "rollout.samples_per_prompt=1", "trainer.global_batch=8"], "data.sources.sums.sampling_key"),
     ("a variable that the template does not read", ["data.sources.sums.chat_template_kwargs={thinkng: true}"],
      "data.sources.sums.chat_template_kwargs"),
     ("a variable that the template gets from millrace", ["data.sources.sums.chat_template_kwargs={messages: []}"],
      "data.sources.sums.chat_template_kwargs"),
     ("no answers in the prompts", ["data.sources.sums.label_from_prompt=true"], "data.sources.sums.label_from_prompt"),
+    ("whole dialogues in RL", ["data.sources.sums.loss_on=assistant"], "data.sources.sums.loss_on"),
+    ("held-out dialogues in RL", ["evaluation.sets.held_out.loss_on=assistant"], "evaluation.sets.held_out.loss_on"),
     ("no label for the reward", ["data.sources.sums.path=unlabelled.jsonl"], "data.sources.sums.label_key"),
     ("prompts too long", ["data.max_prompt_tokens=2"], "data.max_prompt_tokens"),
     (
@@ -145,6 +152,17 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("a mixture of a reward that is not there",
      ["reward={function: 'millrace.core.rewards.mixture:mixture', options: {parts: [{function: 'no.such.module:score'}]}}"],
      "reward.options.parts.0.function"),
+    ("a tournament by a comparison that is not there",
+     ["reward={function: 'millrace.core.rewards.tournament.group_reward:tournament', group: true, options: {compare: 'no.such.module:closer'}}"],
+     "reward.options.compare.function"),
+    ("a tournament by a comparison of one sample",
+     ["reward={function: 'millrace.core.rewards.tournament.group_reward:tournament', group: true, "
+      "options: {compare: 'millrace.core.rewards.text:contains'}}"],
+     "reward.options.compare.function"),
+    ("an option that the comparison does not take",
+     ["reward={function: 'millrace.core.rewards.tournament.group_reward:tournament', group: true, "
+      "options: {compare: {function: 'hooks_of_a_user:closer', options: {far: 1}}}}"],
+     "reward.options.compare.options"),
     ("rows that name no reward", ["reward.named={code: 'millrace.core.rewards.text:contains'}",
      "data.sources.sums.path=names_a_reward.jsonl"], "data.sources.sums.path"),
     ("a group reward that is none", ["reward.group=true"], "reward.function"),
@@ -153,6 +171,13 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("unknown option of a filter",
      ["filter.group_filter={function: 'millrace.core.group_filters:not_all_wrong', options: {wrongs: 1}}"],
      "filter.group_filter.options"),
+    ("a band upside down", ["filter.reward_band=[0.8, 0.2]"], "filter.reward_band"),
+    ("a band without an end", ["filter.reward_band=[0.2]"], "filter.reward_band"),
+    ("a share above 1", ["filter.max_truncated_share=1.5"], "filter.max_truncated_share"),
+    ("no tokens", ["filter.max_mean_response_tokens=0"], "filter.max_mean_response_tokens"),
+    ("a filter of slime's that is not there", ["filter.group_filter='slime:no.such.check'"], "filter.group_filter.function"),
+    ("a filter without slime's arguments", ["filter.group_filter='slime:hooks_of_a_user.no_sample'"],
+     "filter.group_filter.function"),
     ("no such estimator", ["algorithm.advantage={kind: function, function: 'no.such.module:f'}"],
      "algorithm.advantage.function"),
     ("a loss without its function", ["algorithm.loss=function"], "algorithm.loss.function"),
@@ -176,6 +201,17 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("no such teacher", ["algorithm.preset=opd", "algorithm.teacher=no-model"], "algorithm.teacher"),
     ("a quantised teacher", ["algorithm.preset=opd", "algorithm.teacher=quantised"], "algorithm.teacher"),
     ("a teacher with biases", ["algorithm.preset=opd", "algorithm.teacher=biased"], "algorithm.teacher"),
+    ("two teachers", [*SERVED, "algorithm.teacher=biased"], "algorithm.teacher"),
+    ("a served teacher without weight", ["algorithm.teacher_server.url=http://nowhere"], "algorithm.distillation_coef"),
+    ("a served teacher at another temperature", [*SERVED, "rollout.sampling.temperature=0.7"], "rollout.sampling.temperature"),
+    ("a served teacher without a name", [*SERVED, "algorithm.teacher_server.protocol=vllm"], "algorithm.teacher_server.model"),
+    ("a name that SGLang has no place for", [*SERVED, "algorithm.teacher_server.model=m"], "algorithm.teacher_server.model"),
+    ("likeliest tokens as text alone", [*SERVED, "algorithm.teacher_server.protocol=openai", "algorithm.teacher_server.model=m", "algorithm.teacher_server.top_k=4"], "algorithm.teacher_server.top_k"),
+    ("a hint for several turns", [*SERVED, "algorithm.teacher_server.hint=a:b", "rollout.session.function=a:b"], "algorithm.teacher_server.hint"),
+    ("a hint with another signature", [*SERVED, "algorithm.teacher_server.hint=hooks_of_a_user:no_sample"], "algorithm.teacher_server.hint.function"),
+    ("a secret in a configuration", [*SERVED, "algorithm.teacher_server.key=abc"], "algorithm.teacher_server.key"),
+    ("a teacher's key that is not set", [*SERVED, "algorithm.teacher_server.key=${env:NOT_SET_AT_ALL}"], "algorithm.teacher_server.key"),
+    ("no teacher at the address", SERVED, "algorithm.teacher_server.url"),
     ("a session that nothing drives", ["rollout.session={}"], "rollout.session"),
     ("a session for supervised training", ["rollout.session.function=play:play", "algorithm.loss=sft",
       "rollout.samples_per_prompt=1", "trainer.global_batch=8"], "rollout.session"),
@@ -189,6 +225,13 @@ WRONG: list[tuple[str, list[str], str]] = [
       "rollout.session.function.function"),
     ("a rollout function that takes no session", ["rollout.session.function=play:alone"],
       "rollout.session.function.function"),
+    ("a rollout by name that is not there", ["rollout.session.function=play:play",
+      "rollout.session.named={solo: 'play:no_such'}"], "rollout.session.named.solo.function"),
+    ("two rollouts of one name", ["rollout.session.function=play:play",
+      "rollout.session.named=[{name: a, function: 'play:play'}, {name: a, function: 'play:play'}]"],
+      "rollout.session.named.1.name"),
+    ("rows that name no rollout", ["rollout.session.function=play:play", "rollout.session.named={solo: 'play:play'}",
+      "data.sources.sums.path=names_a_rollout.jsonl"], "data.sources.sums.path"),
     ("options that an environment does not take",
       ["rollout.session.environment={function: play:Game, options: {x: 1}}"], "rollout.session.environment.options"),
     ("a tool without a docstring", ["rollout.session.function=play:play", "rollout.session.tools=[play:silent]"],
@@ -200,6 +243,14 @@ WRONG: list[tuple[str, list[str], str]] = [
       "model.chat_template=forgets.jinja"], "model.chat_template"),
     ("a dialogue longer than a pack", ["rollout.session.function=play:play", "rollout.session.max_tokens=600"],
       "trainer.max_pack_tokens"),
+    ("a buffer without a correction", ["rollout.buffer={share: 0.5}", "rollout.prompts=8"], "algorithm.correction.kind"),
+    ("a buffer that gives all groups", ["rollout.buffer={share: 0.99}", TIS], "rollout.buffer.share"),
+    ("a share above 1 of the buffer", ["rollout.buffer={share: 1.5}", TIS], "rollout.buffer.share"),
+    ("a buffer of groups that are trained once", ["rollout.buffer={max_uses: 1}", TIS], "rollout.buffer.max_uses"),
+    ("a buffer whose groups are too old at once", ["rollout.buffer={share: 0.5, max_age: 1}", TIS], "rollout.buffer.max_age"),
+    ("no such buffer filter", ["rollout.buffer={buffer_filter: 'no.such.module:f'}", TIS], "rollout.buffer.buffer_filter.function"),
+    ("a buffer for supervised training", ["rollout.buffer={}", "algorithm.loss=sft",
+      "rollout.samples_per_prompt=1", "trainer.global_batch=8"], "rollout.buffer"),
     ("top-k of nothing", ["rollout.sampling.top_k=0"], "rollout.sampling.top_k"),
     ("empty stop string", ['rollout.sampling.stop=[""]'], "rollout.sampling.stop"),
     ("greedy group in an evaluation", ["evaluation.sets.held_out.samples_per_prompt=4",
@@ -257,6 +308,7 @@ def write_good(folder: Path) -> None:
         "train.jsonl": rows,
         "unlabelled.jsonl": [{"prompt": row["prompt"]} for row in rows],
         "names_a_reward.jsonl": [{**row, "metadata": {"reward": "codes"}} for row in rows],
+        "names_a_rollout.jsonl": [{**row, "metadata": {"rollout": "duet"}} for row in rows],
         "nothing.jsonl": [],
     }
     for name, kept in lines.items():
@@ -297,5 +349,7 @@ def write_good(folder: Path) -> None:
     }
     for name, text in templates.items():
         (folder / f"{name}.jinja").write_text(text)
-    (folder / "hooks_of_a_user.py").write_text("def no_sample():\n    return 0.0\n")
+    (folder / "hooks_of_a_user.py").write_text(
+        "def no_sample():\n    return 0.0\n\n\ndef closer(first, second):\n    return 0.5\n"
+    )
     (folder / "broken_hooks_of_a_user.py").write_text("def score(sample):\n    return NOTHING\n1 / 0\n")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.connectors.workers import session_pool
 from millrace.core.config import RunConfig
+from tests.support.session_place import Engines, Place
 
 
 @pytest.fixture
@@ -29,3 +31,19 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
         return RunConfig.model_validate(values)
 
     return make
+
+
+@pytest.fixture
+async def make_place(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Place]]:
+    monkeypatch.setattr(session_pool, "GRACE_S", 0.5)
+    places: list[Place] = []
+
+    def made(*texts: str, fails: Callable[[str], bool] = lambda _: False, **settings: Any) -> Place:
+        places.append(Place(make_config(), Engines(*texts, fails=fails), **settings))
+        return places[-1]
+
+    yield made
+    for place in places:
+        place.pool.close()

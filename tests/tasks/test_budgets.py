@@ -13,25 +13,34 @@ from millrace.connectors.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.contracts.failures import Failures, RestartBudget
-from millrace.core.contracts.prompts import PromptRow, Quarantined
+from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import MillraceError
 from millrace.core.group_filters import Judgement
 from millrace.tasks.context import IterationContext
-from millrace.tasks.filter import _Group, _keep
+from millrace.tasks.data.rows import too_many_unusable
+from millrace.tasks.filter import _budget as filter_budget
+from millrace.tasks.filter import _keep
 from millrace.tasks.reward import _budget
 from millrace.tasks.rollout import sample_generator
-from millrace.tasks.runtime.prompt_dataset import PromptSet, _check_quarantine
 from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.samples.scored_group import ScoredGroup
 
 LIMIT = re.compile(
-    r"max_\w*share|restarts|attempts|retries|(?<!p)refill|timeout|wait_s|max_logprob_gap|tries|budget"
+    r"max_(?!truncated)\w*share|restarts|attempts|retries|(?<!p)refill|timeout|wait_s|max_logprob_gap|tries|budget"
 )
 REASONS = ("no answer from '10.0.0.1'", "KeyError: 'a'", "no answer from '10.0.0.2'")  # of two kinds
 
 
 def failed_rewards(ctx: IterationContext) -> None:
     budget = _budget(ctx)
+    for number, reason in enumerate(REASONS):
+        budget.add(reason, f"s{number}")
+    budget.check()
+
+
+def failed_filters(ctx: IterationContext) -> None:
+    budget = filter_budget(ctx.config, ctx.index)
     for number, reason in enumerate(REASONS):
         budget.add(reason, f"s{number}")
     budget.check()
@@ -49,7 +58,7 @@ def failed_engines(_: IterationContext) -> None:
 
 
 def dropped_groups(ctx: IterationContext) -> None:
-    groups = [_Group(f"s{number}", "p", number) for number in range(3)]
+    groups = [ScoredGroup(f"s{number}", "p", number) for number in range(3)]
     for group, reason in zip(groups, REASONS, strict=True):
         group.judgement = Judgement(False, reason, False)
     unscored = ScoredSample(
@@ -67,13 +76,13 @@ def dropped_groups(ctx: IterationContext) -> None:
 
 def unusable_rows(_: IterationContext) -> None:
     bad = [Quarantined("sums", number, reason, "text") for number, reason in enumerate(REASONS)]
-    row = PromptRow(prompt_id="p", source="sums", row=3, prompt="1+1=", label="2")
-    _check_quarantine(PromptSet("sums", [row], [[1]], bad), 0.5)
+    raise too_many_unusable("sums", bad, len(bad), len(bad) + 1, 0.5)
 
 
 BUDGETS: dict[str, tuple[Callable[[IterationContext], None], str, str]] = {  # with its example and remedy
     "reward.max_failed_share": (failed_rewards, "sample s0", "those samples are scored again"),
     "rollout.max_failed_share": (failed_rollouts, "sample s0", "raise the share"),
+    "filter.max_failed_share": (failed_filters, "group s0", "groups are judged again"),
     "engines.restarts": (
         failed_engines,
         "engine-0, whose log is logs/engine-0.log",
@@ -94,6 +103,12 @@ ONE_CAUSE = {  # what has one cause each time, and where the message is that nam
 }
 
 
+SAID_BY_SERVERS = {  # tests/connectors/rewards/test_served_teacher.py: the message names the section and the setting
+    "algorithm.teacher_server.timeout_s",
+    "algorithm.teacher_server.attempts",
+}
+
+
 @pytest.fixture
 def ctx(make_config: Callable[..., RunConfig]) -> IterationContext:
     config = make_config(filter={"when_insufficient": "stop"})
@@ -102,7 +117,7 @@ def ctx(make_config: Callable[..., RunConfig]) -> IterationContext:
 
 def test_every_limit_of_the_configuration_has_a_row() -> None:
     limits = {path for path in all_fields(RunConfig) if LIMIT.search(path.rpartition(".")[2])}
-    assert limits == BUDGETS.keys() | ONE_CAUSE.keys()
+    assert limits == BUDGETS.keys() | ONE_CAUSE.keys() | SAID_BY_SERVERS
 
 
 @pytest.mark.parametrize("field", BUDGETS)

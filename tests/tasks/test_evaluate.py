@@ -12,14 +12,15 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.pool import Outcome
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import derived_seed
-from millrace.core.contracts.prompts import PromptRow
+from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
 from millrace.core.errors import BudgetError
 from millrace.core.rewards.scoring import score_sample
 from millrace.core.rewards.selection import Selected
 from millrace.tasks.context import IterationContext
+from millrace.tasks.data.prompt_dataset import PromptSet
+from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import evaluate, evaluate_before
-from millrace.tasks.runtime.prompt_dataset import PromptSet
 from millrace.tasks.runtime.scoring import Scoring
 from tests.support.scripted_engines import ScriptedEngines
 
@@ -62,7 +63,9 @@ def context(
             score=score_unless_unreadable, of_set=scoring.of_set, selected=scoring.selected
         ),
         prompts=SimpleNamespace(
-            held_out=lambda held_out: PromptSet(held_out.name, ROWS, [[n] for n in range(len(ROWS))])
+            held_out=lambda held_out: PromptSet(
+                held_out, [UsablePrompt(row, [n]) for n, row in enumerate(ROWS)]
+            )
         ),
     )
     return IterationContext(config, 1, runtime)
@@ -101,6 +104,8 @@ async def test_every_prompt_is_sampled_and_scored_in_order(make_config: MakeConf
         "version": 2,
         "subset": None,
         "reason": None,
+        "loss": None,
+        "loss_tokens": None,
     }
     rid, tokens, params, session = engines.requests[3]
     assert (rid, tokens, session) == ("eval-2-p1-1", [1], None)

@@ -54,6 +54,14 @@ async def test_a_request_carries_the_sampling_of_the_configuration_and_its_seed(
     assert engines.requests == [("g-0000", [1, 2], params, "g")]
 
 
+async def test_a_samples_own_parameters_come_in_place_of_the_sections(make_config: MakeConfig) -> None:
+    engines = ScriptedEngines()
+    made = generator(make_config(rollout={"sampling": {"max_new_tokens": 9, "stop": ["x"]}}), engines)
+    await made.generate([1], seed=0, rid="a", session=None, own={"max_new_tokens": 4, "stop_token_ids": [7]})
+    params = engines.requests[0][2]
+    assert (params["max_new_tokens"], params["stop"], params["stop_token_ids"]) == (4, ["x"], [7])
+
+
 async def test_a_sample_is_answered_and_counted(make_config: MakeConfig) -> None:
     made = generator(make_config(), ScriptedEngines())
     answer = await made.generate([1], seed=0, rid="a", session=None)

@@ -66,7 +66,7 @@ def test_every_artifact_has_such_a_key() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(report)))
         if isinstance(node, ast.Call) and re.match(r"acreate_\w+_artifact", ast.unparse(node.func))
     ]
-    assert len(made) == 5
+    assert len(made) == 6
     for call in made:
         (key,) = [ast.unparse(item.value) for item in call.keywords if item.arg == "key"]
         assert key.startswith("_key(runtime, ")

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
+from millrace.core.contracts.sample import GeneratedSample
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import generated_sample, row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.generation import Answer
 from millrace.tasks.stream import Stream
+from tests.support.stored_samples import drawn_group
 
 
 def context(root: Path) -> IterationContext:
@@ -31,19 +32,7 @@ def context(root: Path) -> IterationContext:
 
 
 def row(group: str) -> GeneratedSample:
-    drawn = DrawnGroup(
-        group_id=group,
-        prompt_id="p",
-        iteration=0,
-        source="s",
-        row=0,
-        epoch=0,
-        ordinal=0,
-        prompt='"1+1="',
-        prompt_tokens=[1, 2],
-        label="2",
-        metadata=None,
-    )
+    drawn = drawn_group(0, group_id=group, iteration=0)
     return generated_sample(drawn, 0, 7, Answer(None, "engine-0: died", 0.0, 0.0))
 
 

@@ -25,7 +25,8 @@ from millrace.tasks.reward import reward
 from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import after_tries, may_help
 from millrace.tasks.sample_prompts import sample_prompts
-from millrace.tasks.sample_supervised import sample_supervised
+from millrace.tasks.supervised.held_out_loss import held_out_loss, held_out_loss_before
+from millrace.tasks.supervised.sample_supervised import sample_supervised
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import train_step
 
@@ -40,6 +41,8 @@ TASKS = [
     checkpoint,
     evaluate_before,
     evaluate,
+    held_out_loss_before,
+    held_out_loss,
     publish,
     publish_supervised,
 ]

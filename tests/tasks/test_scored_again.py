@@ -12,8 +12,7 @@ from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import read_parts, write_part
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
-from millrace.core.contracts.ids import sample_id
-from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample, Scoring
+from millrace.core.contracts.sample import GeneratedSample, ScoredSample, Scoring
 from millrace.core.errors import BudgetError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
@@ -21,6 +20,7 @@ from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support import failing_rewards
+from tests.support.stored_samples import drawn_group, sample_of
 
 MakeConfig = Callable[..., RunConfig]
 FUSSY = "tests.support.failing_rewards:fussy"
@@ -43,43 +43,9 @@ def make_context(make_config: MakeConfig) -> Callable[..., IterationContext]:
     return make
 
 
-def group(number: int) -> DrawnGroup:
-    return DrawnGroup(
-        group_id=f"g{number}",
-        prompt_id=f"p{number}",
-        iteration=1,
-        source="sums",
-        row=number,
-        epoch=0,
-        ordinal=number,
-        prompt='"1+1="',
-        prompt_tokens=[1, 2],
-        label='"2"',
-        metadata=None,
-    )
-
-
 def sample(number: int, response: str) -> GeneratedSample:
     """A sample by its number among all of the iteration."""
-    drawn, index = group(number // 4), number % 4
-    common = ("group_id", "prompt_id", "iteration", "source", "prompt", "label", "metadata")
-    return GeneratedSample(
-        **{name: getattr(drawn, name) for name in common},
-        sample_id=sample_id(drawn.group_id, index),
-        index=index,
-        tokens=[1, 2, 3],
-        response_length=1,
-        response=response,
-        loss_mask=[1],
-        rollout_logprobs=[-0.5],
-        policy_versions=[{"first_token": 0, "version": 2}],
-        engine_id="engine-0",
-        seed=number,
-        turns=1,
-        status="completed",
-        reason=None,
-        timings=[],
-    )
+    return sample_of(drawn_group(number // 4), number % 4, response)
 
 
 def generated(ctx: IterationContext, *responses: str) -> list[GeneratedSample]:
@@ -213,7 +179,7 @@ async def test_groups_that_only_the_failures_called_for_are_returned(make_config
     """An earlier attempt drew a third group in place of one that could not be scored; it is not needed any more."""
     config = make_config()
     ctx = IterationContext(config, 1, Runtime(config), Stream(released=2))
-    groups = [group(number) for number in range(4)]
+    groups = [drawn_group(number) for number in range(4)]
     ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")
     generated(ctx, *[GOOD] * 12)
     stored(ctx, [score(number, value=number % 2) for number in range(12)])

@@ -15,8 +15,10 @@ from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import BudgetError
 from millrace.tasks.context import IterationContext
-from millrace.tasks.filter import _Group, _Kept, _steps
+from millrace.tasks.filter import _steps
 from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.samples.kept_groups import KeptGroups
+from millrace.tasks.samples.scored_group import ScoredGroup
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -24,7 +26,7 @@ MakeConfig = Callable[..., RunConfig]
 def cut(make_config: MakeConfig, global_batch: int, scored: list[bool]) -> list[int]:
     """The step of each scored sample, in drawing order, of two groups of four in the second iteration."""
     config = make_config(trainer={"global_batch": global_batch})
-    groups = [_Group(f"g{number}", "p", number) for number in range(2)]
+    groups = [ScoredGroup(f"g{number}", "p", number) for number in range(2)]
     ids = [(group.group_id, sample_id(group.group_id, index)) for group in groups for index in range(4)]
     scores = [
         ScoredSample(
@@ -39,7 +41,7 @@ def cut(make_config: MakeConfig, global_batch: int, scored: list[bool]) -> list[
         for (group, sid), kept in zip(ids, scored, strict=True)
         if kept
     ]
-    kept = _Kept(groups, pa.table({}), scores)
+    kept = KeptGroups(groups, pa.table({}), scores)
     steps = _steps(IterationContext(config, 1, Runtime(config)), kept)
     assert list(steps) == [score.sample_id for score in scores]
     return list(steps.values())

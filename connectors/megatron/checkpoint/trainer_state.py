@@ -6,6 +6,7 @@ parallel layout.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, NamedTuple
 
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import FileSystemWriter
 
+from millrace.connectors.megatron.checkpoint.background import BackgroundWriter, Begun
 from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
 from millrace.connectors.megatron.checkpoint.folders import read_folder, store_files, write_folder
+from millrace.connectors.megatron.checkpoint.host_copy import CopyingWriter
 from millrace.connectors.megatron.checkpoint.writer import SynchronousSave
 from millrace.connectors.megatron.learner import Learner
 from millrace.connectors.storage.files import FileEntry
@@ -41,22 +45,86 @@ def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | Non
     incomplete one. `metrics`: of the step that made the version. Returns {"version", "bytes" (of all ranks), "seconds"}.
     """
     started, store = time.perf_counter(), Store(url)
-    existing = on_rank_0(lambda: _read_marker(store))
+    existing = _existing(store, version)
     if existing is not None:
-        if existing["version"] != version:
-            raise StorageError(
-                f"holds a complete checkpoint of weight version {existing['version']}, not {version}, and a complete "
-                "checkpoint is never overwritten",
-                where=url,
-                remedy="remove its folder and start the run again: it is saved again",
-            )
         return _result(existing, started)
-    on_rank_0(lambda: store.remove("", recursive=True))
     with write_folder(store) as folder:
         with torch.no_grad():
             state = _state_to_save(learner, version)
             dist_checkpointing.save(state, str(folder), SynchronousSave("torch_dist", 1))
         files_of_ranks = on_every_rank(lambda: store_files(store, folder))
+    return _result(_write_marker(learner, store, version, metrics, files_of_ranks), started)
+
+
+def begin(
+    learner: Learner, url: str, version: int, metrics: dict[str, Any] | None, writer: BackgroundWriter
+) -> None:
+    """Copy this rank's shards to host memory and have them written. Every rank must call it, and then `commit`.
+
+    A complete checkpoint of the same version is kept, as by `save`, and there is nothing to commit.
+    """
+    started, store = time.perf_counter(), Store(url)
+    if _existing(store, version) is not None:
+        return
+    with contextlib.ExitStack() as keeps:
+        folder = keeps.enter_context(write_folder(store))
+        copying = CopyingWriter(folder, writer.memory)
+        with torch.no_grad():
+            state = _state_to_save(learner, version)
+            dist_checkpointing.save(state, str(folder), SynchronousSave("torch_dist", 1, writer=copying))
+        assert copying.copy is not None
+        seconds = time.perf_counter() - started
+        begun = Begun(url, version, metrics, folder, copying.metadata, seconds, keeps.pop_all())
+    writer.start(begun, copying.copy)
+
+
+def commit(learner: Learner, writer: BackgroundWriter) -> None:
+    """Wait for every rank's files, and have rank 0 write complete.json. Every rank must call it.
+
+    Raises StorageError, on every rank, if one could not write its files.
+    """
+    begun = writer.begun
+    assert begun is not None, "begin comes first"
+    store = Store(begun.url)
+    written = on_every_rank(writer.written)
+
+    def finish() -> list[FileEntry]:
+        if begun.metadata is None:
+            return []
+        FileSystemWriter(begun.folder).finish(begun.metadata, [rank.results for rank in written])
+        if not store.local:
+            return store.upload_dir(str(begun.folder), "")
+        return store.entries(
+            sorted(path.name for path in begun.folder.iterdir() if not path.name.startswith("__"))
+        )
+
+    common = on_every_rank(finish)
+    files = [[*own.files, *shared] for own, shared in zip(written, common, strict=True)]
+    _write_marker(learner, store, begun.version, begun.metrics, files)
+
+
+def _existing(store: Store, version: int) -> dict[str, Any] | None:
+    """The marker of a complete checkpoint of this version; what an interrupted save left is removed."""
+    existing = on_rank_0(lambda: _read_marker(store))
+    if existing is None:
+        on_rank_0(lambda: store.remove("", recursive=True))
+    elif existing["version"] != version:
+        raise StorageError(
+            f"holds a complete checkpoint of weight version {existing['version']}, not {version}, and a complete "
+            "checkpoint is never overwritten",
+            where=store.url,
+            remedy="remove its folder and start the run again: it is saved again",
+        )
+    return existing
+
+
+def _write_marker(
+    learner: Learner,
+    store: Store,
+    version: int,
+    metrics: dict[str, Any] | None,
+    files_of_ranks: list[list[FileEntry]],
+) -> dict[str, Any]:
     trainer = learner.config.trainer
     marker = {
         "format": FORMAT,
@@ -70,7 +138,7 @@ def save(learner: Learner, url: str, version: int, metrics: dict[str, Any] | Non
         ],
     }
     on_rank_0(lambda: store.write_sealed(COMPLETE, marker))
-    return _result(marker, started)
+    return marker
 
 
 def load(learner: Learner, url: str) -> Loaded:

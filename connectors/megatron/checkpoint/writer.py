@@ -24,7 +24,14 @@ from millrace.core.errors import StorageError
 
 
 class SynchronousSave(TorchDistSaveShardedStrategy):
-    """The torch_dist strategy over PyTorch's plain file writer: one file a rank, synced to disk."""
+    """The torch_dist strategy over PyTorch's plain file writer: one file a rank, synced to disk.
+
+    writer: in place of that one.
+    """
+
+    def __init__(self, backend: str, version: int, writer: FileSystemWriter | None = None) -> None:
+        super().__init__(backend, version)
+        self._writer = writer
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any, **__: Any) -> None:
         """Write this rank's shards; every rank must call it. Raises StorageError on all ranks if one fails."""
@@ -37,7 +44,7 @@ class SynchronousSave(TorchDistSaveShardedStrategy):
         try:
             save(
                 mcore_to_pyt_state_dict(by_key, False),
-                storage_writer=FileSystemWriter(checkpoint_dir),
+                storage_writer=self._writer or FileSystemWriter(checkpoint_dir),
                 planner=planner,
             )
         except CheckpointException as error:  # raised on every rank, whichever failed

@@ -7,13 +7,21 @@ is summed in fp32 where the optimizer reads it. There, chunks' logits are kept t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from millrace.connectors.megatron.model.weight_gradients import add_product
+
+
+class TokenLogprobs(NamedTuple):
+    """What the output layer gives for N tokens, fp32."""
+
+    targets: Tensor  # [N] log-probabilities
+    entropies: Tensor | None  # [N]
+    others: Tensor | None  # [N, k] log-probabilities
 
 
 def token_logprobs(
@@ -27,23 +35,25 @@ def token_logprobs(
     chunk: int,
     entropy: bool = False,
     entropy_gradient: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    others: Tensor | None = None,
+) -> TokenLogprobs:
     """log softmax(hidden @ weight.T / temperature)[target], and with `entropy` the distribution's entropy.
 
-    hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding).
-    Returns fp32 [N] and, with `entropy`, fp32 [N]. Gradients go to the weight and, as this rank's part of a sum, to hidden;
-    without `entropy_gradient` the entropy has none.
+    hidden [N, H]; weight [V / tp, H], this rank's rows; targets [N]; vocab: tokens that count (rows past it are padding);
+    others [N, k]: further tokens, no two of a row alike. Gradients go to the weight and, as this rank's part of a sum, to
+    hidden; without `entropy_gradient` the entropy has none. On a GPU, `others` takes the path without kernels.
     """
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
     settings = start, live, group, temperature, chunk, entropy, entropy and entropy_gradient
-    if hidden.is_cuda:
+    if hidden.is_cuda and others is None:
         logprobs, entropies = _FusedTokenLogprobs.apply(
             hidden, weight, targets, *settings, torch.is_grad_enabled()
         )
+        of_others = None
     else:
-        logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, *settings)
-    return logprobs, entropies if entropy else None
+        logprobs, entropies, of_others = _TokenLogprobs.apply(hidden, weight, targets, others, *settings)
+    return TokenLogprobs(logprobs, entropies if entropy else None, of_others)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -53,6 +63,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        others: Tensor | None,
         start: int,
         live: int,
         group: Any,
@@ -60,8 +71,9 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         count = hidden.shape[0]
+        of_others = None if others is None else hidden.new_zeros(others.shape, dtype=torch.float32)
         logsum = torch.zeros(count, dtype=torch.float32, device=hidden.device)
         picked = torch.zeros_like(logsum)
         entropies = torch.zeros_like(logsum)
@@ -77,22 +89,25 @@ class _TokenLogprobs(torch.autograd.Function):
             reduced = _reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
             logsum[span] = top + reduced[0].log()
             picked[span] = reduced[1]
+            if others is not None and of_others is not None:
+                own = _picked(logits, others[span] - start, live)
+                of_others[span] = _reduce(own, dist.ReduceOp.SUM, group) - logsum[span, None]
             if (
                 entropy
             ):  # in a sum of its own, so that log-probabilities do not depend on whether it is wanted
                 moment = (exps * logits.masked_fill(exps == 0, 0)).sum(-1)
                 entropies[span] = logsum[span] - _reduce(moment, dist.ReduceOp.SUM, group) / reduced[0]
-        ctx.save_for_backward(hidden, weight, targets, logsum, entropies)
+        ctx.save_for_backward(hidden, weight, targets, others, logsum, entropies)
         ctx.settings = (start, live, temperature, chunk, entropy_gradient)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
-        return picked - logsum, entropies
+        return picked - logsum, entropies, of_others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, logsum, entropies = ctx.saved_tensors
+        hidden, weight, targets, others, logsum, entropies = ctx.saved_tensors
         start, live, temperature, chunk, entropy_gradient = ctx.settings
-        grad, grad_entropy = grads
+        grad, grad_entropy, grad_others = grads
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for at in range(0, hidden.shape[0], chunk):
@@ -104,13 +119,28 @@ class _TokenLogprobs(torch.autograd.Function):
             local = targets[span] - start
             mine = ((local >= 0) & (local < live)).nonzero()[:, 0]
             d[mine, local[mine]] += grad[span][mine]
+            if others is not None:
+                _add_gradient(d, grad_others[span], p, others[span] - start, live)
             if entropy_gradient:
                 inner = logp.masked_fill(p == 0, 0) + entropies[span, None]
                 d -= grad_entropy[span, None] * p * inner
             d = (d / temperature).to(hidden.dtype)
             grad_hidden[span] = d @ weight
             grad_weight += (d.t() @ hidden[span]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 9
+
+
+def _picked(logits: Tensor, local: Tensor, live: int) -> Tensor:
+    """Logits [n, k] of these rows' tokens, 0 where another rank holds the token."""
+    own = logits.gather(1, local.clamp(0, logits.shape[1] - 1))
+    return torch.where((local >= 0) & (local < live), own, torch.zeros_like(own))
+
+
+def _add_gradient(d: Tensor, grad: Tensor, p: Tensor, local: Tensor, live: int) -> None:
+    """Add to d [n, V / tp] what the log-probabilities [n, k] of further tokens give the logits. A row's tokens differ, so that the order of the sum is fixed."""
+    d -= grad.sum(-1, keepdim=True) * p
+    mine = (local >= 0) & (local < live)
+    d.scatter_add_(1, local.clamp(0, d.shape[1] - 1), torch.where(mine, grad, torch.zeros_like(grad)))
 
 
 # plain: 16 bytes a logit; fused: 2. Four chunks at once still take half the memory.

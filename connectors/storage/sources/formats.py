@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from millrace.connectors.storage.sources.locate import DataFiles, Located, where
 from millrace.connectors.storage.store import Store
-from millrace.core.contracts.prompts import (
+from millrace.core.contracts.rows.prompts import (
     PromptRow,
     Quarantined,
     column_of,
@@ -49,6 +49,27 @@ def count_rows(source: Located, files: DataFiles, number: int, size: int, most: 
     return _Reader(source, files.store, name, files.one).count(size, most)
 
 
+def batches_of(source: Located, files: DataFiles, name: str) -> Iterator[pa.RecordBatch]:
+    """The wanted columns of a Parquet or Arrow file, a batch at a time. Raises DataError if it is none."""
+    return _Reader(source, files.store, name, files.one).batches()
+
+
+def parse_batch(source: Located, batch: pa.RecordBatch, first: int) -> Iterator[Item]:
+    """The rows of a batch; `first` is the number of the first one."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            yield refuse(source, first, f"not UTF-8: byte {error.start}", repr(error.object[:80]))
+            return
+        half = batch.num_rows // 2
+        yield from parse_batch(source, batch.slice(0, half), first)
+        yield from parse_batch(source, batch.slice(half), first + half)
+        return
+    for number, values in enumerate(rows, first):
+        yield parse_row(values, number, source)
+
+
 class _Reader:
     """One file."""
 
@@ -65,8 +86,14 @@ class _Reader:
             data = (
                 stack.enter_context(self._open()) if head else pa.BufferReader(self._store.read(self._name))
             )
-            read = self._parquet if self._name.endswith(".parquet") else self._arrow
-            yield from read(data, first, HEAD if head else 0)
+            for batch in self._read(data, HEAD if head else 0):
+                yield from parse_batch(self._source, batch, first)
+                first += batch.num_rows
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The wanted columns, a batch at a time; the file is not read whole."""
+        with self._open() as data:
+            yield from self._read(data, HEAD)
 
     def count(self, size: int, most: int) -> tuple[int, bool]:
         """Its rows, and whether that is exact."""
@@ -90,34 +117,27 @@ class _Reader:
         for number, line in enumerate(lines(self._store.blocks(self._name)), first):
             yield parse_line(line.removeprefix(MARK) if number == first else line, number, self._source)
 
-    def _parquet(self, data: IO[bytes], first: int, buffered: int) -> Iterator[Item]:
+    def _read(self, data: IO[bytes], buffered: int) -> Iterator[pa.RecordBatch]:
+        """Batches of the wanted columns, of at most BATCH_ROWS rows."""
         try:
-            file = pq.ParquetFile(data, buffer_size=buffered)
-            columns = self._columns(file.schema_arrow.names)
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                yield from self._batch(batch, first)
-                first += batch.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise self._torn(error) from error
-
-    def _arrow(self, data: IO[bytes], first: int, buffered: int) -> Iterator[Item]:
-        del buffered
-        try:
+            if self._name.endswith(".parquet"):
+                file = pq.ParquetFile(data, buffer_size=buffered)
+                columns = self._columns(file.schema_arrow.names)
+                yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+                return
             stream = pa.ipc.open_stream(data)
             columns = self._columns(stream.schema.names)
             for batch in stream:
                 for at in range(0, batch.num_rows, BATCH_ROWS):
-                    part = batch.select(columns).slice(at, BATCH_ROWS)
-                    yield from self._batch(part, first)
-                    first += part.num_rows
+                    yield batch.select(columns).slice(at, BATCH_ROWS)
         except (pa.ArrowException, OSError) as error:
             raise self._torn(error) from error
 
     def _columns(self, names: list[str]) -> list[str]:
         """The columns that are read. Raises MissingColumnError without that of the prompt."""
         source = self._source
-        more = (source.tools_key, source.chat_template_kwargs_key, *source.extra_keys)
-        keys = (source.prompt_key, source.label_key, source.metadata_key, *more)
+        own = (source.tools_key, source.chat_template_kwargs_key, source.sampling_key, *source.extra_keys)
+        keys = (source.prompt_key, source.label_key, source.metadata_key, *own)
         wanted = {column_of(key, names) for key in keys if key}
         columns = [column for column in names if column in wanted]
         prompt = column_of(source.prompt_key, names)
@@ -128,20 +148,6 @@ class _Reader:
                 remedy="set the source's prompt_key",
             )
         return columns
-
-    def _batch(self, batch: pa.RecordBatch, first: int) -> Iterator[Item]:
-        try:
-            rows: list[dict[str, Any]] = batch.to_pylist()
-        except UnicodeDecodeError as error:
-            if batch.num_rows == 1:
-                yield refuse(self._source, first, f"not UTF-8: byte {error.start}", repr(error.object[:80]))
-                return
-            half = batch.num_rows // 2
-            yield from self._batch(batch.slice(0, half), first)
-            yield from self._batch(batch.slice(half), first + half)
-            return
-        for number, values in enumerate(rows, first):
-            yield parse_row(values, number, self._source)
 
     def _checked(self, call: Callable[[], Any]) -> Any:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape, glob
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.files import in_threads
 from millrace.connectors.storage.store import Store, split_url
-from millrace.core.contracts.prompts import Keys
+from millrace.core.contracts.rows.prompts import Keys
 from millrace.core.contracts.source_path import FORMATS, IN_A_FOLDER, REMEDY, SourcePath, source_path
 from millrace.core.errors import DataError, MissingFileError
 
@@ -55,7 +55,18 @@ class DataFiles:
 
         The hash of several files is that of their names and hashes.
         """
-        found = in_threads(partial(_hashed, self.store), self.names)
+        return self.together(in_threads(self.hashed, self.names))
+
+    def hashed(self, name: str) -> tuple[int, str]:
+        """Bytes and SHA-256 of a file."""
+        hashed, size = hashlib.sha256(), 0
+        for block in self.store.blocks(name):
+            hashed.update(block)
+            size += len(block)
+        return size, hashed.hexdigest()
+
+    def together(self, found: Sequence[tuple[int, str]]) -> tuple[int, str, dict[str, str]]:
+        """Bytes and hashes of the whole, from those of each file."""
         size = sum(held for held, _ in found)
         hashes = {name: sha256 for name, (_, sha256) in zip(self.names, found, strict=True)}
         if len(found) == 1:
@@ -190,14 +201,6 @@ def _listed(path: str, call: Callable[[], Any], probe: bool, none: Any) -> Any:
         return retried("list", path, call, probe)
     except MissingFileError:
         return none
-
-
-def _hashed(store: Store, name: str) -> tuple[int, str]:
-    hashed, size = hashlib.sha256(), 0
-    for block in store.blocks(name):
-        hashed.update(block)
-        size += len(block)
-    return size, hashed.hexdigest()
 
 
 def _any(endings: tuple[str, ...]) -> str:

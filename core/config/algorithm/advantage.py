@@ -97,7 +97,7 @@ Advantage = Annotated[
         - `reinforce_plus_plus` — discounted returns, no groups. Use it with `whiten`.
         - `reinforce_plus_plus_baseline` — relative to the mean of their group. Use it with `whiten`.
         - `gae` — a critic's values as baseline (PPO).
-        - `none` — no rewards. Needs `distillation_coef` and `teacher`.
+        - `none` — no rewards. Needs `distillation_coef` and `teacher` or `teacher_server`.
         - `function` — an estimator of yours. Needs `function`.
         """,
         default="group_relative",

@@ -11,6 +11,7 @@ from millrace.core.config.algorithm.advantage import Advantage, Critic, GroupRel
 from millrace.core.config.algorithm.correction import Correction
 from millrace.core.config.algorithm.loss import Clipped, Loss
 from millrace.core.config.algorithm.presets import PRESETS, Preset
+from millrace.core.config.algorithm.teacher import TeacherServer
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET, given_values
 from millrace.core.config.parts.menu import menu_of, spelled_out
 from millrace.core.config.parts.merge import merged
@@ -106,10 +107,15 @@ class Algorithm(Section):
     distillation_coef: Annotated[float, FROM_PRESET] = Field(
         0.0,
         ge=0,
-        description="Weight of the teacher's log-probabilities in the advantage (on-policy distillation).",
+        description="Weight of the teacher (on-policy distillation): of its log-probabilities in the advantage, or of the "
+        "KL from it in the loss where teacher_server.top_k is above 0.",
     )
     teacher: Annotated[str | None, in_a_branch("one run has one algorithm", moves=True), READS] = Field(
-        None, description="Hugging Face checkpoint folder of the teacher; same tokenizer as the model."
+        None,
+        description="Hugging Face checkpoint folder of the teacher, which the trainer's ranks hold; same tokenizer as the model.",
+    )
+    teacher_server: TeacherServer | None = Field(
+        None, description="Server that holds the teacher, in place of `teacher`."
     )
 
     @model_validator(mode="before")
@@ -132,6 +138,21 @@ class Algorithm(Section):
     def supervised(self) -> bool:
         """Whether the loss is the likelihood of reference answers, without engines, rewards and advantages."""
         return self.loss.kind == "sft"
+
+    @property
+    def teacher_held(self) -> bool:
+        """Whether the trainer's ranks hold the teacher's weights."""
+        return self.distillation_coef > 0 and self.teacher is not None and not self.supervised
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Likeliest tokens of a served teacher, at each position, that the loss compares; 0: the sampled token alone."""
+        return self.teacher_server.top_k if self.teacher_server is not None else 0
+
+    @property
+    def distils_in_advantage(self) -> bool:
+        """Whether a teacher's log-probabilities of the sampled tokens are part of the advantage."""
+        return self.distillation_coef > 0 and self.teacher_top_k == 0
 
     @property
     def group_baseline(self) -> bool:

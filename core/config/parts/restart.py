@@ -104,7 +104,7 @@ def _is_list_of_sections(value: Any) -> bool:
 
 
 def _names(sections: list[Any]) -> list[Any]:
-    return [section.name for section in sections]
+    return [getattr(section, "name", number) for number, section in enumerate(sections)]
 
 
 def _shown(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
@@ -34,3 +35,15 @@ class UserFunction(Section):
         forms = (getattr(item, "pattern", None) for item in cls.model_fields["function"].metadata)
         bare = {"type": "string", "pattern": next(filter(None, forms)), "title": "import path"}
         return {"title": cls.__name__, "anyOf": [made, bare]}
+
+
+def listed(value: Any) -> Any:
+    """A mapping of names to functions as the list that it stands for."""
+    if not isinstance(value, Mapping):
+        return value
+    return [
+        {"name": name, **({"function": item} if isinstance(item, str) else item)}
+        if isinstance(item, str | Mapping)
+        else item
+        for name, item in value.items()
+    ]

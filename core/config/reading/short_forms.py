@@ -10,13 +10,16 @@ from pydantic.fields import FieldInfo
 
 from millrace.core.config.parts.menu import menu_of, spelled_out, variant_of
 from millrace.core.config.parts.section import models
-from millrace.core.config.parts.user_function import UserFunction
-from millrace.core.config.reward import NamedReward, listed
+from millrace.core.config.parts.user_function import UserFunction, listed
+from millrace.core.config.reward import NamedReward
+from millrace.core.config.rollout import NamedRollout
 from millrace.core.config.run_config import RunConfig
+
+BY_NAME = ([NamedReward], [NamedRollout])  # sections of a list that may be given as a mapping of names
 
 
 def without_short_forms(values: Any, model: type[BaseModel] = RunConfig) -> Any:
-    """The values with `loss: gspo` as `loss: {kind: gspo}`, `prepare: a:b` as `prepare: {function: a:b}`, and rewards by name as a list."""
+    """The values with `loss: gspo` as `loss: {kind: gspo}`, `prepare: a:b` as `prepare: {function: a:b}`, and functions by name as a list."""
     if isinstance(values, str) and issubclass(model, UserFunction):
         return {"function": values}
     if not isinstance(values, Mapping):
@@ -33,7 +36,7 @@ def _field(value: Any, field: FieldInfo) -> Any:
         value = spelled_out(value)
         variant = variant_of(field, value)
         return without_short_forms(value, variant) if variant else value
-    if sections == [NamedReward]:
+    if sections in BY_NAME:
         value = listed(value)
     if isinstance(value, list):
         return [without_short_forms(item, sections[0]) for item in value]

@@ -1,6 +1,17 @@
-"""The `rollout` section: how many samples, how they are sampled, and rollouts of several turns."""
+"""The `rollout` section: how many samples, how they are sampled, rollouts of several turns, and reuse."""
 
+from millrace.core.config.rollout.buffer import Buffer
 from millrace.core.config.rollout.section import Rollout, Sampling
-from millrace.core.config.rollout.session import AnyTool, McpServer, McpTools, Session, Tool
+from millrace.core.config.rollout.session import AnyTool, McpServer, McpTools, NamedRollout, Session, Tool
 
-__all__ = ["AnyTool", "McpServer", "McpTools", "Rollout", "Sampling", "Session", "Tool"]
+__all__ = [
+    "AnyTool",
+    "Buffer",
+    "McpServer",
+    "McpTools",
+    "NamedRollout",
+    "Rollout",
+    "Sampling",
+    "Session",
+    "Tool",
+]

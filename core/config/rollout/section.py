@@ -8,6 +8,7 @@ from pydantic import Field
 
 from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
+from millrace.core.config.rollout.buffer import Buffer
 from millrace.core.config.rollout.session import Session
 
 STEPS = "the number of steps an iteration follows from it"
@@ -42,6 +43,9 @@ class Rollout(Section):
     session: Annotated[
         Session | None, in_a_branch("an open iteration may hold turns that were made with it")
     ] = Field(None, description="Rollouts of several turns; null: one answer to each prompt.")
+    buffer: Annotated[Buffer | None, in_a_branch("an open iteration may have drawn by it")] = Field(
+        None, description="Off-policy reuse of trained groups; null: every group is trained once."
+    )
     max_concurrency: Annotated[int, ANY_START] = Field(64, ge=1, description="Samples in flight per engine.")
     part_groups: Annotated[int, ANY_START] = Field(
         16, ge=1, description="Finished groups gathered before a part is written."

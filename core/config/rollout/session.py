@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from millrace.core.config.parts.restart import ANY_START
 from millrace.core.config.parts.section import Section
-from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.parts.user_function import UserFunction, listed
 
 
 class Tool(UserFunction):
@@ -18,6 +18,12 @@ class Tool(UserFunction):
     name: str = Field(
         "", pattern=r"^[A-Za-z0-9_-]*$", description="What the model calls it; empty: the function's name."
     )
+
+
+class NamedRollout(UserFunction):
+    """A function that makes the rollouts of the rows that name it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$", description="What rows have in `metadata.rollout`.")
 
 
 class McpServer(Section):
@@ -78,6 +84,10 @@ class Session(Section):
     """How one rollout goes on: by a function, in an environment, or by calls of tools alone."""
 
     function: UserFunction | None = Field(None, description="Makes a rollout (millrace.RolloutFunction).")
+    named: Annotated[list[NamedRollout], BeforeValidator(listed)] = Field(
+        [],
+        description="Functions that rows name: a row whose `metadata.rollout` is a name here is made by that function, in place of what makes the others.",
+    )
     environment: UserFunction | None = Field(
         None, description="Makes an environment for each rollout (millrace.Environment)."
     )

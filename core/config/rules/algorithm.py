@@ -51,6 +51,13 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
             "a group of one never varies, so that every group would be dropped",
             "set it to false, or rollout.samples_per_prompt to 2 or more",
         )
+    if filter is not None and filter.reward_band and filter.reward_band[0] > filter.reward_band[1]:
+        yield Problem(
+            "filter.reward_band",
+            list(filter.reward_band),
+            "no mean reward lies in it, so that every group would be dropped",
+            "give the lowest mean reward first, then the highest",
+        )
     if rollout.sampling.temperature == 0:
         yield Problem(
             "rollout.sampling.temperature",
@@ -63,22 +70,9 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
             "algorithm.advantage",
             "none",
             "without a reward's advantage and without a teacher there is nothing to learn",
-            "choose an estimator, or set algorithm.distillation_coef and algorithm.teacher",
+            "choose an estimator, or set algorithm.distillation_coef and a teacher",
         )
-    if a.distillation_coef > 0 and a.teacher is None:
-        yield Problem(
-            "algorithm.teacher",
-            None,
-            "algorithm.distillation_coef is above 0",
-            "name the teacher's checkpoint folder",
-        )
-    if a.teacher is not None and a.distillation_coef == 0:
-        yield Problem(
-            "algorithm.distillation_coef",
-            0,
-            "a teacher is named, but its log-probabilities have no weight",
-            "set it above 0, or leave algorithm.teacher out",
-        )
+    yield from _teacher(a, rollout)
     if a.overlong is not None:
         budget = rollout.longest_response
         if a.overlong.buffer_tokens is not None and a.overlong.buffer_tokens > budget:
@@ -97,9 +91,64 @@ def _estimator(a: Algorithm, rollout: Rollout, filter: Filter | None) -> Iterato
             )
 
 
+def _teacher(a: Algorithm, rollout: Rollout) -> Iterator[Problem]:
+    server = a.teacher_server
+    if a.distillation_coef > 0 and a.teacher is None and server is None:
+        yield Problem(
+            "algorithm.teacher",
+            None,
+            "algorithm.distillation_coef is above 0",
+            "name the teacher's checkpoint folder, or the server that holds it in algorithm.teacher_server",
+        )
+    if a.teacher is not None and server is not None:
+        yield Problem(
+            "algorithm.teacher",
+            a.teacher,
+            "algorithm.teacher_server names another teacher",
+            "keep one of the two",
+        )
+    if (a.teacher is not None or server is not None) and a.distillation_coef == 0:
+        yield Problem(
+            "algorithm.distillation_coef",
+            0,
+            "a teacher is named, but its log-probabilities have no weight",
+            f"set it above 0, or leave algorithm.{'teacher' if a.teacher is not None else 'teacher_server'} out",
+        )
+    if server is None:
+        return
+    if rollout.sampling.temperature not in (0, 1):
+        yield Problem(
+            "rollout.sampling.temperature",
+            rollout.sampling.temperature,
+            "a server gives the log-probabilities of a prompt at temperature 1, and the policy's are at this one",
+            "set it to 1, or name the teacher's folder in algorithm.teacher",
+        )
+    if (server.model is None) != (server.protocol == "sglang"):
+        yield Problem(
+            "algorithm.teacher_server.model",
+            server.model,
+            f"protocol={server.protocol} {'needs' if server.model is None else 'has no place for'} a model's name",
+            "name it as the server does" if server.model is None else "leave it out",
+        )
+    if server.hint is not None and rollout.session is not None:
+        yield Problem(
+            "algorithm.teacher_server.hint",
+            server.hint.function,
+            "a rollout of several turns has no one prompt that the hint could be added to",
+            "leave it out, or leave rollout.session out",
+        )
+    if server.top_k and server.protocol == "openai":
+        yield Problem(
+            "algorithm.teacher_server.top_k",
+            server.top_k,
+            "protocol=openai shows tokens as text, and the loss needs their ids",
+            "leave it out, or serve the teacher by SGLang or vLLM",
+        )
+
+
 def _loss(a: Algorithm, steps: int) -> Iterator[Problem]:
     loss, kind = a.loss, a.advantage.kind
-    per_token = kind in TOKEN_LEVEL or a.distillation_coef > 0 or a.kl_placement == "reward"
+    per_token = kind in TOKEN_LEVEL or a.distils_in_advantage or a.kl_placement == "reward"
     if loss.kind == "gspo" and kind != "function" and per_token:
         yield Problem(
             "algorithm.loss",

@@ -8,7 +8,7 @@ from math import lcm
 from millrace.core.config.parts.problems import Problem, nearest
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.task_records import EvaluatedSet
-from millrace.core.evaluation.figures import powers
+from millrace.core.evaluation.figures import LOWEST_IS_BEST, powers
 
 FIGURES = tuple(name for name in EvaluatedSet.__annotations__ if name not in ("file", "pass_at", "subsets"))
 
@@ -34,7 +34,11 @@ def _keep_best(config: RunConfig) -> Iterator[Problem]:
     made = [
         f"eval/{held_out.name}/{figure}"
         for held_out in e.sets
-        for figure in (*FIGURES, *(f"pass_at_{k}" for k in powers(held_out.samples_per_prompt)))
+        for figure in (
+            LOWEST_IS_BEST
+            if config.algorithm.supervised
+            else (*FIGURES, *(f"pass_at_{k}" for k in powers(held_out.samples_per_prompt)))
+        )
     ]
     if c.keep_best not in made:
         yield Problem(

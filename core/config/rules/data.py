@@ -8,8 +8,9 @@ from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import NamedReward
+from millrace.core.config.rollout import NamedRollout
 from millrace.core.config.run_config import RunConfig
-from millrace.core.contracts.chat_options import RESERVED
+from millrace.core.contracts.rows.chat_options import RESERVED
 from millrace.core.contracts.source_path import FORMATS, REMEDY, UNREAD, source_path
 
 
@@ -17,19 +18,112 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     """Sources that cannot be read, distinguished, or learned from."""
     yield from same_names("data.sources", config.data.sources)
     yield from same_names("reward.named", config.reward.named)
+    yield from _stages(config)
     for source in config.data.sources:
-        yield from file_problems(f"data.sources.{source.name}.path", source.path)
+        yield from _origin(source)
         yield from template_problems(f"data.sources.{source.name}", source)
-        if config.algorithm.supervised and source.label_key is None and not source.label_from_prompt:
+        yield from loss_problems(f"data.sources.{source.name}", source, config.algorithm.supervised)
+
+
+def loss_problems(field: str, source: Source | EvalSet, supervised: bool) -> Iterator[Problem]:
+    """What has no loss: in RL whole dialogues, in supervised training rows without an answer. And what then does nothing."""
+    if supervised and source.sampling_key:
+        yield Problem(
+            f"{field}.sampling_key",
+            source.sampling_key,
+            "algorithm.loss=sft generates nothing",
+            "set it to null",
+        )
+    if source.loss_on == "answer":
+        if supervised and source.label_key is None and not source.label_from_prompt:
             yield Problem(
-                f"data.sources.{source.name}.label_key",
+                f"{field}.label_key",
                 None,
                 "algorithm.loss=sft learns the reference answer, and no column is named for it",
-                "name the column",
+                "name the column, or set loss_on=assistant for whole dialogues",
+            )
+        return
+    if not supervised:
+        yield Problem(
+            f"{field}.loss_on",
+            source.loss_on,
+            "whole dialogues are trained by algorithm.loss=sft alone",
+            "set it to answer, or algorithm.loss to sft",
+        )
+    if not source.chat:
+        yield Problem(
+            f"{field}.chat",
+            False,
+            f"loss_on={source.loss_on} trains messages, which the chat template writes",
+            "set it to true",
+        )
+    if source.label_from_prompt:
+        yield Problem(
+            f"{field}.label_from_prompt",
+            True,
+            f"loss_on={source.loss_on} trains the dialogue's own messages, the last one among them",
+            "set it to false",
+        )
+
+
+def _origin(source: Source) -> Iterator[Problem]:
+    """Where a source's rows come from: files or a function."""
+    field = f"data.sources.{source.name}"
+    if source.path and source.rows:
+        yield Problem(
+            f"{field}.rows", source.rows.function, "the source has a path too", "remove one of the two"
+        )
+    elif source.path:
+        yield from file_problems(f"{field}.path", source.path)
+    elif source.rows is None:
+        yield Problem(
+            f"{field}.path",
+            None,
+            "nothing says where the rows come from",
+            "set it, or name a function in `rows`",
+        )
+    if source.levels and source.rows is None:
+        yield Problem(
+            f"{field}.levels",
+            None,
+            "a file has no levels",
+            "name a function in `rows` that makes the rows of a level, or give each level's file a source of its own, "
+            "and data.stages",
+        )
+
+
+def _stages(config: RunConfig) -> Iterator[Problem]:
+    """Stages that name no source, draw from none, or do not end."""
+    names = [source.name for source in config.data.sources]
+    for number, stage in enumerate(config.data.stages):
+        field = f"data.stages.{number}"
+        for name, weight in stage.weights.items():
+            if name not in names:
+                yield Problem(
+                    f"{field}.weights.{name}",
+                    weight,
+                    "no source has this name",
+                    f"use one of {', '.join(names)}",
+                )
+            elif weight < 0:
+                yield Problem(
+                    f"{field}.weights.{name}", weight, "a weight is negative", "set it to 0 or more"
+                )
+        if sum(stage.weights.values()) <= 0:
+            yield Problem(f"{field}.weights", None, "no source has a weight above 0", "raise one")
+        last = number == len(config.data.stages) - 1
+        if not last and stage.iterations is None and stage.reward is None:
+            yield Problem(
+                f"{field}.iterations",
+                None,
+                "nothing ends the stage",
+                "set it or `reward`, or remove later stages",
             )
 
 
-def same_names(field: str, items: Sequence[Source | EvalSet | NamedReward]) -> Iterator[Problem]:
+def same_names(
+    field: str, items: Sequence[Source | EvalSet | NamedReward | NamedRollout]
+) -> Iterator[Problem]:
     """Two items of a list with one name."""
     names = [item.name for item in items]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):

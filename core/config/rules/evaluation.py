@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.rules.data import file_problems, same_names, template_problems
+from millrace.core.config.rules.data import file_problems, loss_problems, same_names, template_problems
 from millrace.core.config.run_config import RunConfig
 
 
@@ -15,6 +15,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     for held_out in config.evaluation.sets:
         yield from file_problems(f"evaluation.sets.{held_out.name}.path", held_out.path)
         yield from template_problems(f"evaluation.sets.{held_out.name}", held_out)
+        yield from loss_problems(f"evaluation.sets.{held_out.name}", held_out, config.algorithm.supervised)
         if held_out.sampling.temperature == 0 and held_out.samples_per_prompt > 1:
             yield Problem(
                 f"evaluation.sets.{held_out.name}.samples_per_prompt",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import Tool
+from millrace.core.config.rules.data import same_names
 from millrace.core.config.run_config import RunConfig
 
 
@@ -34,12 +35,51 @@ def problems(config: RunConfig) -> Iterator[Problem]:
                 "set it to -1 for the whole vocabulary",
             )
     yield from _session(config)
+    yield from _buffer(config)
     if config.algorithm.supervised and config.rollout.samples_per_prompt != 1:
         yield Problem(
             "rollout.samples_per_prompt",
             config.rollout.samples_per_prompt,
             "algorithm.loss=sft learns the one reference answer of a prompt",
             "set it to 1",
+        )
+
+
+def _buffer(config: RunConfig) -> Iterator[Problem]:
+    """A buffer that would give no group, or all, or whose groups would be trained as if the policy had sampled them."""
+    buffer, prompts, a = config.rollout.buffer, config.rollout.prompts, config.algorithm
+    if buffer is None:
+        return
+    if a.supervised:
+        yield Problem(
+            "rollout.buffer", "set", "algorithm.loss=sft trains no rollouts", "set rollout.buffer=null"
+        )
+        return
+    if not 0 < buffer.wanted(prompts) < prompts:
+        yield Problem(
+            "rollout.buffer.share",
+            buffer.share,
+            f"of rollout.prompts = {prompts} groups that is {buffer.wanted(prompts)}, and both the buffer and fresh prompts "
+            "must give one at least",
+            f"set it between {1 / prompts:.2g} and {1 - 1 / prompts:.2g}"
+            if prompts > 1
+            else "raise rollout.prompts",
+        )
+    steps = max(1, config.steps_per_iteration)
+    if buffer.max_age < steps:
+        yield Problem(
+            "rollout.buffer.max_age",
+            buffer.max_age,
+            f"an iteration makes {steps} weight versions, so that every group is too old at the next one",
+            f"set it to {steps} or more",
+        )
+    against_sampler = a.old_logprobs == "rollout" and a.loss.kind != "reinforce"
+    if a.correction.kind == "none" and not against_sampler and a.loss.kind != "function":
+        yield Problem(
+            "algorithm.correction.kind",
+            "none",
+            "rollout.buffer brings samples of older weights, which would be trained as if the current ones had sampled them",
+            "set it to truncate (TIS), mask or icepop; or take the ratio against the sampler by algorithm.old_logprobs=rollout",
         )
 
 
@@ -76,6 +116,7 @@ def _session(config: RunConfig) -> Iterator[Problem]:
             "in an environment nothing calls them",
             "have the environment's steps do what they do, or name rollout.session.function",
         )
+    yield from same_names("rollout.session.named", session.named)
     names = [
         tool.name or tool.function.rpartition(":")[2] for tool in session.tools if isinstance(tool, Tool)
     ]

@@ -18,7 +18,7 @@ from millrace.core.config.run_config import RunConfig
 
 STORED = "a configuration is stored with the run, in Prefect and in MLflow, and a secret must not be"
 EXPORT = "export it under a name of yours and write ${env:NAME}, or save it as a Secret block of Prefect and write ${prefect:BLOCK}"
-TAKEN = "options of your functions, env and headers of an MCP server, and engines.key"
+TAKEN = "options of your functions, env and headers of an MCP server, engines.key and algorithm.teacher_server.key"
 URL_REMEDY = {
     "tracking.uri": "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or PGPASSWORD",
 }
@@ -54,4 +54,4 @@ def is_replaced(field: str) -> bool:
     """Whether references are replaced in a field's value."""
     if field.startswith("engines."):
         return field == "engines.key"
-    return field.endswith((".options", ".mcp.env", ".mcp.headers"))
+    return field == "algorithm.teacher_server.key" or field.endswith((".options", ".mcp.env", ".mcp.headers"))

@@ -99,7 +99,7 @@ def test_penalties_follow_their_definitions() -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens"),
         ({"top_k": 0}, "top_k"),
         ({"min_p": 1.1}, "min_p"),

@@ -98,13 +98,40 @@ async def test_cut_sampling_stays_in_the_kept_set_and_reports_the_uncut_logprob(
             assert bool((own >= cut["min_p"] * probabilities.max(-1).values - CLOSE / 10).all())
 
 
-async def test_prompt_logprobs_come_from_a_start(http: Any) -> None:
-    answer = await http.generate(PROMPT, max_new_tokens=1, temperature=1.0, top={"logprob_start_len": 0})
+@pytest.mark.parametrize("start", [0, 2, 4])
+@pytest.mark.parametrize("new", [0, 1])
+async def test_prompt_logprobs_come_from_a_start(http: Any, start: int, new: int) -> None:
+    """At temperature 1, whatever the request's. With nothing to generate the prompt is scored all the same."""
+    answer = await http.generate(
+        PROMPT, max_new_tokens=new, temperature=0.5, top={"logprob_start_len": start}
+    )
     first, *rest = answer["meta_info"]["input_token_logprobs"]
-    assert first[:2] == [None, PROMPT[0]]
-    expected = reference_logprobs(http.model, PROMPT[:1], PROMPT[1:])
+    assert first[:2] == [None, PROMPT[start]]
+    expected = reference_logprobs(http.model, PROMPT[: start + 1], PROMPT[start + 1 :])
     assert [value for value, _, _ in rest] == pytest.approx(expected, abs=CLOSE)
-    assert [token for _, token, _ in rest] == PROMPT[1:]
+    assert [token for _, token, _ in rest] == PROMPT[start + 1 :]
+    assert len(answer["output_ids"]) <= 1
+
+
+async def test_the_tokens_of_a_text_are_shown_with_its_logprobs(http: Any) -> None:
+    body = {"text": "1+2=", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    answer = await http.post("/generate", {**body, "logprob_start_len": 0, "return_text_in_logprobs": True})
+    assert [text for _, _, text in answer["meta_info"]["input_token_logprobs"]] == list("1+2=")
+
+
+async def test_prompts_are_scored_while_others_generate(http: Any) -> None:
+    generating = [
+        http.generate([20 + n, 30], max_new_tokens=40, temperature=0, ignore_eos=True) for n in range(8)
+    ]
+    scoring = [
+        http.generate([*PROMPT, 10 + n], max_new_tokens=0, top={"logprob_start_len": 0}) for n in range(24)
+    ]
+    answers = await asyncio.gather(*generating, *scoring)
+    assert all(len(answer["output_ids"]) == 40 for answer in answers[:8])
+    for number, answer in enumerate(answers[8:]):
+        found = [value for value, _, _ in answer["meta_info"]["input_token_logprobs"][1:]]
+        expected = reference_logprobs(http.model, PROMPT[:1], [*PROMPT[1:], 10 + number])
+        assert found == pytest.approx(expected, abs=CLOSE)
 
 
 @pytest.mark.embedded_only("SGLang heeds sampling_seed only with --enable-deterministic-inference")

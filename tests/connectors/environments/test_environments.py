@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from millrace.core.hooks import RewardInput
 from tests.connectors.environments.conftest import Play
 
 HERE = "millrace.connectors.environments"
@@ -97,12 +98,34 @@ async def test_written_prompts_are_the_questions_that_are_scored(play: Play, tmp
     [
         ({"generator": "legs"}, "Reasoning Gym has no generator of this name; it has ab, acre, "),
         ({"generator": "leg_counting", "config": {"legs": 3}}, "leg_counting does not take it: "),
+        ({"generator": "composite"}, "composite has no 'datasets'; list the generators"),
+        (
+            {"generator": "composite", "config": {"datasets": [{"name": "legs"}]}},
+            "composite does not take it: ",
+        ),
     ],
 )
 async def test_a_wrong_generator_is_named(play: Play, options: dict[str, Any], message: str) -> None:
     pytest.importorskip("reasoning_gym")
     end, _ = await play(GYM, options, ["1"])
     assert message in end["reason"]
+
+
+def test_a_composite_draws_from_its_generators_and_scores_each_by_its_own() -> None:
+    pytest.importorskip("reasoning_gym")
+    from millrace.connectors.environments.reasoning_gym import _questions, rows, score
+
+    config = {"datasets": [{"name": "chain_sum", "weight": 2, "config": {"max_terms": 2}}, {"name": "gcd"}]}
+    drawn = rows("composite", config, 200)
+    backwards = [drawn[number] for number in (150, 9, 5)]
+    _questions.cache_clear()
+    again = rows("composite", config, 200)
+    assert [again[number] for number in (5, 9, 150)] == backwards[::-1]
+    entries = _questions("composite", json.dumps(config, sort_keys=True), 200)
+    for number in range(40):
+        row, answer = again[number], str(entries[number]["answer"])
+        assert score(RewardInput(row["prompt"], answer, metadata=row["metadata"])).reward == 1
+    assert {entries[number]["metadata"]["source_dataset"] for number in range(40)} == {"chain_sum", "gcd"}
 
 
 def test_every_generator_makes_a_question_that_its_own_answer_solves() -> None:

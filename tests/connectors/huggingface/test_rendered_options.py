@@ -13,8 +13,8 @@ from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.model import Model
-from millrace.core.contracts.chat_options import ChatOptions
-from millrace.tasks.runtime.prompt_dataset import load_prompts
+from millrace.core.contracts.rows.chat_options import ChatOptions
+from millrace.tasks.data.prompt_dataset import load_prompts
 from millrace.tasks.sessions.session_rollout import Opening
 
 TEMPLATE = (
@@ -77,7 +77,7 @@ def test_the_rows_of_sources_and_sets_are_rendered_with_their_own(
     )
     found = load_prompts(source, tokenizer, 100)
     decode = tokenizer.tokenizer.decode
-    assert [decode(ids) for ids in found.tokens] == [
+    assert [decode(prompt.tokens) for prompt in found.usable] == [
         "clock,<user>1+1=<assistant>",
         "clock,add,<user>3+4=<assistant>no thought",
     ]
@@ -92,5 +92,5 @@ def test_a_rollout_has_the_options_of_its_row() -> None:
     source = Source(path="rows.jsonl", tools_key="tools", chat_template_kwargs={"thinking": True})
     opening = Opening("r", "g", [], [], seed=0, chat=True, longest=9, columns=source)
     assert opening.options == ChatOptions()
-    assert opening.of_row({"tools": [OWN]}).options == ChatOptions([OWN], {"thinking": True})
-    assert opening.of_row({}).options == ChatOptions((), {"thinking": True})
+    assert opening.of_row({"tools": [OWN]}, 16).options == ChatOptions([OWN], {"thinking": True})
+    assert opening.of_row({}, 16).options == ChatOptions((), {"thinking": True})

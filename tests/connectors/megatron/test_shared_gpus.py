@@ -169,6 +169,7 @@ async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_ag
     assert answer.weight_versions[0][1] == 1
 
 
+@pytest.mark.slow
 async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work(
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work
     assert asleep_at_build == [BOTH, BOTH]
 
 
+@pytest.mark.slow
 async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_with_it(
     drivers: Any, asleep_at_build: list[list[str]]
 ) -> None:

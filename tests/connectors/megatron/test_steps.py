@@ -70,7 +70,13 @@ def refused(group: Group, url: str, message: str, guard: float | None = None) ->
         with pytest.raises(RankFailedError, match=message):
             group.call("train", 2, url, guard)
     assert group.run(fingerprint) == before
-    assert group.call("state")[0] | {"pid": 0} == {"rank": 0, "version": 1, "busy": None, "pid": 0}
+    assert group.call("state")[0] | {"pid": 0} == {
+        "rank": 0,
+        "version": 1,
+        "busy": None,
+        "saving": None,
+        "pid": 0,
+    }
 
 
 def test_refused_steps_change_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.connectors.rewards.served_teacher import ServedTeacher
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.algorithm.presets import PRESETS
+from millrace.core.config.algorithm.teacher import TeacherServer
+from tests.support.engine_process import embedded_engine
 from tests.support.plain_trainer import PlainLearner, scored
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
@@ -291,6 +295,55 @@ def test_samples_without_advantages_are_refused_where_the_estimator_needs_them(
             group.call("train", 1, some)
     with workers.group(configuration(model(), algorithm={"loss": "sft"})) as group:
         assert group.train([1], none)[0]["version"] == 1
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel": {"tensor": 2}}], ids=["one rank", "tensor"])
+@pytest.mark.parametrize("algorithm", [{"preset": "opd"}, {"distillation_coef": 0.5}], ids=["opd", "grpo"])
+def test_a_served_teacher_teaches_what_the_same_weights_in_the_ranks_teach(
+    workers: Workers,
+    model: Callable[..., Path],
+    tmp_path: Path,
+    layout: dict[str, Any],
+    algorithm: dict[str, Any],
+) -> None:
+    folder = model("qwen3", hidden_size=48)
+    rows = samples(1)
+    with embedded_engine(folder, "--dtype", "float32", log=tmp_path / "engine.log") as (url, _):
+        server = {"url": url}
+        teacher = ServedTeacher(TeacherServer.model_validate(server))
+
+        async def ask() -> list[list[float]]:
+            asked = [await teacher.logprobs(row["tokens"], row["response_length"]) for row in rows]
+            return [answer.logprobs for answer in asked]
+
+        answers = asyncio.run(ask())
+    answered = [{**row, "teacher_logprobs": found} for row, found in zip(rows, answers, strict=True)]
+    world = 2 if layout else 1
+    steps = []
+    for name, teaching, batch in (
+        ("held", {"teacher": str(folder)}, rows),
+        ("served", {"teacher_server": server}, answered),
+    ):
+        config = configuration(model(), world, algorithm={**algorithm, **teaching}, **layout)
+        with workers.group(config) as group:
+            steps.append(group.train([1], write_batch(tmp_path / name, batch))[0])
+    held, served = steps
+    for figure in ("loss", "grad_norm", "advantage_mean", "teacher_kl"):
+        assert served[figure] == pytest.approx(held[figure], abs=1e-4), figure
+    assert held["teacher_kl"] != 0
+
+
+def test_a_batch_without_the_served_teachers_answers_is_refused(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    served = {"preset": "opd", "teacher_server": {"url": "http://nowhere"}}
+    with (
+        workers.group(configuration(model(), algorithm=served)) as group,
+        pytest.raises(
+            RankFailedError, match=r"^TrainerError.*algorithm.teacher_server.*no log-probabilities"
+        ),
+    ):
+        group.train([1], write_batch(tmp_path, samples(1)))
 
 
 def test_a_teacher_of_a_smaller_vocabulary_is_refused(

@@ -17,7 +17,7 @@ from tests.support.local_handle import LocalHandle, LocalRouterHandle, fleet_con
 ROUTES = sorted(
     {
         (route.method, route.resource.canonical)
-        for route in Server(cast(Any, None), {}, Door("key")).app().router.routes()
+        for route in Server(cast(Any, None), {"model_path": "model"}, Door("key")).app().router.routes()
         if route.resource and route.method != "HEAD"
     }
 )

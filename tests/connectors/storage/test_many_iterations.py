@@ -13,8 +13,9 @@ import pytest
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.run_folder import READ_AHEAD, RunFolder
+from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.errors import CorruptFileError, MissingFileError
-from millrace.core.ledger import GroupOutcome, IterationHistory, Ledger
+from millrace.core.ledger import Ledger
 
 ITERATIONS = (
     1000  # some thousands are as many times as slow, and tell no more: what is held is a bound per iteration

@@ -18,10 +18,11 @@ from millrace.connectors.storage.prompts import (
     read_source,
     size_and_hash,
 )
+from millrace.connectors.storage.sources.addressed import AddressedRows
 from millrace.connectors.storage.sources.locate import is_absent
 from millrace.connectors.storage.store import Store
 from millrace.core.config.data import Source
-from millrace.core.contracts.prompts import SourceFingerprint, source_changes
+from millrace.core.contracts.rows.prompts import PromptRow, SourceFingerprint, source_changes
 from millrace.core.contracts.source_path import source_path
 from millrace.core.errors import DataError
 
@@ -229,3 +230,19 @@ def test_what_lies_at_a_path_is_seen_before_it_is_read(tmp_path: Path) -> None:
     assert not any(is_absent(str(tmp_path / path)) for path in there)
     assert all(is_absent(str(tmp_path / path)) for path in ("b.jsonl", "*.parquet", "b.jsonl@[:1]"))
     assert not is_absent("s3://bucket/none.jsonl")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_of_an_object_store_are_read_by_their_numbers(s3_bucket: str, name: str) -> None:
+    write = jsonl if name.endswith(".jsonl") else parquet
+    Store(s3_bucket).write(f"by-number/{name}", write(range(40)))
+    rows = AddressedRows(Source(path=f"{s3_bucket}/by-number/{name}@[5:]"))
+    assert len(rows) == 35
+    found = rows.read([30, 0, 7, 0])
+    assert [item.row for item in found] == [35, 5, 12, 5]
+    assert [item.prompt for item in found if isinstance(item, PromptRow)] == [
+        "35+1=",
+        "5+1=",
+        "12+1=",
+        "5+1=",
+    ]

@@ -149,3 +149,35 @@ def test_distillation_term_descends_the_reverse_kl() -> None:
     expected_loss = (logp.detach().exp() * losses.reinforce_loss(logp, term)).sum()
     (found,) = torch.autograd.grad(expected_loss, logits)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_top_k_kl_is_the_kl_of_those_tokens_and_the_rest(k: int) -> None:
+    """At most the KL over the vocabulary, equal to it where k is all of it, and so are the gradients."""
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(5, 6, dtype=torch.float64).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    whole = (logp.exp() * (logp - teacher)).sum(-1)
+    tops, ids = teacher.topk(k)
+    found = losses.top_k_kl(logp.gather(1, ids), tops)
+    assert (found > 0).all()
+    assert (found <= whole + 1e-9).all()
+    if k == 6:
+        torch.testing.assert_close(found, whole, atol=1e-9, rtol=0)
+        (wanted,) = torch.autograd.grad(whole.sum(), logits, retain_graph=True)
+        (got,) = torch.autograd.grad(found.sum(), logits)
+        torch.testing.assert_close(got, wanted, atol=1e-9, rtol=0)
+        return
+    ours, theirs = ((x, 1 - x.sum(-1, keepdim=True)) for x in (logp.gather(1, ids).exp(), tops.exp()))
+    p, q = torch.cat(ours, -1), torch.cat(theirs, -1)
+    torch.testing.assert_close(found, (p * (p / q).log()).sum(-1))
+
+
+def test_top_k_kl_of_a_certain_teacher_is_finite() -> None:
+    """One whose k tokens have all the probability there is, against a policy that has none of it there."""
+    ours = torch.tensor([[-30.0, -31.0], [-1e-7, -20.0]], requires_grad=True)
+    found = losses.top_k_kl(ours, torch.tensor([[0.0, -100.0], [0.0, -100.0]]))
+    found.sum().backward()
+    assert torch.isfinite(found).all()
+    assert ours.grad is not None
+    assert torch.isfinite(ours.grad).all()

@@ -36,6 +36,10 @@ CONFIGS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS
             "opsm_delta": 0.01,
         },
     },
+    "likeliest tokens of a teacher": {
+        "preset": "opd",
+        "teacher_server": {"url": "http://nowhere", "top_k": 3},
+    },
 }
 
 
@@ -45,6 +49,7 @@ def batch(config: Algorithm, seed: int = 0, dtype: torch.dtype = torch.float64) 
     n = int(lengths.sum())
     mask = (torch.rand(n, generator=g) > 0.25).long()
     rand = lambda: torch.rand(n, generator=g, dtype=dtype)  # noqa: E731
+    tops = lambda: torch.randn(n, 5, generator=g, dtype=dtype).log_softmax(-1)[:, :3]  # noqa: E731
     old = -2 * rand() - 0.05
     counts = torch.stack([part.sum() for part in mask.split(lengths.tolist())])
     return TokenBatch(
@@ -57,6 +62,8 @@ def batch(config: Algorithm, seed: int = 0, dtype: torch.dtype = torch.float64) 
         lengths=lengths,
         weights=spread(aggregate.sample_weights(counts.to(dtype), config, max_length=8), lengths),
         entropy=rand().requires_grad_(),
+        top_logprobs=tops().requires_grad_(),
+        teacher_top_logprobs=tops(),
     )
 
 
@@ -94,7 +101,9 @@ def test_masked_tokens_may_hold_anything(name: str) -> None:
     objective, clean = Objective(config), batch(config)
     off = clean.mask == 0
     per_token = {
-        item.name: torch.where(off, torch.nan, getattr(clean, item.name))
+        item.name: torch.where(
+            off[:, None] if "top" in item.name else off, torch.nan, getattr(clean, item.name)
+        )
         for item in fields(clean)
         if item.name not in ("mask", "lengths")
     }
@@ -114,10 +123,10 @@ def test_gradients_match_finite_differences(name: str) -> None:
     config = Algorithm(**CONFIGS[name])
     objective, whole = Objective(config), batch(config, seed=1)
 
-    def loss(p: Tensor, entropy: Tensor) -> Tensor:
-        return objective(replace(whole, logprobs=p, entropy=entropy))[0]
+    def loss(p: Tensor, entropy: Tensor, tops: Tensor) -> Tensor:
+        return objective(replace(whole, logprobs=p, entropy=entropy, top_logprobs=tops))[0]
 
-    assert torch.autograd.gradcheck(loss, (whole.logprobs, whole.entropy))
+    assert torch.autograd.gradcheck(loss, (whole.logprobs, whole.entropy, whole.top_logprobs))
 
 
 def test_terms_add_up() -> None:

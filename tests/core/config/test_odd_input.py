@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
@@ -28,10 +28,10 @@ ODD_NUMBERS = [".inf", "-.inf", ".nan", "1e400", "1" + "0" * 400]
 
 
 def _numbers(annotation: Any) -> set[type]:
-    """The number types of a field, below unions and lists too."""
+    """The number types of a field, below unions and lists too; not those of a mapping, which has places of its own."""
     if annotation in (int, float):
         return {annotation}
-    if isinstance(annotation, type):
+    if isinstance(annotation, type) or get_origin(annotation) is dict:
         return set()
     return {kind for part in get_args(annotation) for kind in _numbers(part)}
 
@@ -60,6 +60,11 @@ def test_no_number_of_a_configuration_may_be_infinite_or_none_at_all(number: str
         (problem,) = [problem for problem in problems if problem.field == place]
         assert problem.reason in ("not a finite number", "too large")
         assert len(str(problem)) < 200
+
+
+def test_a_number_in_a_mapping_is_looked_at_too() -> None:
+    with pytest.raises(ConfigError, match=r"data\.stages\.0\.weights\.x.*not a finite number"):
+        load_config(None, text=GOOD, overrides=["data.stages=[{weights: {x: .inf}}]"])
 
 
 def test_no_section_takes_a_number_that_is_not_finite_from_elsewhere() -> None:

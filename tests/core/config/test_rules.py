@@ -22,6 +22,7 @@ BASE: dict[str, Any] = {
 }
 
 
+SUPERVISED = ["algorithm.loss=sft", "rollout.samples_per_prompt=1"]
 SPECULATIVE = ["engines.kind=sglang", "engines.sglang.speculative_algorithm=STANDALONE"]
 
 
@@ -57,6 +58,8 @@ def fields(*overrides: str) -> list[str]:
         ["engines.max_total_tokens=356"],
         ["engines.kind=sglang", "engines.gpus=2"],
         ["algorithm.loss=sft", "rollout.samples_per_prompt=1"],
+        [*SUPERVISED, "data.sources.0.loss_on=assistant", "data.sources.0.label_key=null"],
+        [*SUPERVISED, "evaluation.sets.0.loss_on=last_assistant", "checkpoint.keep_best=eval/held/loss"],
         ["checkpoint.every=4", "checkpoint.keep_every=8"],
         ["run.iterations=12", "checkpoint.every=4", "checkpoint.keep_every=6"],
         ["checkpoint.keep_best=eval/held/reward_mean"],
@@ -127,6 +130,19 @@ def test_these_agree(overrides: list[str]) -> None:
             "trainer.schedule.warmup_steps",
         ),
         (["algorithm.loss=sft"], "rollout.samples_per_prompt"),
+        (["data.sources.0.loss_on=assistant"], "data.sources.sums.loss_on"),
+        (["evaluation.sets.0.loss_on=assistant"], "evaluation.sets.held.loss_on"),
+        ([*SUPERVISED, "evaluation.sets.0.label_key=null"], "evaluation.sets.held.label_key"),
+        ([*SUPERVISED, "checkpoint.keep_best=eval/held/reward_mean"], "checkpoint.keep_best"),
+        (["checkpoint.keep_best=eval/held/loss"], "checkpoint.keep_best"),
+        (
+            [*SUPERVISED, "data.sources.0.loss_on=assistant", "data.sources.0.chat=false"],
+            "data.sources.sums.chat",
+        ),
+        (
+            [*SUPERVISED, "data.sources.0.loss_on=assistant", "data.sources.0.label_from_prompt=true"],
+            "data.sources.sums.label_from_prompt",
+        ),
         (
             ["algorithm.loss=sft", "rollout.samples_per_prompt=1", "data.sources.0.label_key=null"],
             "data.sources.sums.label_key",

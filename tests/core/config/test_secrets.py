@@ -58,7 +58,7 @@ def planted(place: Place, value: Any) -> dict[str, Any]:
             at = at.setdefault(part, [{"name": "a", "path": "held_out.jsonl"}])
         else:
             at = at.setdefault(part, {})
-            if part in ("group_filter", "shaping", "prepare"):
+            if part in ("group_filter", "buffer_filter", "shaping", "prepare", "hint"):
                 at.setdefault("function", NEEDED["function"])
     return values
 

@@ -99,10 +99,13 @@ def test_choices_and_functions_are_these() -> None:
     functions = [path for path, field in all_fields().items() if UserFunction in models(field.annotation)]
     assert functions == [
         "run.prepare",
+        "data.sources[].rows",
         "rollout.session.function",
         "rollout.session.environment",
+        "rollout.buffer.buffer_filter",
         "filter.group_filter",
         "algorithm.shaping",
+        "algorithm.teacher_server.hint",
     ]
 
 

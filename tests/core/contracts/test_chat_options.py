@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from millrace.core.contracts.chat_options import RESERVED, ChatOptions, chat_options
-from millrace.core.contracts.prompts import PromptRow, Quarantined, parse_row, require_labels
+from millrace.core.contracts.rows.chat_options import RESERVED, ChatOptions, chat_options
+from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, parse_row, require_labels
 from tests.core.contracts.test_prompts import Columns
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

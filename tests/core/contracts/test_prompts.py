@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.core.contracts.prompts import (
+from millrace.core.contracts.rows.prompts import (
     EXCERPT,
     PromptRow,
     Quarantined,
@@ -22,6 +22,7 @@ from millrace.core.contracts.prompts import (
     source_changes,
     value_at,
 )
+from millrace.core.contracts.rows.trained_messages import LossOn
 
 
 @dataclass
@@ -33,7 +34,9 @@ class Columns:
     extra_keys: tuple[str, ...] = ()
     tools_key: str | None = None
     chat_template_kwargs_key: str | None = None
+    sampling_key: str | None = None
     label_from_prompt: bool = False
+    loss_on: LossOn = "answer"
 
 
 KEYS = Columns()

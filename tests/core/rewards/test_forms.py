@@ -106,7 +106,7 @@ def test_slimes_signature_is_called_with_arguments_and_a_sample() -> None:
     assert [each["reward"] for each in group] == [0.0, 1.0]
     with pytest.raises(AttributeError, match="args has no scale here: give it in the function's options"):
         score_sample(f"slime:{FORMS}.slime_length", {"reward_key": "score"}, row("a"))
-    with pytest.raises(AttributeError, match="sees no token ids"):
+    with pytest.raises(AttributeError, match="see no token ids"):
         score_sample(f"slime:{FORMS}.slime_tokens", {}, row("a"))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import time
 from itertools import combinations
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from millrace.core.hooks import RewardInput
 from millrace.core.rewards.math import answer_of, equal, last_boxed, math
+from millrace.core.rewards.symbolic import _limit, _OutOfTime
 
 GRADED = json.loads((Path(__file__).parent / "graded_answers.json").read_text())
 
@@ -245,3 +249,30 @@ def test_boxes_that_never_close_cost_one_pass() -> None:
 def test_a_label_of_gsm8k_is_what_follows_its_mark() -> None:
     label = "Natalia sold 48/2 = 24 clips in May.\n#### 72"
     assert math(RewardInput(prompt="?", response=r"\boxed{72}", label=label)) == 1
+
+
+def test_what_other_threads_compute_does_not_count_against_a_comparison() -> None:
+    over = threading.Event()
+
+    def busy() -> None:
+        while not over.is_set():
+            pass
+
+    others = threading.Thread(target=busy)
+    others.start()
+    try:
+        with _limit(0.02):
+            time.sleep(0.3)
+        with pytest.raises(_OutOfTime), _limit(0.02):
+            busy()
+    finally:
+        over.set()
+        others.join()
+
+
+def test_no_garbage_is_collected_within_a_comparison() -> None:
+    """In a large process that takes longer than the comparison, and counts as its time."""
+    assert gc.isenabled()
+    with _limit(1):
+        assert not gc.isenabled()
+    assert gc.isenabled()

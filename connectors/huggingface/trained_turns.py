@@ -1,0 +1,82 @@
+"""A whole dialogue as the chat template writes it, cut where trained turns begin and end.
+
+A trained turn is what the template adds to the prompt that would have asked for it: content, tool calls, and the token that
+ends the turn. Each cut is proven: the prompt, and the prompt with the turn, must be how the whole text begins. A template that
+writes earlier turns otherwise later, as those do that drop their thinking, is refused. No text is searched.
+Knows nothing of tokenizers; a template is a function from messages to text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.connectors.huggingface.suffix import ASKED, Message, Render, suffix
+
+REMEDY = "loss_on: last_assistant trains the last turn alone; model.chat_template names a template that leaves earlier turns as they were"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of a dialogue, all of it trained or none. Pieces become tokens one by one."""
+
+    text: str
+    trained: bool
+
+
+def pieces(
+    render: Render, messages: Sequence[Message], trained: Sequence[int], ends: Sequence[str]
+) -> list[Piece]:
+    """The dialogue's text in pieces, from its beginning; the second is the first trained turn.
+
+    trained: numbers of the messages that are. ends: texts of the tokens that may end a turn. Raises ValueError, with
+    `kind of reason: details`, where the template refuses the dialogue, rewrites a turn, or ends one with no such token.
+    """
+    assert trained, "a dialogue has something to train"
+    whole, at = render(messages, False), 0
+    found: list[Piece] = []
+    for number in trained:
+        prompt = render(messages[:number], True)
+        if not prompt:
+            raise ValueError(f"no prompt: nothing comes before message {number}, which is trained")
+        if not whole.startswith(prompt):
+            raise ValueError(
+                f"rewritten turn: the chat template writes what comes before message {number} otherwise than in the prompt "
+                f"that asks for it; {REMEDY}"
+            )
+        turn, beyond = _turn(render, messages, number, prompt, whole, ends)
+        assert at <= len(prompt), "turns follow one another"
+        found += [Piece(whole[at : len(prompt)], False), Piece(turn, True)]
+        at = len(prompt) + len(turn) - beyond
+    rest = whole[at:]
+    return [*found, *([Piece(rest, False)] if rest else [])]
+
+
+def _turn(
+    render: Render, messages: Sequence[Message], number: int, prompt: str, whole: str, ends: Sequence[str]
+) -> tuple[str, int]:
+    """The text of a turn with the token that ends it, and how many characters of it the whole text lacks."""
+    said = render(messages[: number + 1], False)
+    turn = said[len(prompt) :]
+    ended = any(end and turn.rstrip().endswith(end) for end in ends)
+    if ended:
+        turn = turn.rstrip()
+    if not (said.startswith(prompt) and whole.startswith(prompt + turn)):
+        raise ValueError(
+            f"rewritten turn: the chat template writes message {number} otherwise once others follow it; {REMEDY}"
+        )
+    if ended:
+        return turn, 0
+    # the next message's first token ends the turn, as it is with GLM
+    rest = whole[len(prompt) + len(turn) :]
+    gap = len(rest) - len(rest.lstrip("\n"))
+    end = next((end for end in ends if end and rest[gap:].startswith(end)), "")
+    if end:
+        return turn + rest[: gap + len(end)], 0
+    end = "" if rest else suffix(render, [ASKED], ends)[0]
+    if not end:
+        raise ValueError(
+            f"endless turn: the chat template ends message {number} with no special token, so that a model would not learn "
+            "to end; have it write eos_token after each message of the assistant"
+        )
+    return turn + end, len(end)

@@ -1,0 +1,132 @@
+"""A checkpoint of this rank that another process writes while training goes on.
+
+Owns that process and what is known of it. At most one checkpoint is written at a time. Knows nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import Metadata
+
+from millrace.connectors.megatron.checkpoint.file_writer import WriteTask, Written
+from millrace.connectors.megatron.checkpoint.host_copy import HostCopy, HostMemory
+from millrace.core.contracts.handles import SaveState
+from millrace.core.errors import StorageError
+
+FILES = 2  # of a rank: threads that write at once
+MODULE = "millrace.connectors.megatron.checkpoint.write_process"
+
+
+@dataclass
+class Begun:
+    """A checkpoint that is being written: what its marker will hold, and where this rank has its own files meanwhile."""
+
+    url: str
+    version: int
+    metrics: dict[str, Any] | None
+    folder: Path  # with the files that are written at once
+    metadata: Metadata | None  # rank 0's
+    seconds: float  # that training waited
+    keeps: contextlib.ExitStack = field(
+        default_factory=contextlib.ExitStack
+    )  # the folder, if it is a temporary one
+
+
+class BackgroundWriter:
+    """The writer of one rank."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.begun: Begun | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: Written | str | None = None  # a text says why there is none
+        self._started = 0.0
+        self._wrote_s = 0.0
+
+    def start(self, begun: Begun, copy: HostCopy) -> None:
+        """Have the copy written. The memory is not used again before `drop`."""
+        assert self.begun is None, "one checkpoint at a time"
+        self.begun, self._outcome, self._started = begun, None, time.perf_counter()
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[copy.descriptor],
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": _search_path(),
+            },
+        )
+        task = pickle.dumps(WriteTask(begun.url, copy, FILES, os.getpid()))
+        self._thread = threading.Thread(target=self._follow, args=(process, task), daemon=True)
+        self._thread.start()
+
+    def _follow(self, process: subprocess.Popen[bytes], task: bytes) -> None:
+        outcome: Written | str = "its process gave no answer"
+        try:
+            out, err = process.communicate(task)
+            if process.returncode == 0:
+                outcome = pickle.loads(out)  # noqa: S301 - of the process that this one started
+            else:
+                said = err.decode(errors="replace").strip().splitlines()
+                outcome = said[-1] if said else f"its process ended with {process.returncode}"
+        finally:  # whatever happens here, nobody waits for ever
+            self._wrote_s = time.perf_counter() - self._started
+            self._outcome = outcome
+
+    def state(self) -> SaveState | None:
+        """How far it is; None if no checkpoint has begun."""
+        begun, outcome = self.begun, self._outcome
+        if begun is None:
+            return None
+        state: SaveState = {"url": begun.url, "version": begun.version, "state": "writing", "reason": None}
+        if isinstance(outcome, str):
+            return {**state, "state": "failed", "reason": outcome}
+        return state if outcome is None else {**state, "state": "written"}
+
+    def written(self) -> Written:
+        """What was written. Raises StorageError if it failed."""
+        assert self._thread is not None
+        self._thread.join()
+        assert self.begun is not None
+        outcome = self._outcome
+        if isinstance(outcome, Written):
+            return outcome
+        raise StorageError(
+            f"the checkpoint was not written: {outcome}",
+            where=self.begun.url,
+            remedy="free space or repair the disk and start again; nothing committed is lost",
+        )
+
+    @property
+    def seconds(self) -> float:
+        """That the writing took."""
+        return self._wrote_s
+
+    def drop(self) -> None:
+        """Forget the checkpoint, and end its process if it still writes. The memory is free then."""
+        if self._process is not None and self._thread is not None:
+            self._process.kill()
+            self._thread.join()
+        if self.begun is not None:
+            self.begun.keeps.close()
+        self.begun = self._process = self._thread = self._outcome = None
+
+
+def _search_path() -> str:
+    """The module search path of this process, where the writer finds millrace as this one did."""
+    return os.pathsep.join(path for path in sys.path if path)

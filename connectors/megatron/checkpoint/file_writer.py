@@ -1,0 +1,131 @@
+"""Writes one rank's part of a checkpoint from its copy in memory, and hashes the files while it writes them.
+
+Owns torch's format of the files. Knows nothing of processes, and of ranks that wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint import FileSystemWriter, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, WriteResult
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from millrace.connectors.megatron.checkpoint.host_copy import HostCopy, Place, tensor_at
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.own_folders import temporary_folder
+from millrace.connectors.storage.store import Store
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """What to write, and where."""
+
+    url: str  # of the checkpoint
+    copy: HostCopy
+    files: int  # that the data is split into, and threads that write them
+    parent: int  # process that started this one
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written."""
+
+    results: list[WriteResult]
+    files: list[FileEntry]
+
+
+def write(task: WriteTask) -> Written:
+    """Write the data into the checkpoint's folder; to an object store by way of a temporary one."""
+    store = Store(task.url)
+    if store.local:
+        results, entries = _write_files(Path(store.root), task)
+        return Written(results, entries)
+    with temporary_folder("millrace-save") as folder:
+        results, _ = _write_files(Path(folder), task)
+        return Written(results, store.upload_dir(folder, ""))
+
+
+def _write_files(folder: Path, task: WriteTask) -> tuple[list[WriteResult], list[FileEntry]]:
+    with mmap.mmap(task.copy.descriptor, task.copy.size, prot=mmap.PROT_READ | mmap.PROT_WRITE) as view:
+        source = _Source(task.copy, view)
+        writer = FileSystemWriter(folder, thread_count=task.files)
+        writer.fs = hashing = _Hashing()
+        results: list[WriteResult] = writer.write_data(task.copy.plan, cast(SavePlanner, source)).value()
+        source.data.clear()  # its tensors hold the view
+    return results, sorted(hashing.entries, key=lambda entry: entry.path)
+
+
+class _Source:
+    """Takes the part of a planner that a writer asks: an item's data."""
+
+    def __init__(self, copy: HostCopy, view: mmap.mmap) -> None:
+        self.data: dict[Any, Place | bytes] = {
+            item.index: data for item, data in zip(copy.plan.items, copy.data, strict=True)
+        }
+        self._view = view
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        """A tensor in the memory, or a file of bytes."""
+        data = self.data[item.index]
+        if isinstance(data, Place):
+            return tensor_at(self._view, data)
+        assert item.type == WriteItemType.BYTE_IO
+        return io.BytesIO(data)
+
+
+class _Hashing(FileSystem):
+    """Local files that are hashed while they are written."""
+
+    def __init__(self) -> None:
+        self.entries: list[FileEntry] = []
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """A file to write from its beginning to its end."""
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashedStream(stream)
+            yield hashed
+        self.entries.append(
+            FileEntry(path=Path(path).name, sha256=hashed.sha256.hexdigest(), size=hashed.size)
+        )
+
+
+class _HashedStream:
+    """A stream that takes bytes at its end only."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream: Any = stream
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        """Write and hash."""
+        self.sha256.update(data)
+        written: int = self._stream.write(data)
+        self.size += written
+        return written
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self.size
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """What an item's own stream ends with; the file goes on."""
+
+    def fileno(self) -> int:
+        """For syncing to disk."""
+        descriptor: int = self._stream.fileno()
+        return descriptor

@@ -1,0 +1,208 @@
+"""A reward for programs: the response's last fenced code block, or all of it, is run against the row's tests, in the sandbox.
+
+Owns which programs are run and what their ends mean. What a row may hold is in millrace.core.rewards.code.cases.
+
+What an answer cannot do: end its process early, print a mark of success, or return an object that equals everything, and pass.
+What is expected is never in a process that runs the answer: outputs are compared here, and asserts run in another process,
+which has the answer's results as plain values. It does not see arguments of later cases either, but for asserts, whose calls
+are made in one process.
+
+Does not protect against: an answer that recognises the arguments of tests that it has seen in training and returns what was
+right then; tests that are wrong, or too few; what the sandbox itself does not (millrace.connectors.workers.sandbox).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from millrace.connectors.workers.sandbox import SandboxLimits, SandboxOutcome, run_python
+from millrace.core.errors import ConfigError, DataError
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.code.answer import decoded, last_code_block, same_output, same_value
+from millrace.core.rewards.code.cases import Asserts, Call, Case, Tests, tests_of
+from millrace.core.rewards.code.programs import ANSWER, ASSERTS, LINE
+
+Ended = Literal["passed", "wrong", "raised", "timed_out", "out_of_memory", "too_much_output"]
+CODE = "{code}"  # its place in a template
+OUTCOMES: tuple[Ended, ...] = get_args(Ended)
+
+
+def code(
+    sample: RewardInput,
+    *,
+    score: Literal["all", "share"] = "all",
+    fenced: bool = True,
+    template: str = CODE,
+    timeout_s: float = 5.0,
+    total_s: float = 20.0,
+    memory_mb: int = 256,
+    output_bytes: int = 1 << 16,
+    max_tests: int | None = None,
+) -> RewardResult:
+    """1 if the code passes all tests of the row, else 0; with score="share" the share of tests that it passes.
+
+    fenced: the code is the last closed block; else it is the whole response without the space around it. template: the program,
+    with {code} where the code stands: imports before it, or a function around it. timeout_s: of one program; total_s: of all
+    of them, after which the tests that are left count as timed out. memory_mb, output_bytes: of one program. max_tests: the
+    first of the row's alone.
+    Parts: `tests`, `no_code` (1 without any), and how many ended in each way; with score="all" the first that does not
+    pass is the last that is run.
+    Errors: DataError of a row whose tests cannot be used; ConfigError of options; MillraceError where no sandbox can be started.
+    """
+    if score not in ("all", "share"):
+        raise ConfigError(
+            f"score = {score} is not a choice", where="options of code", remedy="give all or share"
+        )
+    if CODE not in template:
+        raise ConfigError(
+            f"it has no place for the code: {template!r}",
+            where="options.template of code",
+            remedy=f"write {CODE} where the code stands",
+        )
+    tests = tests_of(sample.metadata)
+    count = len(tests.sources) if isinstance(tests, Asserts) else len(tests)
+    count = min(count, max_tests or count)
+    program = last_code_block(sample.response) if fenced else sample.response.strip() or None
+    if program is None:
+        return _result(Counter(), count, score, no_code=True)
+    sandbox = _Sandbox(SandboxLimits(timeout_s, memory_mb, output_bytes), total_s)
+    program = template.replace(CODE, program)
+    ended: Counter[Ended] = Counter()
+    for outcome in _outcomes(sandbox, program, tests, count):
+        ended[outcome] += 1
+        if outcome != "passed" and score == "all":
+            break
+    return _result(ended, count, score)
+
+
+def _result(ended: Counter[Ended], count: int, score: str, *, no_code: bool = False) -> RewardResult:
+    passed = ended["passed"] / count
+    parts = {"tests": float(count), "no_code": float(no_code)} | {
+        name: float(ended[name]) for name in OUTCOMES
+    }
+    return RewardResult(passed if score == "share" else float(passed == 1), parts)
+
+
+class _Sandbox:
+    """Runs programs until the time for all of them is over."""
+
+    def __init__(self, limits: SandboxLimits, total_s: float) -> None:
+        self._limits = limits
+        self._deadline = time.monotonic() + total_s
+
+    def run(self, program: str, given: str) -> SandboxOutcome | None:
+        """How it ended; None if there is no time left."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return None
+        limits = self._limits
+        return run_python(
+            program,
+            given,
+            SandboxLimits(min(left, limits.timeout_s), limits.memory_mb, limits.output_bytes),
+        )
+
+    def call(self, program: str, calls: list[list[Any]]) -> tuple[list[str | None], Ended]:
+        """What the answer says of each call, [name, arguments, keyword arguments], encoded; and how it ended."""
+        outcome = self.run(ANSWER, json.dumps({"code": program, "calls": calls}))
+        said = _said(outcome)
+        return [said.get(str(at)) for at in range(len(calls))], _fault(outcome) or "wrong"
+
+
+def _outcomes(sandbox: _Sandbox, program: str, tests: Tests, count: int) -> Iterator[Ended]:
+    if isinstance(tests, Asserts):
+        yield from _asserts(sandbox, program, Asserts(tests.sources[:count], tests.names))
+        return
+    for test in tests[:count]:
+        yield _case(sandbox, program, test) if isinstance(test, Case) else _call(sandbox, program, test)
+
+
+def _case(sandbox: _Sandbox, program: str, case: Case) -> Ended:
+    outcome = sandbox.run(program, case.given)
+    fault = _fault(outcome)
+    if fault or outcome is None:
+        return fault or "timed_out"
+    return "passed" if same_output(outcome.stdout, case.expected) else "wrong"
+
+
+def _call(sandbox: _Sandbox, program: str, call: Call) -> Ended:
+    arguments = ["l", *map(_encoded, call.arguments)]
+    (said,), ended = sandbox.call(program, [[call.name, arguments, ["d"]]])
+    if said is None:
+        return ended
+    try:
+        answer = json.loads(said)
+        if "value" not in answer:
+            return "raised"
+        value = decoded(answer["value"])
+    except (ValueError, TypeError, RecursionError):  # what the answer wrote itself
+        return "wrong"
+    return "passed" if any(same_value(value, expected) for expected in call.expected) else "wrong"
+
+
+def _asserts(sandbox: _Sandbox, program: str, tests: Asserts) -> Iterator[Ended]:
+    """Run the asserts with the results known so far, have the answer make the calls that they lack, and so on.
+
+    The first run has no results: what fails in it is the row's fault.
+    """
+    results: dict[str, str] = {}
+    while True:
+        given = {"sources": tests.sources, "names": tests.names, "results": results}
+        outcome = sandbox.run(ASSERTS, json.dumps(given))
+        report = _said(outcome).get("")
+        if report is None:
+            if not results and outcome is not None:
+                raise _unusable(f"they ended with {outcome.ended}: {outcome.stderr[-200:]}")
+            yield from [_fault(outcome) or "wrong"] * len(tests.sources)
+            return
+        found = json.loads(report)
+        if found["unsendable"]:
+            raise _unusable(f"they pass a {found['unsendable'][0]}, which cannot be sent to another process")
+        wrong = next((verdict for verdict in found["verdicts"] if verdict.startswith("unusable")), None)
+        if wrong:
+            raise _unusable(wrong)
+        if not found["asked"]:
+            if not results:
+                raise _unusable("they call no function of the answer")
+            yield from ["passed" if verdict == "passed" else "wrong" for verdict in found["verdicts"]]
+            return
+        said, ended = sandbox.call(program, list(found["asked"].values()))
+        for key, answer in zip(found["asked"], said, strict=True):
+            if answer is None:
+                yield from [ended] * len(tests.sources)
+                return
+            results[key] = answer
+
+
+def _said(outcome: SandboxOutcome | None) -> dict[str, str]:
+    """What a program wrote in lines of its own: text by the number before it, or by nothing."""
+    lines = (outcome.stdout if outcome else "").split("\n")
+    found = (line.removeprefix(LINE) for line in lines if line.startswith(LINE))
+    pairs = (line.partition(" ") if line[:1].isdigit() else ("", "", line) for line in found)
+    return {number: text for number, _, text in pairs}
+
+
+def _fault(outcome: SandboxOutcome | None) -> Ended | None:
+    """What went wrong with a program; None if it ended by itself, with exit code 0."""
+    if outcome is None:
+        return "timed_out"
+    if outcome.ended in ("timed_out", "out_of_memory", "too_much_output"):
+        return outcome.ended
+    return None if outcome.succeeded else "raised"
+
+
+def _unusable(reason: str) -> DataError:
+    return DataError(reason, where="tests of the row", remedy="correct the row, or leave it out")
+
+
+def _encoded(value: Any) -> Any:
+    """A JSON value with a mark at each container, as programs.decode reads it."""
+    if isinstance(value, list):
+        return ["l", *map(_encoded, value)]
+    if isinstance(value, dict):
+        return ["d", *([key, _encoded(item)] for key, item in value.items())]
+    return value

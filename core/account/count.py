@@ -1,0 +1,196 @@
+"""Counts an iteration's tokens in its stored tables, a batch of rows at a time. Pure: Arrow tables in, an account out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millrace.core.account.account import UNVERSIONED, Account, Fate
+from millrace.core.contracts.ids import rollout_of
+from millrace.core.contracts.turns import place_of_columns, rows_that_count
+
+COLUMNS = {  # that are read of each kind of table
+    "rollouts": ["sample_id", "loss_mask", "policy_versions", "status", "samples"],
+    "turns": ["rollout_id", "order", "branch", "event", "kind", "output_ids", "policy_versions"],
+    "verdicts": ["sample_id", "verdict", "dropped_by", "reused_from"],
+    "batch": ["sample_id", "loss_mask", "policy_versions", "samples", "reused_from"],
+}
+SUPERSEDED = "superseded"  # turns that a rollout which was run again did not take up
+Outcome = tuple[Fate, str]
+"""What became of a sample, and what dropped it."""
+
+
+def account_of(
+    rollouts: pa.Table, turns: pa.Table, verdicts: pa.Table | None = None, batch: pa.Table | None = None
+) -> Account:
+    """The account of an iteration. verdicts, batch: none while it is open; all that it generated is in flight then.
+
+    Policy tokens are counted: not prompts, and not what was observed between turns. A rollout of several turns generated
+    what its turns hold, also where it failed afterwards. Tables may have more columns than COLUMNS.
+    """
+    counting = _Counting(turns.select(COLUMNS["turns"]), verdicts)
+    return counting.done(rollouts, batch)
+
+
+class _Counting:
+    def __init__(self, turns: pa.Table, verdicts: pa.Table | None) -> None:
+        self._account = Account()
+        self._turned = _by_rollout(turns)
+        self._outcomes = None if verdicts is None else self._read(verdicts)
+        self._seen: set[str] = set()
+
+    def done(self, rollouts: pa.Table, batch: pa.Table | None) -> Account:
+        failed: set[str] = set()
+        for rows in rollouts.to_batches():
+            failed |= self._samples(rows)
+        self._turns(failed)
+        for rows in batch.to_batches() if batch is not None else ():
+            self._trained(rows)
+        return self._account
+
+    def _read(self, verdicts: pa.Table) -> Mapping[str, Outcome]:
+        fresh = verdicts.filter(pc.is_null(verdicts.column("reused_from")))
+        columns = [fresh.column(name).to_pylist() for name in ("sample_id", "verdict", "dropped_by")]
+        outcomes = {
+            sample: _outcome(verdict, dropped_by)
+            for sample, verdict, dropped_by in zip(*columns, strict=True)
+        }
+        self._account.strays += [sample for sample, count in Counter(columns[0]).items() if count > 1]
+        return outcomes
+
+    def _outcome_of(self, sample: str) -> Outcome | None:
+        """None: no verdict speaks of it."""
+        return ("in flight", "") if self._outcomes is None else self._outcomes.get(sample)
+
+    def _samples(self, rows: pa.RecordBatch) -> set[str]:
+        """Count rows of rollout parts; returns the rollouts that failed. What is trained, the batch says."""
+        account, pieces = self._account, _Pieces(rows)
+        samples, status = rows.column("sample_id").to_pylist(), rows.column("status").to_pylist()
+        outcomes: list[Outcome | None] = []
+        turned = _of_several_turns(rows)
+        for at, sample in enumerate(samples):
+            outcome = self._outcome_of(sample)
+            if outcome is None or sample in self._seen:
+                account.strays.append(sample)
+                outcome = None  # whatever it has counts once
+            self._seen.add(sample)
+            outcomes.append(outcome)
+            account.generated_samples += 1
+            trained = outcome is not None and outcome[0] == "trained"
+            if outcome is not None and not trained:
+                account.samples[outcome] += 1
+            account.lengths[trained][pieces.policy[at] if turned[at] else pieces.length[at]] += 1
+        for row, version, count, policy in pieces:
+            outcome = outcomes[row]
+            if not turned[row]:
+                account.generated[version] += count
+                if outcome is not None and outcome[0] != "trained":
+                    account.tokens[(*outcome, version)] += count
+            elif outcome is not None and self._outcomes is not None:
+                fate, cause = outcome
+                # of a trained sample all is masked until the batch says what is not
+                account.tokens["masked" if fate == "trained" else fate, cause, version] += policy
+        failed = zip(samples, status, strict=True)
+        return {rollout_of(sample) for sample, each in failed if each == "failed"}
+
+    def _turns(self, failed: set[str]) -> None:
+        """Count turns as generated, and those that are in no sample by what became of them."""
+        account = self._account
+        known = {rollout_of(sample) for sample in self._seen}
+        for rollout, rows in self._turned.items():
+            counted = {row["order"] for row in rows_that_count(rows, place_of_columns)}
+            outcome = None
+            if self._outcomes is None:
+                outcome = self._outcome_of(rollout)
+                if rollout not in known:
+                    account.generated_samples += 1
+                    account.samples["in flight", ""] += 1
+            elif rollout in failed:
+                outcome = self._outcome_of(rollout)
+            for row in rows:
+                if row["kind"] == "segment":
+                    superseded = self._outcomes is not None and row["order"] not in counted
+                    fate: Outcome | None = ("dropped", SUPERSEDED) if superseded else outcome
+                    for version, tokens in _split(row["policy_versions"], row["length"]):
+                        account.generated[version] += tokens
+                        if fate is not None:
+                            account.tokens[(*fate, version)] += tokens
+
+    def _trained(self, rows: pa.RecordBatch) -> None:
+        """Count rows of the batch: what is trained, and what the loss leaves out."""
+        account, pieces = self._account, _Pieces(rows)
+        turned = _of_several_turns(rows)
+        again = [earlier is not None for earlier in rows.column("reused_from").to_pylist()]
+        for at, reused in enumerate(again):
+            account.again_samples += reused
+            account.again_tokens += pieces.policy[at] if reused else 0
+            account.samples["trained", ""] += not reused
+        for row, version, count, policy in pieces:
+            if again[row]:
+                continue
+            account.tokens["trained", "", version] += policy
+            account.tokens["masked", "", version] += -policy if turned[row] else count - policy
+
+
+class _Pieces:
+    """The responses of rows, each cut where the weight version changes: (row, version, tokens, those whose mask is 1)."""
+
+    def __init__(self, rows: pa.RecordBatch) -> None:
+        masks = rows.column("loss_mask")
+        lengths = masks.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        self._sums = np.concatenate([[0], np.cumsum(masks.flatten().to_numpy(), dtype=np.int64)])
+        self._spans: list[list[dict[str, Any]]] = rows.column("policy_versions").to_pylist()
+        self._starts: list[int] = starts.tolist()
+        self.length: list[int] = lengths.tolist()
+        self.policy: list[int] = (self._sums[ends] - self._sums[starts]).tolist()
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        for row, (start, length) in enumerate(zip(self._starts, self.length, strict=True)):
+            at = start
+            for version, count in _split(self._spans[row], length):
+                yield row, version, count, int(self._sums[at + count] - self._sums[at])
+                at += count
+
+
+def _by_rollout(turns: pa.Table) -> dict[str, list[dict[str, Any]]]:
+    """Rows of turns by rollout, with the length of what was generated in place of it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for rows in turns.to_batches():
+        lengths = rows.column("output_ids").value_lengths()
+        for row in rows.drop_columns(["output_ids"]).append_column("length", lengths).to_pylist():
+            found.setdefault(row["rollout_id"], []).append(row)
+    return found
+
+
+def _of_several_turns(rows: pa.RecordBatch) -> list[bool]:
+    """Whether each sample is of a rollout that has turns."""
+    return [samples is not None for samples in rows.column("samples").to_pylist()]
+
+
+def _split(spans: list[dict[str, Any]], length: int) -> Iterator[tuple[int, int]]:
+    """Tokens by the weight version that generated them, in order."""
+    if not length:
+        return
+    if not spans:
+        yield UNVERSIONED, length
+    ends = [span["first_token"] for span in spans[1:]] + [length]
+    start = 0
+    for span, end in zip(spans, ends, strict=True) if spans else ():
+        yield span["version"], end - start
+        start = end
+
+
+def _outcome(verdict: str, dropped_by: str | None) -> Outcome:
+    if verdict == "kept":
+        return "trained", ""
+    if verdict == "returned":
+        return "returned", ""
+    assert verdict == "dropped", f"the account knows no verdict {verdict}"
+    return "dropped", dropped_by or ""

@@ -1,0 +1,81 @@
+"""One source of prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from millrace.core.config.data.curriculum import Levels, Pools
+from millrace.core.config.parts.paths import READS
+from millrace.core.config.parts.restart import ANY_START
+from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
+from millrace.core.contracts.rows.trained_messages import LossOn
+
+
+class Source(Section):
+    """One set of prompts."""
+
+    name: str = Field(
+        "default", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the source in metrics and lineage."
+    )
+    path: Annotated[str, ANY_START, READS] = Field(
+        "",
+        description="JSONL or Parquet file, a folder of them, a pattern (data/*.jsonl) or a folder of `save_to_disk`; path or fsspec URL. `@[first:last]` after it takes a slice of the rows. Or leave it out, and name a function in `rows`.",
+    )
+    rows: UserFunction | None = Field(
+        None,
+        description="In place of a path: a function (millrace.DataSource) that returns the rows, as a list or anything else with a length and numbered items. Called in a process of its own.",
+    )
+    levels: Levels | None = Field(
+        None,
+        description="Levels of difficulty that follow the policy: `rows` is called with each `level`. null: one level.",
+    )
+    pools: Pools | None = Field(
+        None,
+        description="Solved and unsolved rows come less often, from the source's second pass on. null: each row once a pass.",
+    )
+    weight: float = Field(
+        1.0, gt=0, description="Share of the prompts drawn from this source, relative to the others."
+    )
+    prompt_key: str = Field(
+        "prompt",
+        description="Column with the prompt: a string or a list of chat messages. Keys may be dotted: reward_model.ground_truth.",
+    )
+    label_key: str | None = Field(
+        "label", description="Column with the reference answer, handed to the reward."
+    )
+    metadata_key: str | None = Field("metadata", description="Column with a mapping handed to the reward.")
+    extra_keys: list[str] = Field(
+        [],
+        description="Further columns that the reward gets, in `metadata` under the names given here: [data_source, extra_info.index].",
+    )
+    chat: bool = Field(True, description="Apply the chat template; a string prompt becomes one user message.")
+    system: str | None = Field(None, description="System message put before prompts that have none.")
+    tools_key: str | None = Field(
+        None,
+        description="Column with a list of tools in OpenAI's form, or its JSON text, which the chat template shows the model.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables of the chat template: {enable_thinking: false}."
+    )
+    chat_template_kwargs_key: str | None = Field(
+        None, description="Column with such variables of the row, which come before those of the source."
+    )
+    sampling_key: str | None = Field(
+        None,
+        description="Column with the row's own `max_new_tokens`, `stop` and `stop_token_ids`, a mapping or its JSON text, in place of those of `rollout.sampling`. The shorter length counts.",
+    )
+    label_from_prompt: bool = Field(
+        False,
+        description="The assistant's message at the end of a prompt is taken off it and is the reference answer, in place of `label_key`.",
+    )
+    loss_on: LossOn = Field(
+        "answer",
+        description="Supervised training: what has a loss. answer: the label. Otherwise `prompt_key` names whole dialogues; assistant: each message of the assistant; last_assistant: the last one. A message's own `weight` (0, 1) or `train` (false, true) comes first.",
+    )
+    reward: Annotated[RewardFunction | None, AS_THE_REWARD] = Field(
+        None, description="Reward of this source's samples; null: that of the section `reward`."
+    )

@@ -1,0 +1,52 @@
+"""What a row may say of how its own samples are generated: their length and where they end. Pure.
+
+Temperature and what else shapes the distribution are one for the batch: the trainer computes log-probabilities with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.core.contracts.rows.chat_options import from_json
+
+SAMPLING = "sampling"  # key in a row's metadata
+LENGTH, STOP, STOP_IDS = "max_new_tokens", "stop", "stop_token_ids"
+OWN = (LENGTH, STOP, STOP_IDS)
+
+
+def row_sampling(value: Any) -> tuple[dict[str, Any], str | None]:
+    """What a column, which may be JSON text, says of sampling, and what is wrong with it. Null is not given."""
+    value, problem = from_json(value, SAMPLING)
+    if problem or value is None:
+        return {}, problem
+    if not isinstance(value, Mapping):
+        return {}, f"wrong type: {SAMPLING} is {type(value).__name__}, not an object"
+    given = {str(name): item for name, item in value.items() if item is not None}
+    unknown = sorted(given.keys() - set(OWN))
+    if unknown:
+        return {}, f"bad {SAMPLING}: {unknown[0]} is not a row's to say, only {', '.join(OWN)}"
+    length, stop, ids = given.get(LENGTH, 1), given.get(STOP, []), given.get(STOP_IDS, [])
+    if not _is_whole(length) or length < 1:
+        return {}, f"bad {SAMPLING}: {LENGTH} is {length!r}, not a whole number from 1"
+    if not isinstance(stop, list) or not all(isinstance(item, str) and item for item in stop):
+        return {}, f"bad {SAMPLING}: {STOP} is not a list of texts"
+    if not isinstance(ids, list) or not all(_is_whole(item) and item >= 0 for item in ids):
+        return {}, f"bad {SAMPLING}: {STOP_IDS} is not a list of token ids"
+    return given, None
+
+
+def own_sampling(metadata: Mapping[str, Any] | None, key: str | None, longest: int) -> dict[str, Any]:
+    """The sampling parameters of a row with this metadata, which come in place of its section's.
+
+    key: `sampling_key` of its source; without one a row says nothing. longest: `max_new_tokens` of the section, which memory is
+    planned for. A row's own only shortens it.
+    """
+    own = dict((metadata or {}).get(SAMPLING) or {}) if key else {}
+    if LENGTH in own:
+        own[LENGTH] = min(own[LENGTH], longest)
+    return own
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

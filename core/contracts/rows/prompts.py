@@ -1,0 +1,365 @@
+"""Turns a row of a data source into a prompt, or says why it is unusable; fingerprints of sources. Pure.
+
+Owns what a usable row is; knows nothing of files, tokenizers or which rows are drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+from millrace.core.contracts.ids import prompt_id
+from millrace.core.contracts.rows.chat_options import (
+    TEMPLATE_KWARGS,
+    TOOLS,
+    from_sharegpt,
+    row_template_kwargs,
+    row_tools,
+    with_read_arguments,
+)
+from millrace.core.contracts.rows.own_sampling import SAMPLING, row_sampling
+from millrace.core.contracts.rows.trained_messages import SWITCHES, LossOn, trained_messages
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+EXCERPT = 80
+_ABSENT = object()
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True)
+
+
+class Keys(Protocol):
+    """Which columns of a source hold what."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def prompt_key(self) -> str: ...
+    @property
+    def label_key(self) -> str | None: ...
+    @property
+    def metadata_key(self) -> str | None: ...
+    @property
+    def extra_keys(self) -> Sequence[str]: ...
+    @property
+    def tools_key(self) -> str | None: ...
+    @property
+    def chat_template_kwargs_key(self) -> str | None: ...
+    @property
+    def sampling_key(self) -> str | None: ...
+    @property
+    def label_from_prompt(self) -> bool: ...
+    @property
+    def loss_on(self) -> LossOn: ...
+
+
+Prompt = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A usable prompt: text or chat messages, with what the reward needs. All of it can be stored as JSON."""
+
+    source: str
+    row: int
+    prompt_id: str
+    prompt: Prompt
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """An unusable row, and why: `kind of reason: details`."""
+
+    source: str
+    row: int
+    reason: str
+    excerpt: str
+
+
+class SourceFingerprint(BaseModel):
+    """What a source holds, to notice a change under a run."""
+
+    path: str
+    size: int
+    sha256: str
+    rows: int
+    usable: int
+    usable_sha256: str  # of the usable rows' prompt ids, in order; of the first ones of a streamed source
+    files: dict[str, str] = {}  # hash by name; not stored where the path names one file
+    levels: dict[int, int] = {}  # rows by level; not stored for a source without levels
+    streamed: bool = False  # whether rows are read as they are drawn, so that `usable` counts all of them
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {
+            name: value
+            for name, value in values.items()
+            if value or name not in ("files", "levels", "streamed")
+        }
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        size: int,
+        sha256: str,
+        rows: int,
+        usable: Iterable[PromptRow],
+        files: Mapping[str, str] | None = None,
+    ) -> SourceFingerprint:
+        """The fingerprint of a source of `rows` rows, of which `usable` are the usable ones."""
+        hashed, count = hashlib.sha256(), 0
+        for row in usable:
+            hashed.update(row.prompt_id.encode())
+            count += 1
+        return cls(
+            path=path,
+            size=size,
+            sha256=sha256,
+            rows=rows,
+            usable=count,
+            usable_sha256=hashed.hexdigest(),
+            files=dict(files or {}),
+        )
+
+
+def source_changes(
+    before: Mapping[str, SourceFingerprint], now: Mapping[str, SourceFingerprint]
+) -> list[str]:
+    """What changed in the sources of a run, one line each; a changed path alone is no change."""
+    lines = [f"source {name}: was not there before" for name in sorted(now.keys() - before.keys())]
+    lines += [f"source {name}: is no longer there" for name in sorted(before.keys() - now.keys())]
+    for name in sorted(before.keys() & now.keys()):
+        old, new = before[name], now[name]
+        if old.usable_sha256 == new.usable_sha256 and old.sha256 == new.sha256:
+            continue
+        same = "the file is the same, what makes a row usable changed"
+        what = same if old.sha256 == new.sha256 else f"{old.size} -> {new.size} bytes"
+        lines.append(
+            f"source {name} ({new.path}): {what}, {old.rows} -> {new.rows} rows, "
+            f"{old.usable} -> {new.usable} of them usable{_files_changed(old.files, new.files)}"
+        )
+    return lines
+
+
+def _files_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first of the files that changed, where a source has several."""
+    if not before or not now:
+        return ""
+    changed = [f"new file {name}" for name in now if name not in before]
+    changed += [f"{name} is no longer there" for name in before if name not in now]
+    changed += [f"{name} changed" for name in now if before.get(name, now[name]) != now[name]]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f": {', '.join(changed[:3])}{more}" if changed else ""
+
+
+def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
+    """Parse a line of JSONL as a prompt."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return refuse(keys, row, f"not UTF-8: byte {error.start}", repr(line[:EXCERPT]))
+    text = text.removeprefix("\ufeff") if row == 0 else text
+    if not text.strip():
+        return refuse(keys, row, "empty line", "")
+    try:
+        values = json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError) as error:
+        return refuse(keys, row, f"not JSON: {error}", text)
+    if not isinstance(values, Mapping):
+        return refuse(keys, row, f"not an object: {type(values).__name__}", text)
+    return parse_row(values, row, keys)
+
+
+def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Quarantined:
+    """Read a mapping of columns as a prompt."""
+    given = value_at(values, keys.prompt_key, _ABSENT)
+    if given is _ABSENT:
+        return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
+    whole = keys.loss_on != "answer"
+    prompt, problem = _prompt(given, with_tools=keys.tools_key is not None or whole, switches=whole)
+    if whole and not problem:
+        problem = _untrainable(prompt, keys.loss_on)
+    label = value_at(values, keys.label_key) if keys.label_key and not whole else None
+    if keys.label_from_prompt and not problem:
+        prompt, label = _without_answer(prompt)
+        problem = None if prompt else "empty prompt: the answer is its only message"
+    metadata, wrong = _metadata(value_at(values, keys.metadata_key) if keys.metadata_key else None)
+    extra = {key: value_at(values, key, _ABSENT) for key in keys.extra_keys}
+    metadata |= {key: value for key, value in extra.items() if value is not _ABSENT}
+    if keys.tools_key:
+        metadata[TOOLS], bad = row_tools(value_at(values, keys.tools_key))
+        wrong = wrong or bad
+    if keys.chat_template_kwargs_key:
+        metadata[TEMPLATE_KWARGS], bad = row_template_kwargs(value_at(values, keys.chat_template_kwargs_key))
+        wrong = wrong or bad
+    if keys.sampling_key:
+        metadata[SAMPLING], bad = row_sampling(value_at(values, keys.sampling_key))
+        wrong = wrong or bad
+    problem = problem or wrong or _not_storable({"prompt": prompt, "label": label, "metadata": metadata})
+    if problem:
+        return refuse(keys, row, problem, _shown(values))
+    text = _encoder.encode(prompt)
+    return PromptRow(keys.name, row, prompt_id(keys.name, row, text), prompt, label, metadata)
+
+
+def value_at(values: Mapping[str, Any], key: str, absent: Any = None) -> Any:
+    """What a row has under a key: a column's name, or a dotted path into the mappings of a column.
+
+    A column whose own name holds dots comes first.
+    """
+    if key in values:
+        return values[key]
+    at: Any = values
+    for part in key.split("."):
+        if isinstance(at, list):
+            at = _mapping_of(at)
+        if not isinstance(at, Mapping) or part not in at:
+            return absent
+        at = at[part]
+    return at
+
+
+def column_of(key: str, columns: Collection[str]) -> str:
+    """The column that a key, which may be a dotted path, begins in."""
+    return key if key in columns else key.partition(".")[0]
+
+
+def require_labels(rows: Sequence[PromptRow], keys: Keys) -> tuple[list[PromptRow], list[Quarantined]]:
+    """Rows with a label, and refused ones: a source has labels in every row or, for rewards that need none, in none."""
+    named = keys.label_key is not None or keys.label_from_prompt
+    if not named or all(row.label is None for row in rows):
+        return list(rows), []
+    refused = [without_label(row, keys) for row in rows if row.label is None]
+    return [row for row in rows if row.label is not None], refused
+
+
+def without_label(row: PromptRow, keys: Keys) -> Quarantined:
+    """A row that lacks the label which other rows of its source have."""
+    reason = f"missing key: {keys.label_key} (other rows of the source have it)"
+    if keys.label_from_prompt:
+        reason = "no answer: the last message is no text of the assistant (in other rows it is)"
+    return refuse(keys, row.row, reason, _shown(row.prompt))
+
+
+def too_long(row: PromptRow, keys: Keys, length: int, limit: int) -> Quarantined:
+    """A row whose prompt, or whole dialogue, has more tokens than a run takes."""
+    reason = f"too long: {length} tokens, data.max_prompt_tokens is {limit}"
+    return refuse(keys, row.row, reason, str(row.prompt))
+
+
+def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
+    """An unusable row, with the start of its content."""
+    excerpt = shown[:EXCERPT].encode("utf-8", "backslashreplace").decode()
+    return Quarantined(keys.name, row, reason.encode("utf-8", "backslashreplace").decode(), excerpt)
+
+
+def _prompt(value: Any, with_tools: bool, switches: bool) -> tuple[Prompt, str | None]:
+    """The prompt, and what is wrong with it. with_tools: calls of tools in it are read. switches: those of messages are kept."""
+    if isinstance(value, str):
+        return value, None if value.strip() else "empty prompt: only white space"
+    if not isinstance(value, list):
+        return "", f"wrong type: the prompt is {_type(value)}, not text or a list of messages"
+    value, problem = from_sharegpt(value, SWITCHES if switches else ())
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            return "", f"bad message: number {number}: {_type(message)}, not an object"
+        present = {name: item for name, item in message.items() if item is not None}
+        if present.get("role") not in ROLES:
+            return (
+                "",
+                f"bad message: number {number}: role is {str(present.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
+            )
+        if not isinstance(present.get("content"), str | list) and not present.get("tool_calls"):
+            return "", f"bad message: number {number}: content is {_type(message.get('content'))}"
+        messages.append(present)
+    if problem:
+        return "", problem
+    if not any(_has_text(message.get("content")) for message in messages):
+        return "", "empty prompt: no message has content"
+    return with_read_arguments(messages) if with_tools else (messages, None)
+
+
+def _untrainable(prompt: Prompt, loss_on: LossOn) -> str | None:
+    """Why a dialogue has nothing to train."""
+    if isinstance(prompt, str):
+        return "wrong type: the dialogue is text, not a list of messages"
+    try:
+        trained_messages(prompt, loss_on)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _without_answer(prompt: Prompt) -> tuple[Prompt, str | None]:
+    """A dialogue without the assistant's text that ends it, and that text."""
+    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return prompt, None
+    answer = prompt[-1].get("content")
+    return prompt[:-1], answer if isinstance(answer, str) and answer else None
+
+
+def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            return {}, "wrong type: metadata is text that is not JSON"
+    if value is None:
+        return {}, None
+    if isinstance(value, list):
+        value = _mapping_of(value)
+    if not isinstance(value, Mapping):
+        return {}, f"wrong type: metadata is {_type(value)}, not an object"
+    return dict(value), None
+
+
+def _mapping_of(value: list[Any]) -> Any:
+    """Arrow's form of a map, a list of pairs, as a mapping; any other list as it is."""
+    if all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        return {str(name): item for name, item in value}
+    return value
+
+
+def _not_storable(values: dict[str, Any]) -> str | None:
+    """Which of these values cannot be stored as JSON in UTF-8, and why."""
+    if _json_problem(values) is None:  # one pass for most rows
+        return None
+    problems = ((name, _json_problem(value)) for name, value in values.items())
+    return next(
+        (f"{problem}, in the {name}" for name, problem in problems if problem),
+        "wrong type: nested too deeply",
+    )
+
+
+def _json_problem(value: Any) -> str | None:
+    try:
+        _encoder.encode(value).encode("utf-8")
+    except UnicodeEncodeError:
+        return "not UTF-8: a lone surrogate"
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"wrong type: {error}"
+    return None
+
+
+def _has_text(content: Any) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def _type(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,1 @@
+"""Which rows are drawn as the policy gets better: levels of difficulty, pools of solved rows, stages. Pure."""

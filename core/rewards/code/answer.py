@@ -1,0 +1,98 @@
+"""The program in a response, and whether what it gave is what the row expects. Pure: text in, verdict out."""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+FENCE = "```"
+
+
+def last_code_block(text: str) -> str | None:
+    """The code of the last fenced block that is closed; None without one. Linear in the text's length."""
+    found: str | None = None
+    block: list[str] | None = None
+    for line in text.split("\n"):
+        bare = line.strip()
+        if block is None:
+            if bare.startswith(FENCE) and FENCE not in bare[3:]:
+                block = []
+        elif bare == FENCE:
+            found, block = "\n".join(block), None
+        else:
+            block.append(line)
+    return found
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two texts are equal but for space at the ends of lines and blank lines at the end, and for how numbers are written.
+
+    Numbers are equal as decimals: 1.50 is 1.5, and 0.333 is not 1/3. As LiveCodeBench compares (Jain et al., arXiv:2403.07974).
+    """
+    left, right = _lines(printed), _lines(expected)
+    if len(left) != len(right):
+        return False
+    return all(a == b or _same_numbers(a, b) for a, b in zip(left, right, strict=True))
+
+
+def same_value(given: Any, expected: Any) -> bool:
+    """Whether a function gave what is expected: JSON values, in which a tuple is a list."""
+    return bool(_plain(given) == _plain(expected))
+
+
+def decoded(value: Any) -> Any:
+    """A result as the answer's process wrote it, with a mark at each container, as a value of JSON. Tuples become lists.
+
+    Errors: ValueError for what has no form in JSON.
+    """
+    try:
+        return _value(value)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _value(given: Any) -> Any:
+    if not isinstance(given, list):
+        return given
+    match given:
+        case ["l" | "t", *items]:
+            return [_value(item) for item in items]
+        case ["d", *pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            return {str(_value(key)): _value(value) for key, value in pairs}
+        case _:
+            raise ValueError(f"no value of JSON: {str(given)[:100]}")
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, text for keys, and a mark on booleans, which equal 0 and 1 otherwise."""
+    if isinstance(value, bool):
+        return ("bool", value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.strip() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _same_numbers(left: str, right: str) -> bool:
+    a, b = left.split(), right.split()
+    try:
+        return len(a) == len(b) and all(x == y or _number(x) == _number(y) for x, y in zip(a, b, strict=True))
+    except InvalidOperation:
+        return False
+
+
+def _number(text: str) -> Decimal:
+    if len(text) > 400 or "_" in text:
+        raise InvalidOperation
+    number = Decimal(text)
+    if not number.is_finite():
+        raise InvalidOperation
+    return number

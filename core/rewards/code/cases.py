@@ -1,0 +1,130 @@
+"""The tests that a row of data holds, in the forms of the common data sets.
+
+    tests          [{"input": ..., "output": ...}]              LiveCodeBench's public_test_cases; with `fn_name` calls
+    input_output   {"inputs": [...], "outputs": [...], "fn_name": ...}      APPS, TACO
+    test_list      ["assert f(1) == 2", ...]                    MBPP, with test_setup_code or test_imports
+    test           "def check(candidate): ..." and entry_point  HumanEval
+
+A value may be JSON text of the same. Owns the reading alone: nothing is run here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.core.errors import DataError
+
+FORMS = ("tests", "input_output", "test_list", "test")
+REMEDY = "correct the row, or leave it out; docs/rewards.md has the forms"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program reads `given` from standard input and prints `expected`."""
+
+    given: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """The function `name` with these arguments returns one of `expected`."""
+
+    name: str
+    arguments: list[Any]
+    expected: list[Any]
+
+
+@dataclass(frozen=True)
+class Asserts:
+    """Python sources that raise if the functions `names` are wrong. `names` empty: all that they call and do not define."""
+
+    sources: list[str]
+    names: list[str]
+
+
+Tests = Sequence[Case] | Sequence[Call] | Asserts
+
+
+def tests_of(metadata: Mapping[str, Any]) -> Tests:
+    """The tests in a row's metadata.
+
+    Errors: DataError naming the key where there are none, or they have another form.
+    """
+    key = next((key for key in FORMS if metadata.get(key)), None)
+    if key is None:
+        raise DataError(
+            f"it has none of {', '.join(FORMS)}, only {sorted(metadata)}",
+            where="tests of the row",
+            remedy="name the column in data.sources[].extra_keys or metadata_key",
+        )
+    if key in ("tests", "input_output"):
+        value = _parsed(metadata[key], key)
+        pairs = _pairs_of_tests(value) if key == "tests" else _pairs_of_lists(value)
+        name = metadata.get("fn_name") or (value.get("fn_name") if isinstance(value, Mapping) else None)
+        return [_call(name, *pair) for pair in pairs] if name else [_case(*pair) for pair in pairs]
+    entry = metadata.get("entry_point")
+    if key == "test":
+        if not isinstance(metadata["test"], str) or not isinstance(entry, str):
+            raise _wrong(key, "test and entry_point are text")
+        check = f"\ncheck({entry})\n" if "def check(" in metadata["test"] else "\n"
+        return Asserts([metadata["test"] + check], [entry])
+    listed = _parsed(metadata[key], key)
+    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+        raise _wrong(key, "it is no list of text")
+    imports = _parsed(metadata.get("test_imports") or [], "test_imports")
+    setup = "\n".join([*imports, metadata.get("test_setup_code") or ""])
+    return Asserts([f"{setup}\n{item}" for item in listed], [entry] if entry else [])
+
+
+def _pairs_of_tests(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, list) or not all(
+        isinstance(item, Mapping) and {"input", "output"} <= item.keys() for item in value
+    ):
+        raise _wrong("tests", "it is no list of mappings with input and output")
+    return [(item["input"], item["output"]) for item in value]
+
+
+def _pairs_of_lists(value: Any) -> list[tuple[Any, Any]]:
+    inputs, outputs = (
+        (value.get("inputs"), value.get("outputs")) if isinstance(value, Mapping) else (None, None)
+    )
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+        raise _wrong("input_output", "it has no inputs and outputs that are lists of one length")
+    return list(zip(inputs, outputs, strict=True))
+
+
+def _case(given: Any, expected: Any) -> Case:
+    return Case(_text(given), _text(expected))
+
+
+def _call(name: str, given: Any, expected: Any) -> Call:
+    """LiveCodeBench has text: a JSON value a line as arguments, and one as the result. APPS may wrap the result in a list."""
+    if isinstance(given, str):
+        given = [_parsed(line, "tests") for line in given.splitlines() if line.strip()]
+        return Call(name, given, [_parsed(expected, "tests") if isinstance(expected, str) else expected])
+    if not isinstance(given, list):
+        raise _wrong("tests", f"the input of {name} is no list of arguments")
+    wrapped = expected[:1] if isinstance(expected, list) else []
+    return Call(name, given, [expected, *wrapped])
+
+
+def _text(value: Any) -> str:
+    """APPS has a list of lines in places."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _parsed(value: Any, key: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise _wrong(key, f"it is not JSON: {error}") from error
+
+
+def _wrong(key: str, reason: str) -> DataError:
+    return DataError(reason, where=f"metadata.{key} of the row", remedy=REMEDY)

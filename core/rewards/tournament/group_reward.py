@@ -1,0 +1,108 @@
+"""A group reward that compares the samples of a prompt in pairs, where no score of one sample alone is to be had.
+
+The comparison is a function `compare(first, second, **options)` of two RewardInputs, sync or async: 1 where the first is better, 0
+where the second is, 0.5 where neither. `millrace.connectors.rewards.pairwise_judge:pairwise_judge` is one that asks a model.
+Who meets whom follows from the seed and the prompt: the same group has the same tournament again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.forms import bound
+from millrace.core.rewards.tournament.schemes import SCHEMES, Pair
+
+WHERE = "reward.options"
+
+
+async def tournament(
+    samples: Sequence[RewardInput],
+    *,
+    compare: str | Mapping[str, Any],
+    scheme: Literal["round_robin", "anchor", "elimination"] = "elimination",
+    reward: Literal["rank", "win_rate"] = "rank",
+    both_orders: bool = True,
+    seed: int = 0,
+    concurrency: int = 8,
+) -> list[RewardResult]:
+    """A reward from 0 to 1 for each sample of a group; of a group of one 0.5.
+
+    compare: an import path, or {function, options}. scheme: of `schemes`. reward: the place, in equal steps from 1 for the
+    best to 0 for the last, or the share of meetings won. both_orders: compare each pair both ways and take the mean, which
+    cancels a judge's liking for the first. concurrency: comparisons under way at once, where `compare` is async.
+    Parts: `place` and `win_rate`, each from 0 to 1, and `meetings`.
+    Errors: ConfigError of options; TypeError and ValueError of an answer outside 0 to 1; what the comparison raises.
+    """
+    for name, value, known in (("scheme", scheme, (*SCHEMES,)), ("reward", reward, ("rank", "win_rate"))):
+        if value not in known:
+            raise ConfigError(
+                f"{value} is not a choice", where=f"{WHERE}.{name}", remedy=f"give {' or '.join(known)}"
+            )
+    function, path = _comparison(compare)
+    limit = asyncio.Semaphore(concurrency)
+
+    async def one(first: int, second: int) -> float:
+        async with limit:
+            answer = function(samples[first], samples[second])
+            return _score(await answer if inspect.isawaitable(answer) else answer, path)
+
+    async def pair(first: int, second: int) -> float:
+        if not both_orders:
+            return await one(first, second)
+        there, back = await asyncio.gather(one(first, second), one(second, first))
+        return (there + 1 - back) / 2
+
+    async def compared(pairs: Sequence[Pair]) -> Sequence[float]:
+        return await asyncio.gather(*(pair(first, second) for first, second in pairs))
+
+    standing = await SCHEMES[scheme](len(samples), _order(samples, seed), compared)
+    rows = zip(standing.places(), standing.win_rates(), standing.meetings, strict=True)
+    return [
+        RewardResult(
+            place if reward == "rank" else rate,
+            {"place": place, "win_rate": rate, "meetings": float(meetings)},
+        )
+        for place, rate, meetings in rows
+    ]
+
+
+def _comparison(compare: Any) -> tuple[Callable[..., Any], str]:
+    """The function with its options bound, and its import path."""
+    given: Any = {"function": compare} if isinstance(compare, str) else compare
+    if not isinstance(given, Mapping) or not isinstance(given.get("function"), str):
+        raise ConfigError(
+            "it names no function",
+            where=f"{WHERE}.compare",
+            remedy="write {function: package.module:name, options: {...}}",
+        )
+    path: str = given["function"]
+    return bound(path, given.get("options") or {}, f"{WHERE}.compare"), path
+
+
+def _order(samples: Sequence[RewardInput], seed: int) -> list[int]:
+    """The samples in an order that follows from seed and prompt alone; its first is the anchor."""
+    prompt = samples[0].prompt
+    text = prompt if isinstance(prompt, str) else json.dumps([dict(message) for message in prompt])
+    digest = hashlib.sha256(f"{seed}\n{text}".encode("utf-8", "surrogatepass")).digest()
+    order = list(range(len(samples)))
+    random.Random(digest).shuffle(order)
+    return order
+
+
+def _score(answer: Any, path: str) -> float:
+    if isinstance(answer, str) or not hasattr(answer, "__float__"):
+        raise TypeError(f"{path} returned a {type(answer).__name__}; return 1, 0 or 0.5")
+    score = float(answer)
+    if not 0 <= score <= 1:
+        raise ValueError(
+            f"{path} returned {score:g}; return 1 for the first, 0 for the second, 0.5 for neither"
+        )
+    return score

@@ -1,0 +1,37 @@
+"""Which function makes a rollout: the one that its row names, else that of the section. Pure.
+
+A row names a key of `rollout.session.named`, never an import path: data choose no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from millrace.core.config.parts.by_name import UnknownNameError, named_by_row
+from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.rollout import Session
+
+KEY = "rollout"  # of a row's metadata
+
+
+class UnknownRolloutError(UnknownNameError):
+    """A row names a rollout that the configuration does not have."""
+
+
+def rollout_function(session: Session, metadata: Mapping[str, Any]) -> tuple[str, UserFunction | None]:
+    """The field that names the function of a row's rollout, and the function; None where an environment or tools make it.
+
+    Without `named`, the row's metadata choose nothing. Errors: UnknownRolloutError.
+    """
+    named = named_by_row(session.named, metadata, KEY, "rollout.session.named", UnknownRolloutError)
+    if named is None:
+        return "rollout.session.function", session.function
+    return f"rollout.session.named.{named.name}", named
+
+
+def rollout_functions(session: Session) -> Iterator[tuple[str, UserFunction | None]]:
+    """Every field that may name a function that makes rollouts, with it."""
+    yield "rollout.session.function", session.function
+    for named in session.named:
+        yield f"rollout.session.named.{named.name}", named

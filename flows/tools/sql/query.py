@@ -1,0 +1,141 @@
+"""`millrace sql`: DuckDB over the tables of a run, those of its open iteration so far among them.
+
+Owns the views: prompts, samples, rewards, verdicts, batches, steps, evaluations. Reads what manifests and
+records name, checked, and what a task of the open iteration has written that has no record; changes nothing. Iterations
+count from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import duckdb
+import fsspec
+import pyarrow as pa
+
+from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.iteration_files import TABLES, IterationFiles
+from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.store import Store
+from millrace.core.contracts import schema
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.errors import MillraceError
+from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.tools.listing import Listing
+from millrace.flows.tools.named_files import named_by_records
+from millrace.flows.tools.sql.view_columns import MACROS, columns_of, quoted
+
+VIEWS = {
+    "prompts": "prompts.parquet",
+    "samples": "rollouts/",
+    "turns": "turns/",
+    "rewards": "rewards/",
+    "verdicts": "verdicts.parquet",
+    "batches": "batch.parquet",
+}
+MAY_BE_EMPTY = ("turns",)  # many runs have none
+ALL = (*VIEWS, "steps", "evaluations")
+
+
+class QueryError(MillraceError):
+    """DuckDB rejected the query."""
+
+
+def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with these of the run's views. Their files are checked first, against what committed them.
+
+    Raises StorageError if there is no such run, or a file is gone or changed.
+    """
+    settings = settings_of(run_record(root, run))
+    folder = RunFolder(root, run)
+    connection = duckdb.connect()
+    connection.execute(MACROS)
+    if "://" in folder.store.url:
+        protocol = folder.store.url.split("://")[0]
+        connection.register_filesystem(fsspec.filesystem(protocol))
+    committed = folder.first_open_iteration()
+    iterations = [IterationFiles(folder, index) for index in range(committed + 1)]
+    known = [(files, _entries(files)) for files in iterations]
+    for view, prefix in VIEWS.items():
+        if view not in views:
+            continue
+        named = [
+            (files.folder, entry)
+            for files, entries in known
+            for entry in entries
+            if entry.path == prefix or (prefix.endswith("/") and entry.path.startswith(prefix))
+        ]
+        _view(connection, view, named, columns_of(view, settings, committed))
+    if "evaluations" in views:
+        shown = columns_of("evaluations", settings, committed)
+        _view(connection, "evaluations", _evaluations(folder, committed), shown)
+    steps = [
+        {
+            "iteration": iteration_number(files.index),
+            **{name: value for name, value in step.items() if not isinstance(value, list | dict)},
+        }
+        for files, entries in (known if "steps" in views else ())
+        for step in _steps(files, entries)
+    ]
+    if steps:
+        connection.register("steps", pa.Table.from_pylist(steps))
+    return connection
+
+
+def answer(root: str, run: str, query: str) -> Listing:
+    """The answer of a query. Raises QueryError with DuckDB's message."""
+    try:
+        connection = connect(root, run, _views_of(query))
+        found: Any = connection.sql(query)
+        return Listing(found.columns, found.fetchall()) if found is not None else Listing([], [])
+    except duckdb.Error as error:
+        raise QueryError(f"{error}\nViews: {', '.join(ALL)}") from error
+
+
+def _entries(files: IterationFiles) -> list[FileEntry]:
+    """What is named of an iteration; of the open one also what tasks without a record have written so far."""
+    entries = list(files.entries.values())
+    if files.manifest:
+        return entries
+    named = {part for entry in entries for part in (entry.path, entry.path.split("/")[0])}
+    written = [path for kind in PART_FOLDERS if kind not in named for path in list_parts(files.folder, kind)]
+    written += sorted(set(TABLES) & set(files.folder.list()) - named)
+    with files.with_remedy():
+        return [*entries, *files.folder.entries(written)]
+
+
+def _steps(files: IterationFiles, entries: list[FileEntry]) -> list[dict[str, Any]]:
+    with files.with_remedy():
+        found = [files.folder.read_json(entry.path, entry) for entry in entries if entry.path == "step.json"]
+    return [step for content in found for step in content["steps"]]
+
+
+def _evaluations(folder: RunFolder, committed: int) -> list[tuple[Store, FileEntry]]:
+    named = [entry for index in range(committed + 1) for entry in named_by_records(folder, index)]
+    tables = {entry.path: entry for entry in named if entry.path.startswith("eval/")}
+    of_open = tuple(f"/{done:06d}.parquet" for done in ((committed + 1,) if committed else (0, 1)))
+    written = [path for path in folder.store.list("eval") if path.endswith(of_open)]
+    entries = [*tables.values(), *folder.store.entries(path for path in written if path not in tables)]
+    return [(folder.store, entry) for entry in entries]
+
+
+def _view(
+    connection: duckdb.DuckDBPyConnection, name: str, files: list[tuple[Store, FileEntry]], columns: str
+) -> None:
+    in_threads(lambda file: file[0].verify(file[1]), files)
+    listed = ", ".join(quoted(store.url_of(entry.path)) for store, entry in files)
+    if listed:
+        rows = f"read_parquet([{listed}], union_by_name=true, filename=true)"
+        connection.execute(f"CREATE VIEW {name} AS SELECT {columns} FROM {rows}")
+    elif name in MAY_BE_EMPTY:
+        connection.register(name, schema.schema(name).empty_table())
+
+
+def _views_of(query: str) -> Collection[str]:
+    """The views that a query reads; all where DuckDB cannot say before it sees their columns."""
+    try:
+        return duckdb.connect().get_table_names(query) or ALL
+    except duckdb.Error:
+        return ALL

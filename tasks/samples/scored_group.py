@@ -1,0 +1,42 @@
+"""A drawn group while the filter waits for its scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.core.contracts.ids import rollout_of, sample_id
+from millrace.core.contracts.sample import ScoredSample
+from millrace.core.group_filters import Judgement
+
+
+@dataclass
+class ScoredGroup:
+    """A drawn group and the scores of its samples so far."""
+
+    group_id: str
+    prompt_id: str
+    ordinal: int
+    scores: dict[str, ScoredSample] = field(default_factory=dict)  # by sample id
+    made: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # what filters read of rollouts; until it is judged
+    judgement: Judgement | None = None
+
+    def rollout(self, index: int) -> list[ScoredSample]:
+        """The scores of a rollout's samples, if all are there."""
+        rollout = sample_id(self.group_id, index)
+        first = self.scores.get(rollout)
+        if first is None:
+            return []
+        found = [first]
+        if (first.samples or 1) > 1:
+            found += sorted(
+                (
+                    score
+                    for sid, score in self.scores.items()
+                    if sid != rollout and rollout_of(sid) == rollout
+                ),
+                key=lambda score: score.sample_id,
+            )
+        return found if len(found) == (first.samples or 1) else []

@@ -1,0 +1,1 @@
+"""Tasks of supervised training: its batches, and its held-out loss."""

@@ -1,0 +1,35 @@
+"""What supervised training learns of a row: its label, or the trained turns of its dialogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.core.errors import DataError
+from millrace.tasks.data.rows import UsablePrompt
+
+
+@dataclass(frozen=True)
+class Response:
+    """What follows the prompt tokens of a row. `mask` is 1 where a token has a loss."""
+
+    tokens: list[int]
+    mask: list[int]
+    text: str
+    turns: int
+
+
+def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer) -> Response:
+    """The response of a usable row of a source. Raises DataError for a row without an answer."""
+    if read.dialogue is not None:
+        dialogue = read.dialogue
+        return Response(dialogue.tokens, dialogue.mask, dialogue.text, dialogue.turns)
+    answer = read.row.label
+    if not isinstance(answer, str) or not answer:
+        raise DataError(
+            "the label is no text; supervised training needs an answer in every row",
+            where=f"source {source}, row {read.row.row}",
+            remedy="set the source's label_key to the column that holds it, or loss_on=assistant for whole dialogues",
+        )
+    tokens = tokenizer.encode_response(answer)
+    return Response(tokens, [1] * len(tokens), answer, 1)

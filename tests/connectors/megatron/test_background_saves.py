@@ -1,0 +1,142 @@
+"""Checkpoints that another process writes while the ranks train on: what they hold, and what becomes of them when writers fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millrace.core.config.algorithm import Algorithm
+from tests.connectors.megatron.test_trainer_algorithms import figures, state, trained, urls
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration
+
+ALGORITHM: dict[str, Any] = {"preset": "ppo", "kl_coef": 0.1}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "sharded": (2, {}),
+    "replicated": (2, {"optimizer": {"distributed": False}}),
+    "tensor": (2, {"parallel": {"tensor": 2}}),
+}
+PATIENCE_S = 60
+
+
+def writers(rank: Any) -> list[int]:
+    """Processes that write for a rank. They take seconds to load their libraries before they write."""
+    children = psutil.Process(os.getpid()).children()
+    return [each.pid for each in children if "write_process" in " ".join(each.cmdline())]
+
+
+def stop_writers(group: Group) -> list[int]:
+    pids = [pid for rank in group.run(writers) for pid in rank]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+def saving(rank: Any) -> Any:
+    return rank.state()["saving"]
+
+
+def wait_until_settled(group: Group) -> list[Any]:
+    until = time.monotonic() + PATIENCE_S
+    while any(each["state"] == "writing" for each in group.run(saving)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return group.run(saving)
+
+
+@pytest.fixture
+def batches(tmp_path: Path) -> list[str]:
+    return urls(tmp_path, Algorithm.model_validate(ALGORITHM))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_later_is_the_state_of_the_moment_it_was_begun(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str], layout: str
+) -> None:
+    world, changes = LAYOUTS[layout]
+    settings = configuration(model(), world, algorithm=ALGORITHM, **changes)
+    with workers.group(settings) as group:
+        trained(group, batches[:2])
+        group.call("save", str(tmp_path / "at once"))
+        group.call("begin_save", str(tmp_path / "later"))
+        stopped = stop_writers(group)
+        assert len(stopped) == world
+        on = trained(group, batches[2:], 3)
+        assert [each["state"] for each in group.run(saving)] == ["writing"] * world
+        assert not (tmp_path / "later" / "complete.json").exists()
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        assert [(each["state"], each["reason"]) for each in wait_until_settled(group)] == [
+            ("written", None)
+        ] * world
+        group.call("commit_save")
+        assert group.run(saving) == [None] * world
+        after = group.run(state)
+    found = []
+    for name in ("at once", "later"):
+        with workers.group(settings) as group:
+            assert group.call("load", str(tmp_path / name)) == [2] * world
+            found.append(group.run(state))
+            again = trained(group, batches[2:], 3)
+            assert figures(again) == figures(on)
+            assert group.run(state) == after
+    assert found[0] == found[1]
+
+
+def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_written(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
+) -> None:
+    with workers.group(configuration(model(), 2, algorithm=ALGORITHM)) as group:
+        trained(group, batches[:1])
+        group.call("begin_save", str(tmp_path / "dead"))
+        first, second = stop_writers(group)
+        os.kill(second, signal.SIGKILL)
+        os.kill(first, signal.SIGCONT)
+        states = [each["state"] for each in wait_until_settled(group)]
+        assert sorted(states) == ["failed", "written"]
+        with pytest.raises(
+            RankFailedError, match=r"StorageError.*was not written.*nothing committed is lost"
+        ):
+            group.call("commit_save")
+        assert not (tmp_path / "dead" / "complete.json").exists()
+        trained(group, batches[1:2], 2)
+        group.call("begin_save", str(tmp_path / "dead"))  # what was left there is removed
+        wait_until_settled(group)
+        group.call("commit_save")
+        assert group.call("load", str(tmp_path / "dead")) == [2, 2]
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
+) -> None:
+    with workers.group(configuration(model(), algorithm=ALGORITHM)) as group:
+        trained(group, batches[:1])
+        group.call("begin_save", str(tmp_path / "gone"))
+        (stopped,) = stop_writers(group)
+        for path in (tmp_path / "gone").iterdir():
+            path.unlink()
+        (tmp_path / "gone").rmdir()
+        os.kill(stopped, signal.SIGCONT)
+        (found,) = wait_until_settled(group)
+        assert found["state"] == "failed"
+        assert "No such file or directory" in found["reason"]
+
+
+def test_a_rank_that_ends_takes_its_writer_along(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
+) -> None:
+    with workers.group(configuration(model(), algorithm=ALGORITHM)) as group:
+        trained(group, batches[:1])
+        group.call("begin_save", str(tmp_path / "saved"))
+        (pid,) = stop_writers(group)
+    until = time.monotonic() + PATIENCE_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.1)

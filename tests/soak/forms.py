@@ -1,0 +1,123 @@
+"""Forms of the run that is killed: what its configuration has beside one answer a sample, and where a run of the form is killed.
+
+A form without a place to be killed at has no points, and test_points.py fails. Owns each form's settings, the user's module
+with its rows, and how a run shows that its form was at work. The rollouts of several turns are in rollouts.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from tests.soak import rollouts
+from tests.support.growing_rows import growing_rows
+
+TURNS = "turns"  # a place within the task rollout, of rollouts of several turns: their first part is written
+REWARD_SERVER = (
+    "SOAK_REWARD_SERVER"  # the URL of the server that remote rewards ask, which fails for some samples
+)
+MODULES = {
+    "soak_rollouts.py": rollouts.MODULE,
+    "soak_rows.py": growing_rows(every=10),
+}  # of the user, beside the configuration
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form. Every victim, the driver too, dies once in the task `all_die_in`, beside the driver's own places."""
+
+    settings: Mapping[str, Any]  # by field of the configuration
+    driver_dies: tuple[tuple[str, str], ...]  # at these tasks; before them, in or after them
+    all_die_in: str
+    at_work: Callable[[Path], bool]  # whether a finished run shows what the form is for
+    asks_server: bool = False  # whether its reward asks REWARD_SERVER
+
+
+def overrides(form: str) -> list[str]:
+    """What the command line adds to run.yaml."""
+    return [f"{field}={json.dumps(value)}" for field, value in FORMS[form].settings.items()]
+
+
+def _several_turns(session: Mapping[str, Any]) -> Form:
+    return Form(
+        settings={
+            "rollout.session": {**session, "max_tokens": 64, "max_turns": 4},
+            "rollout.sampling.max_new_tokens": 8,
+        },
+        driver_dies=((TURNS, "in"),),
+        all_die_in="rollout",
+        at_work=lambda run: bool(_rows(run, "turns/part-*")),
+    )
+
+
+def _rows(run: Path, files: str) -> list[dict[str, Any]]:
+    """The rows of all iterations' tables of a name."""
+    paths = sorted(run.glob(f"iterations/*/{files}.parquet"))
+    return [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+
+FORMS = {
+    **{name: _several_turns(session) for name, session in rollouts.SESSIONS.items()},
+    "levels": Form(
+        settings={
+            "data.sources": [
+                {"name": "sums", "path": "train.jsonl"},
+                {
+                    "name": "growing",
+                    "rows": "soak_rows:sums",
+                    "weight": 3,
+                    "levels": {"last": 6, "window": 2, "raise_from": 0.01, "groups": 3},
+                },
+            ]
+        },
+        driver_dies=(("sample_prompts", "in"), ("filter", "in")),
+        all_die_in="rollout",
+        at_work=lambda run: any(row["level"] for row in _rows(run, "prompts")),
+    ),
+    "reuse": Form(
+        settings={
+            "rollout.buffer": {"share": 0.25, "max_age": 4, "max_uses": 2, "choose": "prioritised"},
+            "algorithm.correction.kind": "truncate",
+        },
+        driver_dies=(("sample_prompts", "in"), ("rollout", "in")),
+        all_die_in="filter",
+        at_work=lambda run: any(row["reused_from"] is not None for row in _rows(run, "batch")),
+    ),
+    "remote_reward": Form(
+        settings={
+            "reward.function": "millrace.connectors.rewards.http:http",
+            "reward.options": {
+                "url": f"${{env:{REWARD_SERVER}}}/now-and-then",
+                "attempts": 2,
+                "pause_s": 0.05,
+            },
+            "reward.concurrency": 8,
+            "reward.max_failed_share": 0.5,
+        },
+        driver_dies=(("sample_prompts", "in"), ("filter", "in")),
+        all_die_in="reward",
+        at_work=lambda run: {row["scoring"] for row in _rows(run, "rewards/part-*")} == {"scored", "failed"},
+        asks_server=True,
+    ),
+    "evaluation": Form(  # long enough to be killed half-way: several parts
+        settings={
+            "evaluation.sets": [
+                {
+                    "name": "held_out",
+                    "path": "held_out.jsonl",
+                    "samples_per_prompt": 4,
+                    "sampling": {"max_new_tokens": 16, "temperature": 1.0},
+                }
+            ],
+            "rollout.part_groups": 1,
+        },
+        driver_dies=(("evaluate", "before"), ("evaluate", "after")),
+        all_die_in="evaluate",
+        at_work=lambda run: len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2,
+    ),
+}

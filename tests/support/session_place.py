@@ -1,0 +1,103 @@
+"""A runner of rollouts of several turns over real processes and real dialogues: engines alone are scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from millrace.connectors.huggingface.dialogue import Dialogues
+from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.workers.session_pool import SessionPool
+from millrace.core.config import RunConfig
+from millrace.core.config.data import Source
+from millrace.core.config.rollout import Sampling, Session
+from millrace.core.contracts.turns import TurnRow
+from millrace.core.sessions.tools import load_tools
+from millrace.tasks.samples.failures import FailureBudget
+from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
+from millrace.tasks.sessions.session_rollout import Opening
+from tests.support.chat_templates import tokenizer_of
+from tests.support.scripted_engines import ScriptedEngines
+
+FUNCTIONS = "tests.support.session_functions"
+
+
+TOKENIZER = PromptTokenizer(tokenizer_of("chatml"))
+
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+
+
+class Engines(ScriptedEngines):
+    """Generates texts in turn, each ended as the model ends turns; remembers what it was sent."""
+
+    def __init__(self, *texts: str, fails: Callable[[str], bool] = lambda _: False) -> None:
+        super().__init__(fails)
+        self.texts = texts
+
+    async def generate(
+        self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
+    ) -> Generation:
+        await super().generate(input_ids, params, rid=rid, session=session)
+        turn = int(rid.rpartition(".")[2])
+        text = self.texts[min(turn, len(self.texts) - 1)] + "<|im_end|>"
+        ids = TOKENIZER.tokenizer(text, add_special_tokens=False)["input_ids"][: params["max_new_tokens"]]
+        finish = "stop" if len(ids) < params["max_new_tokens"] else "length"
+        return Generation(ids, [-0.5] * len(ids), text, finish, [(0, 3)], "engine-0", 0)
+
+
+class Place:
+    """A task's runner, and what it wrote."""
+
+    def __init__(self, config: RunConfig, engines: Engines, **settings: Any) -> None:
+        tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
+        for form in ("function", "environment"):
+            if form in settings:
+                function, options = (
+                    settings[form] if isinstance(settings[form], tuple) else (settings[form], {})
+                )
+                settings[form] = {"function": f"{FUNCTIONS}:{function}", "options": options}
+        self.settings = Session.model_validate({"timeout_s": 2, "tools": tools, **settings})
+        self.pool = SessionPool(self.settings)
+        self.engines, self.rows = engines, list[TurnRow]()
+        schemas = [tool.schema for tool in load_tools(self.settings.tools).values()]
+
+        async def ready() -> Engines:
+            return engines
+
+        budget = FailureBudget(
+            "rollout.max_failed_share", 0.5, 4, what="failed", where="here", remedy="fix it"
+        )
+        sampling = Sampling(max_new_tokens=200)
+        self.generator = SampleGenerator(config, sampling, ready, budget)
+        self.runner = SessionRunner(
+            self.settings, sampling, self.pool, Dialogues(TOKENIZER, schemas), self.generator, "no folder"
+        )
+
+    async def run(
+        self,
+        stored: Sequence[TurnRow] = (),
+        rollout: str = "g-0000",
+        longest: int = 512,
+        metadata: Mapping[str, Any] | None = None,
+        source: Source | None = None,
+    ) -> list[MadeSample]:
+        prompt = [{"role": "user", "content": "1+1="}]
+        ids = TOKENIZER.encode_prompts([prompt], chat=True)[0]
+        opening = Opening(rollout, "g", prompt, ids, seed=7, chat=True, longest=longest, columns=source)
+
+        async def write(row: TurnRow) -> None:
+            self.rows.append(row)
+
+        samples, _, _ = await self.runner.run(
+            opening, session_task('"1+1="', '"2"', json.dumps(metadata or {}), "s", 0), stored, write
+        )
+        return samples
+
+
+def shown(ids: Sequence[int]) -> str:
+    text: str = TOKENIZER.tokenizer.decode(list(ids))
+    return text
