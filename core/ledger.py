@@ -31,6 +31,7 @@ from millrace.core.contracts.ids import derived_seed, iteration_number
 from millrace.core.curriculum.parts import SourcePlan, part_name, source_and_level
 from millrace.core.curriculum.progress import Progress, Standing
 from millrace.core.errors import DataError
+from millrace.core.staleness import Ahead
 
 Order = NDArray[np.int64]
 
@@ -87,12 +88,12 @@ class Ledger:
         shuffle: bool = True,
         first: int = 0,
         stages: Sequence[Stage] = (),
-        lag: int = 0,
+        ahead: Ahead = Ahead(),
     ) -> None:
         """`sources`: weight and number of usable rows by name, with levels and pools. `stages`: of a curriculum.
 
-        `first`: the iteration from which these sources hold. `lag`: iterations that may be open before one is drawn; draws,
-        and the levels, pools and stages that they follow, see what became of iterations that are older than it.
+        `first`: the iteration from which these sources hold. `ahead`: how many iterations may be open before one is drawn, its
+        lag; draws, and the levels, pools and stages that they follow, see what became of iterations that are older than it.
         """
         plans = {name: SourcePlan(*plan) for name, plan in sorted(sources.items())}
         rows = {part: count for name, plan in plans.items() for part, count in plan.parts(name).items()}
@@ -105,7 +106,7 @@ class Ledger:
         self.counts: Counter[str] = Counter(kept=0, dropped=0, returned=0)  # verdicts
         self.dropped: Counter[str] = Counter()  # by reason
         self.progress = Progress(plans, stages, first)
-        self._plans, self._stages, self._lag = plans, list(stages), lag
+        self._plans, self._stages, self._lag = plans, list(stages), ahead.at
         self._shares = {name: _Share() for name in plans}
         self._cursors = {part: _Cursor(count) for part, count in rows.items()}
         self._rows = rows
@@ -181,11 +182,12 @@ class Ledger:
         assert iteration == self.next_iteration, (
             f"iteration {iteration} cannot be drawn, {self.next_iteration} is next"
         )
-        assert len(self._open) <= self._lag, f"{len(self._open)} iterations are open, the lag is {self._lag}"
+        lag = self._lag(iteration)
+        assert len(self._open) <= lag, f"{len(self._open)} iterations are open, the lag is {lag}"
         count = need + reserve
-        waiting = [key for key in self.returned if self._returned[key].since < iteration - self._lag]
+        waiting = [key for key in self.returned if self._returned[key].since < iteration - lag]
         keys = waiting[:count]
-        standing = self.progress.at(iteration - self._lag)
+        standing = self.progress.at(iteration - lag)
         weights = self._weights(standing)
         shares = {name: replace(share) for name, share in self._shares.items()}
         cursors = {part: replace(cursor) for part, cursor in self._cursors.items()}
@@ -207,7 +209,8 @@ class Ledger:
                 where="data.sources",
                 remedy="put it back, or start a run under another run.name",
             )
-        _take(self._shares, self._weights(self.progress.at(iteration - self._lag)), source_and_level(part)[0])
+        standing = self.progress.at(iteration - self._lag(iteration))
+        _take(self._shares, self._weights(standing), source_and_level(part)[0])
         expected = self._next(self._cursors, part, iteration)
         if expected != key:
             raise DataError(
@@ -247,7 +250,8 @@ class Ledger:
         """Advance past the next row of a part, into its next epoch if the one before is exhausted."""
         cursor = cursors[part]
         if cursor.position == cursor.rows:
-            cursor.epoch, cursor.position, cursor.begun = cursor.epoch + 1, 0, iteration - self._lag
+            begun = iteration - self._lag(iteration)
+            cursor.epoch, cursor.position, cursor.begun = cursor.epoch + 1, 0, begun
             cursor.rows = len(self._order(part, cursor))
         cursor.position += 1
         return part, int(self._order(part, cursor)[cursor.position - 1]), cursor.epoch

@@ -12,7 +12,7 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.retention import due
 from millrace.flows.driver.drive import DriveResult, drive
-from millrace.flows.driver.iteration_slots import IterationSlot
+from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
@@ -43,13 +43,13 @@ async def sft_iteration(runtime: Runtime, index: int, slot: IterationSlot) -> No
     await run_recorded(sample_supervised, ctx)
     await run_recorded(train_step, ctx)
     await run_recorded(checkpoint, ctx)
-    slot.hand_over()
+    await slot.reach(Stage.TRAINED)
     config = runtime.config
     last = index + 1 == config.run.iterations
     if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
         await run_recorded(held_out_loss, ctx)
     await run_recorded(publish_supervised, ctx)
-    slot.done()
+    await slot.reach(Stage.DONE)
 
 
 async def untrained_loss(runtime: Runtime) -> None:

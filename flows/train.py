@@ -14,7 +14,7 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, only_first_error
 from millrace.core.retention import due
 from millrace.flows.driver.drive import DriveResult, drive
-from millrace.flows.driver.iteration_slots import IterationSlot
+from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
@@ -49,6 +49,7 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     config = runtime.config
     ctx = IterationContext(config, index, runtime)
     await run_recorded(sample_prompts, ctx)
+    await slot.reach(Stage.DRAWN)
     ctx.stream = Stream(released=ctx.fresh_groups)
     await take_back_failures(ctx)
     with only_first_error():
@@ -56,15 +57,21 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             streaming.create_task(run_recorded(rollout, ctx))
             streaming.create_task(run_recorded(reward, ctx))
             streaming.create_task(run_recorded(filter_groups, ctx))
+    await slot.reach(Stage.GENERATED)
+    await slot.may_train()
     await run_recorded(train_step, ctx)
-    slot.hand_over()
+    await slot.reach(Stage.TRAINED)
+    await slot.may_sync()
     await run_recorded(sync_weights, ctx)
     await run_recorded(checkpoint, ctx)
+    await slot.reach(Stage.LEFT_TRAINER)
     last = index + 1 == config.run.iterations
     if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
         await run_recorded(evaluate, ctx)
+    await slot.reach(Stage.LEFT_ENGINES)
+    await slot.may_publish()
     await run_recorded(publish, ctx)
-    slot.done()
+    await slot.reach(Stage.DONE)
 
 
 async def evaluate_untrained(runtime: Runtime) -> None:

@@ -9,6 +9,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import FileRecord, IterationRecords, ReusedGroup
+from millrace.core.staleness import VersionRange
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
@@ -52,8 +53,16 @@ class IterationContext:
 
     @property
     def version_before(self) -> int:
-        """Weight version that generates this iteration's samples."""
+        """Weight version that this iteration trains."""
         return self.index * self.config.steps_per_iteration
+
+    @property
+    def versions(self) -> VersionRange:
+        """Weight versions that may generate this iteration's samples."""
+        ahead = self.runtime.prompts.ahead.at(self.index)
+        oldest = max(0, self.index - ahead) * self.config.steps_per_iteration
+        one = self.config.pipeline.on_update == "finish"
+        return VersionRange(oldest, oldest if one else self.version_before)
 
     @property
     def version_after(self) -> int:

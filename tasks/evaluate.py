@@ -32,6 +32,7 @@ from millrace.core.errors import only_first_error
 from millrace.core.evaluation.figures import Answer, by_subset, figures
 from millrace.core.rewards.answer_text import spelling
 from millrace.core.rewards.math import answer_of
+from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
@@ -129,7 +130,10 @@ async def _evaluate_set(
     )
     unscored = Failures()
     generator = SampleGenerator(
-        ctx.config, held_out.sampling, lambda: ctx.runtime.memory.for_engines(version), budget
+        ctx.config,
+        held_out.sampling,
+        lambda: ctx.runtime.memory.for_engines(VersionRange.only(version)),
+        budget,
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once
     answers = respond(ctx, held_out, generator, version)

@@ -102,7 +102,7 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
     for row in failed:
         budget.add(row["reason"], row["sample_id"])
     return SampleGenerator(
-        config, config.rollout.sampling, lambda: ctx.runtime.memory.for_engines(ctx.version_before), budget
+        config, config.rollout.sampling, lambda: ctx.runtime.memory.for_engines(ctx.versions), budget
     )
 
 

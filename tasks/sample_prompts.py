@@ -82,7 +82,7 @@ def draw_groups(
     A row that proves unusable takes no place: one more is drawn for it. reused: groups of the batch that are not drawn.
     """
     need = ctx.config.rollout.prompts - reused
-    ledger, dataset = ctx.runtime.prompts.ledger(), ctx.runtime.prompts.dataset
+    ledger, dataset = ctx.runtime.prompts.ledger_before(ctx.index), ctx.runtime.prompts.dataset
     read: list[Read] = []
     spoilt = 0
     while True:

@@ -188,9 +188,10 @@ class Fleet:
 
     # weights
 
-    def unconfirmed(self, version: int) -> list[int]:
-        """Engines that have not confirmed a version."""
-        return [index for index, health in self._health.items() if not health.serves(version)]
+    def unconfirmed(self, version: int, oldest: int | None = None) -> list[int]:
+        """Engines that have not confirmed a version; given the oldest that is allowed, none from it on."""
+        allowed = range(version if oldest is None else oldest, version + 1)
+        return [i for i, health in self._health.items() if not any(map(health.serves, allowed))]
 
     async def update_weights(
         self, source: str | Load, version: int, only: list[int] | None = None
@@ -348,7 +349,13 @@ class Fleet:
 
     # requests
 
-    def dispatcher(self, version: int, recover: Callable[[int], Awaitable[None]]) -> Dispatcher:
+    def dispatcher(
+        self,
+        version: int,
+        recover: Callable[[int], Awaitable[None]],
+        oldest: int | None = None,
+        newest: int | None = None,
+    ) -> Dispatcher:
         """A dispatcher over the engines that serve a version."""
         rollout = self.config.rollout
 

@@ -30,6 +30,7 @@ RECORD = "run.json"
 COMPLETE = "complete.json"
 ASIDE = "not-whole.json"  # the marker of a checkpoint that was found broken
 PUBLISHED = "results/publish.json"  # written after the manifest
+DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0
 READ_AHEAD = 64  # manifests in memory while all are gone through
 MAKE_AGAIN = "restore it from a copy, or remove it and start the run again: it is made again from the iteration's records"
@@ -188,14 +189,23 @@ class RunFolder:
         return {manifest.iteration: manifest for manifest in self._from(0)}
 
     def take_over(self) -> int:
-        """Note what earlier drivers left in the first open iteration, so that what they still write there does not count.
+        """Note what earlier drivers left in open iterations, so that what they still write there does not count.
 
-        For the holder of the lease, before it works. Returns the iteration's index.
+        For the holder of the lease, before it works. Returns the index of the first open iteration.
         """
         assert self.store.fence is not None, "the lease comes first"
-        index, token = self.first_open_iteration(), self.store.fence.token
+        first, token = self.first_open_iteration(), self.store.fence.token
         if token > 1:
-            take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
+            begun = [index for index in numbers_of(self.store, "iterations") if index > first]
+            for index in [first, *begun]:
+                take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
+        return first
+
+    def first_undrawn_iteration(self) -> int:
+        """The first iteration whose prompts are not committed. Open ones before it may have drawn theirs."""
+        index = self.first_open_iteration()
+        while self.iteration(index).exists(DRAWN):
+            index += 1
         return index
 
     def first_open_iteration(self, strict: bool = True) -> int:

@@ -15,6 +15,7 @@ from millrace.core.config.model import Model
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
 from millrace.core.config.parts.section import Section
+from millrace.core.config.pipeline import Pipeline
 from millrace.core.config.placement import Placement
 from millrace.core.config.reward import AS_THE_REWARD, Reward
 from millrace.core.config.rollout import Rollout, Sampling
@@ -41,6 +42,7 @@ class RunConfig(Section):
     trainer: Trainer = Trainer()
     engines: Annotated[Engines, ANY_START] = AutoEngines()
     placement: Annotated[Placement, ANY_START] = Placement()
+    pipeline: Annotated[Pipeline, ANY_START] = Pipeline()
     sync: Annotated[Sync, ANY_START] = AutoSync()
     checkpoint: Annotated[Checkpoint, ANY_START] = Checkpoint()
     evaluation: Annotated[Evaluation, ANY_START] = Evaluation()

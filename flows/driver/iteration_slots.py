@@ -1,13 +1,14 @@
-"""Iterations one after the other, each a flow run of its own that is created before the one before it ends.
+"""Iterations that follow one another and overlap as far as the pipeline allows, each a flow run of its own.
 
 Prefect creates a flow run by seven calls to its server, one after the other. No GPU works meanwhile unless they are made
-while the iteration before still hands over its weights. Knows nothing of what an iteration does.
+while an iteration before still hands over its weights. Knows nothing of what an iteration does.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from enum import IntEnum
 from typing import Any
 
 from prefect import Flow
@@ -20,46 +21,102 @@ from millrace.core.garbage import collect_garbage, give_back_memory
 GIVE_BACK_EVERY = 20  # iterations
 
 
+class Stage(IntEnum):
+    """How far an iteration is, in order."""
+
+    DRAWN = 1  # its prompts are committed
+    GENERATED = 2  # its batch is fixed, and no engine answers for it any more
+    TRAINED = 3
+    LEFT_TRAINER = 4  # engines have its weights, and the trainer's state is copied where it is to be saved
+    LEFT_ENGINES = 5  # it is evaluated
+    DONE = 6  # its manifest is written
+
+
+class Progress:
+    """How far each iteration of this driver is. Those before `first` are done."""
+
+    def __init__(self, first: int) -> None:
+        self._done = first  # iterations before it are done
+        self._reached: dict[int, Stage] = {}
+        self._changed = asyncio.Condition()
+
+    async def reach(self, index: int, stage: Stage) -> None:
+        """Note that an iteration is at a stage, and so past those before it."""
+        async with self._changed:
+            self._reached[index] = max(stage, self._reached.get(index, stage))
+            while self._reached.get(self._done) is Stage.DONE:
+                del self._reached[self._done]
+                self._done += 1
+            self._changed.notify_all()
+
+    async def wait(self, index: int, stage: Stage) -> None:
+        """Wait until an iteration has reached a stage."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_at(index, stage))
+
+    def _is_at(self, index: int, stage: Stage) -> bool:
+        return index < self._done or self._reached.get(index, 0) >= stage
+
+
 class IterationSlot:
-    """One iteration's place in the sequence.
-
-    `may_work` returns when the manifest of the iteration before is written, at once for the first one.
-    `hand_over` says that training is done. The next flow run is created now, while this iteration's CPU is idle.
-    `done` says that the manifest is written. The next iteration begins to work.
-
-    Guarantees: at most one iteration works at a time; no flow run is created before `hand_over` of the one before it; after
-    an iteration that fails no other one works.
+    """One iteration's place in the sequence, with L iterations ahead of the trained one (pipeline.ahead).
 
         async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             await slot.may_work()
-            ...  # sample, generate, train
-            slot.hand_over()
-            ...  # sync weights, save, publish
-            slot.done()
+            ...  # sample prompts
+            await slot.reach(Stage.DRAWN)
+            ...  # generate
+            await slot.reach(Stage.GENERATED)
+            await slot.may_train()
+            ...  # train
+            await slot.reach(Stage.TRAINED)
+            await slot.may_sync()
+            ...  # sync weights, save
+            await slot.reach(Stage.LEFT_TRAINER)
+            ...  # evaluate
+            await slot.reach(Stage.LEFT_ENGINES)
+            await slot.may_publish()
+            ...  # publish
+            await slot.reach(Stage.DONE)
+
+    Guarantees: an iteration works when the one L + 1 before it is done and the one before it has drawn, so at most L + 1 are
+    open. They train, sync and publish in their order. Flow runs are created when the iteration L + 1 before has trained: what
+    is left of that one seldom fails. After an iteration that fails none begins to work.
     """
 
-    def __init__(self, before: IterationSlot | None = None) -> None:
-        self._before: asyncio.Event | None = before._done if before else None
-        self._handed_over = asyncio.Event()
-        self._done: asyncio.Event = asyncio.Event()
+    def __init__(
+        self, index: int, progress: Progress, *, ahead: int = 0, last: int, finish: bool = False
+    ) -> None:
+        """last: index of the run's last iteration. finish: weights wait for the requests of iterations that are ahead."""
+        self.index = index
+        self._progress, self._ahead, self._last, self._finish = progress, ahead, last, finish
 
     async def may_work(self) -> None:
-        """Wait until the iteration before is done."""
-        if self._before:
-            await self._before.wait()
+        """Wait until the iteration L + 1 before is done and the one before has drawn."""
+        await self._progress.wait(self.index - self._ahead - 1, Stage.DONE)
+        await self._progress.wait(self.index - 1, Stage.DRAWN)
 
-    def hand_over(self) -> None:
-        """Let the next iteration's flow run be created: what is left of this one seldom fails."""
-        self._handed_over.set()
+    async def may_train(self) -> None:
+        """Wait until the trainer has done with the iteration before."""
+        await self._progress.wait(self.index - 1, Stage.LEFT_TRAINER)
 
-    def done(self) -> None:
-        """Let the next iteration work."""
-        self._done.set()
+    async def may_sync(self) -> None:
+        """Wait until engines may get this iteration's weights: the evaluation of the one before is over.
 
-    async def next(self) -> IterationSlot:
-        """Wait for `hand_over` and return the next iteration's slot. Called by the driver alone."""
-        await self._handed_over.wait()
-        return IterationSlot(self)
+        With pipeline.on_update=finish the L iterations after this one are also generated first: all of one by one version.
+        """
+        await self._progress.wait(self.index - 1, Stage.LEFT_ENGINES)
+        if self._finish:
+            for later in range(self.index + 1, min(self.index + self._ahead, self._last) + 1):
+                await self._progress.wait(later, Stage.GENERATED)
+
+    async def may_publish(self) -> None:
+        """Wait until the iteration before is done: manifests are written in order."""
+        await self._progress.wait(self.index - 1, Stage.DONE)
+
+    async def reach(self, stage: Stage) -> None:
+        """Note how far this iteration is."""
+        await self._progress.reach(self.index, stage)
 
 
 Work = Callable[[int, IterationSlot], Coroutine[Any, Any, None]]
@@ -70,19 +127,21 @@ async def run_iterations(work: Work, flow_name: str, config: RunConfig, first: i
 
     Raises the error of the iteration that fails; a flow run created after it ends too, with nothing done.
     """
+    progress, ahead, last = Progress(first), config.pipeline.ahead, config.run.iterations - 1
+    finish = config.pipeline.on_update == "finish"
     with only_first_error():
         async with asyncio.TaskGroup() as group:
-            slot = IterationSlot()
-            for index in range(first, config.run.iterations):
+            for index in range(first, last + 1):
+                slot = IterationSlot(index, progress, ahead=ahead, last=last, finish=finish)
                 run_name = f"{config.run.name}, iteration {iteration_number(index)}"
                 group.create_task(_flow(work, slot, flow_name, run_name)(index))
-                if index == first + 1:
+                if index == first + ahead + 1:
                     await slot.may_work()
                     collect_garbage()  # every module is imported by now, and no weights are being sent
                 elif index > first and (index - first) % GIVE_BACK_EVERY == 0:
                     await slot.may_work()
                     give_back_memory()
-                slot = await slot.next()
+                await progress.wait(index - ahead, Stage.TRAINED)
 
 
 def _flow(

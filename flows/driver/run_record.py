@@ -26,7 +26,7 @@ from millrace.core.errors import DataError, MissingFileError
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import check_same_model, taken_up
-from millrace.flows.tools.browse import check_no_run
+from millrace.flows.tools.browse import ahead_of, check_no_run
 from millrace.tasks import report
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -78,6 +78,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     prints = await asyncio.to_thread(fingerprints, runtime.config)
     check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
     since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    undrawn = await asyncio.to_thread(runtime.run_folder.first_undrawn_iteration)
     installed = versions()
     record["changes"] = taken_up(record, before, asked, prints, installed, since)
     record["fingerprints"] = prints
@@ -85,6 +86,9 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["model_commit"] = commit
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
+    ahead = ahead_of(record).since(undrawn, runtime.config.pipeline.ahead)
+    runtime.prompts.use_ahead(ahead)
+    record["ahead"] = [{"since": since, "iterations": iterations} for since, iterations in ahead.spans]
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
@@ -134,7 +138,7 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
                 where=f"run {runtime.config.run.name}",
                 remedy="Put the files back, start under another run.name, or set data.allow_changes=true to go on with them.",
             )
-        since = runtime.run_folder.first_open_iteration()
+        since = runtime.run_folder.first_undrawn_iteration()
         log.warning(
             "the data changed; from iteration %d on prompts are drawn from what it holds now: %s",
             iteration_number(since),

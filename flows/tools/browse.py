@@ -15,6 +15,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config.reading.stored import lifted
 from millrace.core.errors import MissingFileError, StorageError
+from millrace.core.staleness import Ahead
 from millrace.flows.tools.listing import Listing
 
 COLUMNS = {
@@ -108,6 +109,11 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
     for attempt in record["attempts"][-1:]:
         facts["Prefect"] = str(attempt["flow_run_url"])
     return facts
+
+
+def ahead_of(record: dict[str, Any]) -> Ahead:
+    """How many iterations might be open ahead, as run.json says."""
+    return Ahead(tuple((span["since"], span["iterations"]) for span in record.get("ahead", ())))
 
 
 def settings_of(record: dict[str, Any]) -> Any:

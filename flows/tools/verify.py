@@ -39,7 +39,7 @@ from millrace.core.lineage import (
     Trained,
     inconsistencies,
 )
-from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.tools.browse import ahead_of, run_record, settings_of
 from millrace.flows.tools.named_files import named_by_records, strangers
 
 Row = TypeVar("Row")
@@ -178,7 +178,7 @@ def _rows(table: pa.Table | None, row: type[Row]) -> list[Row]:
 
 def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
     """Draw every iteration again from the history before it: the ledger must draw the same groups."""
-    history = list(folder.history())
+    history, ahead = list(folder.history()), ahead_of(record)
     spans = record.get("data") or []
     ends = [*(span["since"] for span in spans[1:]), len(history)]
     for span, end in zip(spans, ends, strict=True):
@@ -190,9 +190,11 @@ def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
             shuffle=config.data.shuffle,
             first=since,
             stages=config.data.stages,
+            ahead=ahead,
         )
         for index in range(since, end):
             keys = history[index].keys()
+            # drawn while those before it that might be open were, so that nothing younger shows
             drawn = ledger.draw(index, config.rollout.prompts, len(keys) - config.rollout.prompts)
             if [draw.key for draw in drawn] != keys:
                 yield (

@@ -1,13 +1,13 @@
 """Who may use GPU memory, and when: the one module that knows both the trainer and the engines.
 
 On shared GPUs (placement.colocate) the two sides take turns, by the state machine of millrace.core.gpu_owner. Elsewhere each has its
-own, and they may work at the same time.
+own, and they may work at the same time: then only who asks the trainer for a version takes turns.
 
     async with memory.for_trainer() as trainer:   # engines asleep; the trainer may take everything
         ranks = await trainer.at(version)
         await ranks.train(...)
     await memory.update_engines(version)          # trainer offloaded; engines have room for weights
-    engines = await memory.for_engines(version)   # trainer offloaded; engines awake and at the version
+    engines = await memory.for_engines(versions)  # trainer offloaded; engines awake, each at one of these versions
     await engines.generate(...)
 """
 
@@ -27,6 +27,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import Event, GpuOwner, Holder
+from millrace.core.staleness import VersionRange
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
 from millrace.tasks.runtime.recovery import Recovery
@@ -51,7 +52,12 @@ class GpuMemory:
         self._shared = config.placement.colocate
         # An earlier driver may have left memory with either side: each side gives back before the other takes.
         self._owner = GpuOwner(Holder.HANDING_OVER)
+        self._run_folder = run_folder
         self._turn = asyncio.Lock()  # of the engines; on shared GPUs of the trainer too
+        self._trainer_turn: contextlib.AbstractAsyncContextManager[Any] = (
+            contextlib.nullcontext() if self._shared else asyncio.Lock()
+        )  # taken after that of the engines
+        self._sent: int | None = None  # the version that this driver last sent to all engines
 
     async def open(self, identity: str) -> None:
         """Make what weights may go through, named by the run's identity."""
@@ -65,7 +71,7 @@ class GpuMemory:
     @contextlib.asynccontextmanager
     async def for_trainer(self) -> AsyncIterator[Trainer]:
         """Within, engines sleep on shared GPUs, and the trainer may be built, train and save."""
-        async with self._turn if self._shared else contextlib.nullcontext():
+        async with self._turn if self._shared else self._trainer_turn:
             await self._take_for_trainer()
             yield self._trainer
 
@@ -77,22 +83,35 @@ class GpuMemory:
     @contextlib.asynccontextmanager
     async def for_weights(self, version: int) -> AsyncIterator[TrainerHandle]:
         """Within, the ranks hold `version` and their weights may be read; engines stay as they are, unless ranks must be built."""
-        async with self._turn if self._shared else contextlib.nullcontext():
+        async with self._turn if self._shared else self._trainer_turn:
             yield await self._trainer.at(version)
 
-    async def for_engines(self, version: int) -> Dispatcher:
-        """A dispatcher over engines that have all confirmed `version` and have all their memory."""
+    async def for_engines(self, versions: VersionRange) -> Dispatcher:
+        """A dispatcher over engines that have each confirmed one of these versions, and have all their memory.
+
+        Engines that have none of them get the one that was last sent to all.
+        """
         async with self._turn:
+            version = versions.nearest(await self._newest_sent())
             fleet = await self._running_fleet(version)
             ranks = await self._offloaded_ranks(version)
-            missing = fleet.unconfirmed(version)
+            missing = fleet.unconfirmed(versions.newest, versions.oldest)
             if missing:
-                await self._update(fleet, ranks, version, missing)
+                await self._update(fleet, ranks, version, missing, newest=versions.newest)
                 await self._offloaded_ranks(version)  # frees the bucket
             self._record(Event.ENGINES_WOKE)
             await fleet.wake()
             self._recovery.ready()
-            return fleet.dispatcher(version, self._recover)
+            return fleet.dispatcher(
+                version, lambda _: self._recover(versions), oldest=versions.oldest, newest=versions.newest
+            )
+
+    async def _newest_sent(self) -> int:
+        """The version that all engines were last sent; of an earlier driver, that of the last committed iteration."""
+        if self._sent is None:
+            done = await asyncio.to_thread(self._run_folder.first_open_iteration)
+            return done * self.config.steps_per_iteration
+        return self._sent
 
     async def update_engines(self, version: int) -> dict[str, float]:
         """Bring every engine to the trainer's weights of `version`; seconds by phase.
@@ -108,12 +127,13 @@ class GpuMemory:
             seconds = {"offload": offload_s} if self.config.trainer_offloads else {}
             missing = fleet.unconfirmed(version)
             if missing:
-                seconds |= await self._update(fleet, ranks, version, missing)
+                seconds |= await self._update(fleet, ranks, version, missing, newest=version)
+            self._sent = version
             return seconds
 
-    async def _recover(self, version: int) -> None:
-        """Have every engine running and at `version` again, after a request was lost."""
-        await self.for_engines(version)
+    async def _recover(self, versions: VersionRange) -> None:
+        """Have every engine running and at one of these versions again, after a request was lost."""
+        await self.for_engines(versions)
 
     async def _take_for_trainer(self) -> None:
         """On shared GPUs, put the engines to sleep: the trainer takes the memory."""
@@ -151,18 +171,23 @@ class GpuMemory:
         first_start = not self._engines.is_known and not self._trainer.is_known
         if first_start and not await self._engines.exist():
             trainer: Awaitable[Any] = self._trainer.prepare() if self._shared else self._trainer.at(version)
-            fleet, _ = await both(self._engines.running(), trainer)
+            async with self._trainer_turn:
+                fleet, _ = await both(self._engines.running(), trainer)
             return fleet
         return await self._engines.running()
 
     async def _update(
-        self, fleet: Fleet, ranks: TrainerHandle | None, version: int, engines: list[int]
+        self, fleet: Fleet, ranks: TrainerHandle | None, version: int, engines: list[int], *, newest: int
     ) -> dict[str, float]:
-        ranks = ranks or await self._trainer.at(version)
+        """Bring engines to `version`, or to one up to `newest` where the trainer has gone on meanwhile; seconds by phase."""
         self._record(Event.UPDATE_BEGAN)
         started = time.perf_counter()
         try:
-            seconds = await self._weights.send(ranks, fleet, version, engines)
+            async with self._trainer_turn:
+                if ranks is None and not self._weights.has(version):
+                    ranks = await self._trainer.at(version, ahead=newest - version)
+                    version = await held(ranks)
+                seconds = await self._weights.send(ranks, fleet, version, engines)
         except TrainerStalledError:
             await self._trainer.end()
             self._record(Event.TRAINER_DIED)
@@ -178,15 +203,23 @@ class GpuMemory:
 class StoredWeights(GpuMemory):
     """Engines alone, for a model that nothing trains: each holds the folder at `model.path`, under any version it is asked for."""
 
-    async def for_engines(self, version: int) -> Dispatcher:
+    async def for_engines(self, versions: VersionRange) -> Dispatcher:
         """A dispatcher over engines that have loaded the folder."""
+        version = versions.newest
         async with self._turn:
             fleet = await self._engines.running()
             missing = fleet.unconfirmed(version)
             if missing:
                 await fleet.update_weights(self.config.model.path, version, missing)
             await fleet.wake()
-            return fleet.dispatcher(version, self._recover)
+            return fleet.dispatcher(version, lambda _: self._recover(versions))
+
+
+async def held(ranks: TrainerHandle) -> int:
+    """The version that all ranks hold."""
+    (version,) = await ranks.versions()
+    assert version is not None, "the ranks were brought to a version"
+    return version
 
 
 async def both(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:

@@ -10,14 +10,19 @@ from functools import cached_property
 from typing import Any
 
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.mcp_tools import tool_schemas
 from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import derived_seed, sample_seed
 from millrace.core.contracts.sample import DrawnGroup
+from millrace.core.curriculum.parts import part_name
 from millrace.core.ledger import Ledger
+from millrace.core.staleness import Ahead
 from millrace.tasks.data.prompt_dataset import PromptDataset, PromptSet, load_prompts
+
+DRAWN = ["source", "level", "row", "epoch", "ordinal"]  # columns of prompts.parquet that the ledger needs
 
 
 class Prompts:
@@ -31,6 +36,7 @@ class Prompts:
         self._data_since = 0
         self._whole: frozenset[str] = frozenset()
         self._seed_name = ""
+        self.ahead = Ahead()  # how many iterations might be open ahead, as run.json says
 
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
@@ -80,6 +86,11 @@ class Prompts:
             seed_name=self._seed_name,
         )
 
+    def use_ahead(self, ahead: Ahead) -> None:
+        """Draw as run.json says how many iterations might be open ahead."""
+        assert self._ledger is None, "the ledger has drawn already"
+        self.ahead = ahead
+
     def ledger(self) -> Ledger:
         """The ledger over the committed manifests."""
         if self._ledger is None:
@@ -88,6 +99,21 @@ class Prompts:
             if self._data_since:
                 seed = derived_seed(seed, "data", self._data_since)
             self._ledger = Ledger(
-                seed, self.dataset.plans(), shuffle=data.shuffle, first=self._data_since, stages=data.stages
+                seed,
+                self.dataset.plans(),
+                shuffle=data.shuffle,
+                first=self._data_since,
+                stages=data.stages,
+                ahead=self.ahead,
             )
         return self._ledger.extend(self._run_folder.history(since=self._ledger.iterations))
+
+    def ledger_before(self, iteration: int) -> Ledger:
+        """The ledger over the committed manifests and the open iterations before one, whose draws are committed."""
+        ledger = self.ledger()
+        while ledger.next_iteration < iteration:
+            index = ledger.next_iteration
+            table = IterationFiles(self._run_folder, index).read_table("prompts", columns=DRAWN)
+            rows = table.sort_by("ordinal").to_pylist()
+            ledger.open(index, [(part_name(r["source"], r["level"]), r["row"], r["epoch"]) for r in rows])
+        return ledger

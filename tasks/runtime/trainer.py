@@ -1,7 +1,7 @@
 """The trainer ranks of a run: found or made, and brought to the weight version that a task asks for.
 
 Owns the one way up: newest complete checkpoint, then replay of the committed batches after it. Knows nothing of engines: before
-ranks take GPU memory to be built, `before_build` is awaited.
+ranks take GPU memory to be built or to replay, `before_build` is awaited.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Trainer:
             ranks = self._built or (None if self._prepared else self._existing())
             if ranks:
                 versions = await ranks.versions()
-                if _reached(versions, version, ahead):
+                if _reached(versions, version, ahead) or await self._gone_on(ranks, versions, version):
                     self._built = ranks
                     return ranks
                 log.warning("trainer ranks hold versions %s, not %d: rebuilding them", versions, version)
@@ -76,6 +76,21 @@ class Trainer:
             await self._before_build()
             self._built = await self._build(version)
             return self._built
+
+    async def _gone_on(self, ranks: TrainerProxy, versions: set[int | None], version: int) -> bool:
+        """Have ranks that are behind make the committed steps up to `version`; returns whether they could.
+
+        With iterations ahead, engines that were lost may have asked the ranks for weights of before a step.
+        """
+        only = next(iter(versions))
+        if len(versions) > 1 or only is None or only > version:
+            return False
+        steps = self.config.steps_per_iteration
+        recorded = await asyncio.to_thread(_are_recorded, self._run_folder, only, version, steps)
+        if recorded:
+            await self._before_build()
+            await replay(ranks, self._run_folder, only, version, steps)
+        return recorded
 
     async def saving(self) -> SaveState | None:
         """The checkpoint that is written while training goes on; None without one, and where ranks are lost with it."""
@@ -227,6 +242,22 @@ async def bring_up(
     marks.append(time.perf_counter())
     checkpoint, loaded = await _load_newest(ranks, run_folder, usable, steps, on_broken)
     marks.append(time.perf_counter())
+    await replay(ranks, run_folder, loaded, version, steps, on_step=on_step)
+    marks.append(time.perf_counter())
+    find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
+    return BringUp(checkpoint, loaded, find_s, load_s, replay_s)
+
+
+async def replay(
+    ranks: TrainerHandle,
+    run_folder: RunFolder,
+    loaded: int,
+    version: int,
+    steps: int,
+    *,
+    on_step: OnStep = check_replayed,
+) -> None:
+    """Have ranks that hold `loaded` make the steps up to `version` again, from the committed batches. Errors as of `bring_up`."""
     exact = True
     for replayed in range(loaded + 1, version + 1):
         index = (replayed - 1) // steps
@@ -242,9 +273,12 @@ async def bring_up(
                 recorded, figures
             )  # from the first inexact step on the weights differ too
             on_step(index, recorded, figures, exact=exact)
-    marks.append(time.perf_counter())
-    find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
-    return BringUp(checkpoint, loaded, find_s, load_s, replay_s)
+
+
+def _are_recorded(run_folder: RunFolder, held: int, version: int, steps: int) -> bool:
+    """Whether every step after `held` up to `version` is committed."""
+    indexes = sorted({(made - 1) // steps for made in range(held + 1, version + 1)})
+    return all("step.json" in IterationFiles(run_folder, index).entries for index in indexes)
 
 
 async def _load_newest(

@@ -35,10 +35,16 @@ class WeightSync:
         if self._folder:
             await asyncio.to_thread(self._folder.close)
 
+    def has(self, version: int) -> bool:
+        """Whether engines can be brought to a version without the trainer: it is in the folder that they load."""
+        return (
+            self.config.sync_kind == "disk" and self._folder is not None and self._folder.version == version
+        )
+
     async def send(
-        self, ranks: TrainerHandle, fleet: Fleet, version: int, engines: list[int]
+        self, ranks: TrainerHandle | None, fleet: Fleet, version: int, engines: list[int]
     ) -> dict[str, float]:
-        """Bring these engines to `version`, which the ranks hold, and have each confirm it; seconds by phase.
+        """Bring these engines to `version`, and have each confirm it; seconds by phase. ranks: hold it; None if `has` it.
 
         Raises TrainerStalledError if rank 0 does not return from a broadcast: the ranks must then be ended.
         """
@@ -46,6 +52,7 @@ class WeightSync:
         if kind == "disk":
             directory, export_s = await self._export(ranks, version)
             return {"export": export_s, **await fleet.update_weights(directory, version, engines)}
+        assert ranks is not None, "only a folder stands in for the trainer"
         seconds: dict[str, float] = {}
         stream = partial(self._buckets, ranks, version, kind == "ipc")
         load = (
@@ -71,10 +78,11 @@ class WeightSync:
             number, last = number + 1, copies[0].last
         await ranks.end_buckets()  # a pass that is given up leaves its bucket to the next
 
-    async def _export(self, ranks: TrainerHandle, version: int) -> tuple[str, float]:
+    async def _export(self, ranks: TrainerHandle | None, version: int) -> tuple[str, float]:
         """A Hugging Face folder with the weights of `version`, and the seconds that writing it took."""
         started = time.perf_counter()
         assert self._folder is not None, "open comes first"
         if self._folder.version != version:
+            assert ranks is not None, "the folder holds another version"
             await self._folder.write(ranks, version)
         return self._folder.url, time.perf_counter() - started

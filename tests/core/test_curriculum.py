@@ -17,6 +17,7 @@ from millrace.core.contracts.sample import Verdict
 from millrace.core.curriculum.parts import SourcePlan, source_and_level
 from millrace.core.curriculum.progress import Mastery
 from millrace.core.ledger import Draw, Ledger
+from millrace.core.staleness import Ahead
 
 VERDICTS: list[Verdict] = ["kept", "dropped", "returned"]
 
@@ -153,7 +154,7 @@ def test_over_any_history_a_restarted_process_draws_the_same(
 ) -> None:
     """Also where iterations are drawn before the ones before them are committed."""
     stages = stages if "b" in plans else []
-    early, late = (Ledger(7, plans, stages=stages, lag=lag) for _ in range(2))
+    early, late = (Ledger(7, plans, stages=stages, ahead=Ahead(((0, lag),))) for _ in range(2))
     history: list[IterationHistory] = []
     for iteration, (need, reserve) in enumerate(sizes):
         late.extend(history[: max(late.iterations, iteration - lag)])
@@ -179,7 +180,7 @@ def test_over_any_history_a_restarted_process_draws_the_same(
         history.append(IterationHistory.of(iteration, groups))
     late.extend(history)
     stored = [IterationHistory.model_validate_json(part.model_dump_json()) for part in history]
-    fresh = Ledger(7, plans, stages=stages, lag=lag).extend(stored)
+    fresh = Ledger(7, plans, stages=stages, ahead=Ahead(((0, lag),))).extend(stored)
     assert fresh.counts == late.counts
     assert fresh.draw(len(sizes), 20) == late.draw(len(sizes), 20)
     done = Counter(

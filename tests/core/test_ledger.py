@@ -14,6 +14,7 @@ from millrace.core.contracts.history import GroupOutcome, IterationHistory, Key
 from millrace.core.contracts.sample import Verdict
 from millrace.core.errors import DataError
 from millrace.core.ledger import Draw, Ledger, epoch_order
+from millrace.core.staleness import Ahead
 
 Sources = dict[str, tuple[float, int]]
 ORDER = [11, 3, 10, 5, 8, 4, 7, 6, 1, 2, 9, 0]
@@ -115,7 +116,7 @@ def test_within_each_draw_every_source_gets_its_share_to_within_two(
 def test_with_a_lag_a_draw_is_the_same_whether_or_not_the_iterations_before_it_are_committed(
     sources: Sources, sizes: list[int], lag: int, data: Any
 ) -> None:
-    early, late = (Ledger(5, sources, lag=lag) for _ in range(2))
+    early, late = (Ledger(5, sources, ahead=Ahead(((0, lag),))) for _ in range(2))
     draws: list[list[Draw]] = []
     history: list[IterationHistory] = []
     for iteration, size in enumerate(sizes):

@@ -152,6 +152,8 @@ ROWS: dict[str, Row] = {
         *_under("placement", "colocate offload_engines offload_trainer ray_address wait_s"),
         *_under("sync", "kind directory bucket_mib verify"),
     ),
+    **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
+    **_any_start("tasks/filter.py", *_under("pipeline", "max_staleness select")),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
     **_any_start(
         "tasks/checkpoint.py", *_under("checkpoint", "every background keep_last keep_every keep_best")

@@ -9,6 +9,7 @@ from millrace.core.config.rules import (
     data,
     engines,
     evaluation,
+    pipeline,
     placement,
     rollout,
     secrets,
@@ -39,5 +40,6 @@ def problems(config: RunConfig) -> list[Problem]:
         *tracking.problems(config),
         *engines.problems(config),
         *placement.problems(config),
+        *pipeline.problems(config),
         *sync.problems(config),
     ]

@@ -1,0 +1,47 @@
+"""Rules of `pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.core.config.parts.problems import Problem
+from millrace.core.config.run_config import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """What cannot run ahead of the trainer, and bounds that contradict each other."""
+    p = config.pipeline
+    if p.staleness < p.ahead:
+        yield Problem(
+            "pipeline.max_staleness",
+            p.max_staleness,
+            f"with pipeline.ahead={p.ahead} tokens are up to {p.ahead} versions old when they are trained",
+            f"set it to at least {p.ahead}, or lower pipeline.ahead",
+        )
+    if p.select == "finish" and not config.filter.refill_factor:
+        yield Problem(
+            "pipeline.select",
+            "finish",
+            "it chooses among the reserve, and filter.refill_factor=0 draws none",
+            "set filter.refill_factor to the share of groups that is generated beyond the batch, such as 0.25",
+        )
+    if config.algorithm.supervised and (p.ahead or p.select == "finish"):
+        field = "pipeline.ahead" if p.ahead else "pipeline.select"
+        yield Problem(
+            field, p.ahead or p.select, "supervised training generates nothing", "leave the section out"
+        )
+    if config.rollout.buffer and (p.ahead or p.select == "finish"):
+        yield Problem(
+            "rollout.buffer",
+            "set",
+            "which groups it holds would depend on time where iterations overlap or groups are deferred",
+            "leave it out, or set pipeline.ahead=0 and pipeline.select=draw",
+        )
+    if p.ahead and config.placement.colocate:
+        yield Problem(
+            "pipeline.ahead",
+            p.ahead,
+            "on shared GPUs (placement.colocate) the engines sleep while the trainer works",
+            "set placement.colocate=false and give the engines GPUs of their own, or set it to 0: "
+            "pipeline.select=finish with max_staleness=1 shortens the wait for long answers there",
+        )
