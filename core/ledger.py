@@ -4,7 +4,8 @@ A fold over the histories of committed iterations, and nothing else: a restarted
 before it would have drawn. What is saved is the frontier of committed iterations, never a generation cursor.
 
 A group is one pass of a row of a source in one epoch: (source, row, epoch). It is fresh, then in flight once an
-iteration has drawn it, then trained or dropped (both for good), or returned and so waiting to be drawn again.
+iteration has drawn it, then trained or dropped (both for good), or returned and so waiting to be drawn again. One that was
+deferred stays in flight: the next iteration has it, beside what it draws.
 The transition that must not exist: out of trained or dropped.
 
 Invariants
@@ -103,7 +104,8 @@ class Ledger:
         self.seed = seed
         self.shuffle = shuffle
         self.iterations = first  # committed
-        self.counts: Counter[str] = Counter(kept=0, dropped=0, returned=0)  # verdicts
+        self._first = first
+        self.counts: Counter[str] = Counter(kept=0, dropped=0, deferred=0, returned=0)  # verdicts
         self.dropped: Counter[str] = Counter()  # by reason
         self.progress = Progress(plans, stages, first)
         self._plans, self._stages, self._lag = plans, list(stages), ahead.at
@@ -113,6 +115,7 @@ class Ledger:
         self._orders: dict[str, tuple[tuple[int, int], Order]] = {}
         self._open: dict[int, list[Key]] = {}
         self._returned: dict[Key, _Returned] = {}
+        self.deferred: list[Key] = []  # by the newest applied iteration, to the one after it
         self._ages: dict[Key, int] = {}  # of groups in flight or returned
         self._drawn = 0
 
@@ -143,10 +146,22 @@ class Ledger:
         if history.iteration not in self._open:
             self.open(history.iteration, keys)
         assert self._open.pop(history.iteration) == keys, "an iteration is committed with the groups it drew"
-        for key, verdict in zip(keys, history.verdict, strict=True):
+        joined = history.joined_keys()
+        known = (
+            history.iteration > self._first
+        )  # where the data changed, what was deferred is of other sources
+        assert not known or sorted(joined) == sorted(self.deferred), (
+            "an iteration has what was deferred to it"
+        )
+        self.deferred = []
+        for key in joined if not known else ():
+            self._ages[key] = self._drawn
+        for key, verdict in zip([*keys, *joined], history.verdict, strict=True):
             self.counts[verdict] += 1
             if verdict == "returned":
                 self._returned[key] = _Returned(self._ages[key], history.iteration)
+            elif verdict == "deferred":
+                self.deferred.append(key)
             else:
                 del self._ages[key]
         for reason, ordinals in history.reasons.items():
@@ -161,8 +176,8 @@ class Ledger:
 
     @property
     def in_flight(self) -> list[Key]:
-        """Groups of open iterations."""
-        return [key for keys in self._open.values() for key in keys]
+        """Groups of open iterations, those that were deferred to the first of them included."""
+        return [*self.deferred, *(key for keys in self._open.values() for key in keys)]
 
     @property
     def returned(self) -> list[Key]:

@@ -26,7 +26,7 @@ from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
-from millrace.tasks.stream import Stream
+from millrace.tasks.samples.joined_groups import receive_deferred
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import train_step
 
@@ -50,10 +50,11 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     ctx = IterationContext(config, index, runtime)
     await run_recorded(sample_prompts, ctx)
     await slot.reach(Stage.DRAWN)
-    ctx.stream = Stream(released=ctx.fresh_groups)
+    ctx.open_stream()
     await take_back_failures(ctx)
     with only_first_error():
         async with asyncio.TaskGroup() as streaming:
+            streaming.create_task(receive_deferred(ctx, slot.may_join))
             streaming.create_task(run_recorded(rollout, ctx))
             streaming.create_task(run_recorded(reward, ctx))
             streaming.create_task(run_recorded(filter_groups, ctx))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from millrace.connectors.storage.parts import list_parts
@@ -10,10 +11,11 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import FileRecord, IterationRecords, ReusedGroup
 from millrace.core.staleness import VersionRange
+from millrace.tasks.stream import Stream
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
-    from millrace.tasks.stream import Stream
+    from millrace.tasks.samples.joined_groups import Joined
 
 
 class IterationContext:
@@ -26,6 +28,9 @@ class IterationContext:
         self.stream = stream
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
+        self.joined: asyncio.Future[
+            Joined
+        ]  # what the iteration before deferred to this one, once that is known
         self.records: IterationRecords = {}  # committed so far
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
         self.parts: dict[str, list[FileRecord]] = {
@@ -34,6 +39,11 @@ class IterationContext:
             "rewards": [],
             "evaluations": [],
         }  # while their task runs
+
+    def open_stream(self) -> None:
+        """Begin the notifications between the tasks that stream."""
+        self.stream = Stream(self.fresh_groups)
+        self.joined = asyncio.get_running_loop().create_future()
 
     def start_parts(self, folder: str) -> None:
         """Begin the list of a folder's parts with those that an earlier attempt stored."""

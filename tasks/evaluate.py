@@ -134,6 +134,7 @@ async def _evaluate_set(
         held_out.sampling,
         lambda: ctx.runtime.memory.for_engines(VersionRange.only(version)),
         budget,
+        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once
     answers = respond(ctx, held_out, generator, version)

@@ -4,38 +4,36 @@ Reads prompts, rollout parts and reward parts; writes verdicts.parquet (every dr
 batch.parquet (kept samples in drawing order, each with its shaped reward, its advantage and the step that will train it).
 Groups that the iteration reuses were judged before: they join the batch with their stored rewards, and get credit and a
 step like the others.
-Groups are judged one by one but taken in drawing order, so the batch does not depend on which finished first. A verdict
-follows from stored rows alone: a start after a kill judges every group again, and the same.
+Which groups fill the batch, pipeline.select says: the first in drawing order, so that it does not depend on which finished first;
+or those that finished first, as cut.json then says.
 Shaping and advantages run in a worker process: neither torch nor the user's functions of tensors belong in the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import way_out
-from millrace.connectors.storage.parts import list_parts, read_parts
+from millrace.connectors.storage.parts import read_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
-from millrace.core.config import RunConfig
-from millrace.core.config.filter import Filter
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import iteration_number, rollout_of, sample_id
-from millrace.core.contracts.sample import JudgedSample, Scorable, ScoredSample, Verdict, columns
+from millrace.core.contracts.sample import JudgedSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError, ConfigError
-from millrace.core.group_filters import KINDS, GroupSample, Judgement, judge_group
-from millrace.core.rewards.scoring import sample_input
+from millrace.core.group_filters import KINDS, Judgement
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.kept_groups import KeptGroups, batch_table, with_reused
+from millrace.tasks.samples.choosing import until_cut, until_filled
+from millrace.tasks.samples.judging import Judging, reward_of
+from millrace.tasks.samples.kept_groups import KeptGroups, batch_table, check_ages, with_reused
 from millrace.tasks.samples.reused_groups import REUSED, read_reused, reused_samples
 from millrace.tasks.samples.scored_group import ScoredGroup
 
@@ -49,39 +47,21 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     worker = ctx.runtime.scoring.credit_worker
     loading = asyncio.create_task(worker.call(load_libraries, timeout_s=CREDIT_TIMEOUT_S))
     need = ctx.fresh_groups
-    groups = await asyncio.to_thread(_read_groups, ctx)
-    by_id = {group.group_id: group for group in groups}
-    ctx.stream.add_listed("rewards", await asyncio.to_thread(list_parts, ctx.folder, "rewards"))
-    wanted = _columns_read(ctx.config.filter)
-    if wanted:  # listed after the rewards: what is scored was generated before
-        ctx.stream.add_listed("rollouts", await asyncio.to_thread(list_parts, ctx.folder, "rollouts"))
-    budget = _budget(ctx.config, ctx.index)
-    read: set[str] = set()
-    while True:
-        revision = ctx.stream.revision
-        for path in [p for p in ctx.stream.parts("rewards") if p not in read]:
-            table = await asyncio.to_thread(ctx.folder.read_table, path, "rewards")
-            _add_scores(by_id, (ScoredSample(**row) for row in table.to_pylist()))
-            read.add(path)
-        for path in [p for p in ctx.stream.parts("rollouts") if wanted and p not in read]:
-            table = await asyncio.to_thread(ctx.folder.read_table, path, "rollouts", columns=wanted)
-            _add_made(by_id, table.to_pylist())
-            read.add(path)
-        _judge(ctx, groups[: ctx.stream.released], budget)
-        released = min(len(groups), need + sum(_dropped(g) for g in groups[: ctx.stream.released]))
-        if released > ctx.stream.released:
-            await ctx.stream.release(released)
-            continue
-        if all(group.judgement for group in groups[:released]):
-            break
-        await ctx.stream.wait(revision)
+    judging = Judging(ctx)
+    await judging.open()
+    judging.add(await asyncio.to_thread(_read_groups, ctx))
+    if ctx.config.pipeline.select == "finish":
+        entries, groups = await until_cut(ctx, judging, need)
+    else:
+        entries, groups = [], await until_filled(ctx, judging, need)
     await ctx.stream.settle()
-    kept = await asyncio.to_thread(_read_kept, ctx, _keep(ctx, groups[:released], need))
+    kept = await asyncio.to_thread(_read_kept, ctx, _keep(ctx, groups, need))
     if ctx.reused:
         kept = with_reused(kept, await asyncio.to_thread(read_reused, ctx))
     await loading
     credit = await _credit(ctx, kept)
-    record = await asyncio.to_thread(_write, ctx, groups, kept, credit)
+    record = await asyncio.to_thread(_write, ctx, judging.groups, kept, credit)
+    record["files"] += [entry.record() for entry in entries]
     await kill_point(ctx.index, "filter", "in")
     return record
 
@@ -101,78 +81,8 @@ def _group(unusable: str | None, **row: Any) -> ScoredGroup:
     )
 
 
-def _add_scores(by_id: dict[str, ScoredGroup], scores: Iterable[ScoredSample]) -> None:
-    for score in scores:
-        by_id[score.group_id].scores[score.sample_id] = score
-
-
-def _add_made(by_id: dict[str, ScoredGroup], rows: Iterable[dict[str, Any]]) -> None:
-    for row in rows:
-        if by_id[row["group_id"]].judgement is None:
-            by_id[row["group_id"]].made[row["sample_id"]] = row
-
-
-def _columns_read(filter: Filter) -> list[str]:
-    """What the filters read of rollouts; nothing where rewards alone decide."""
-    if filter.group_filter:
-        return ["sample_id", "group_id", *columns(Scorable)]
-    if filter.max_truncated_share is None and filter.max_mean_response_tokens is None:
-        return []
-    return ["sample_id", "group_id", "response_length", "status"]
-
-
-def _budget(config: RunConfig, index: int) -> FailureBudget:
-    function = config.filter.group_filter.function if config.filter.group_filter else ""
-    return FailureBudget(
-        "filter.max_failed_share",
-        config.filter.max_failed_share,
-        config.rollout.prompts,
-        what=f"could not be judged by filter.group_filter.function = {function}",
-        where=f"iteration {iteration_number(index)}",
-        remedy="correct the function, or raise the share, and start the same command again: the iteration's groups are judged "
-        f"again. Or {way_out(config.run.name, index)}",
-        unit="group",
-    )
-
-
-def _judge(ctx: IterationContext, groups: list[ScoredGroup], budget: FailureBudget) -> None:
-    """Judge the groups that are complete. Raises BudgetError if the user's filter failed on too many."""
-    for group in groups:
-        if group.judgement is None:
-            rollouts = [group.rollout(index) for index in range(ctx.config.rollout.samples_per_prompt)]
-            if all(rollouts):
-                made = group.made if _columns_read(ctx.config.filter) else None
-                samples = [_group_sample(scores, made) for scores in rollouts]
-                group.judgement = judge_group(samples, ctx.config.filter, ctx.config.algorithm)
-                group.made.clear()
-                if group.judgement.kind == "filter_failed":
-                    budget.add(group.judgement.reason, group.group_id)
-    budget.check()
-
-
-def _group_sample(scores: Sequence[ScoredSample], made: Mapping[str, dict[str, Any]] | None) -> GroupSample:
-    """A rollout as filters see it: its reward is the mean of its samples'. One that lacks a score has none.
-
-    made: rows of the rollouts, by sample id; None where the filters read none.
-    """
-    lacking = next((score for score in scores if score.reward is None), None)
-    rows = [made[score.sample_id] for score in scores] if made is not None else []
-    parts: dict[str, list[float]] = {}
-    for name, value in (part for score in scores for part in score.reward_parts):
-        parts.setdefault(name, []).append(value)
-    sample = GroupSample(
-        scores[0].sample_id,
-        None if lacking else sum(map(_reward, scores)) / len(scores),
-        lacking.scoring if lacking else "scored",
-        response_length=sum(row["response_length"] for row in rows),
-        truncated=any(row["status"] == "truncated" for row in rows),
-        parts={name: sum(values) / len(values) for name, values in parts.items()},
-    )
-    return replace(sample, input=sample_input(rows[0])) if rows and "prompt" in rows[0] else sample
-
-
 def _dropped(group: ScoredGroup) -> bool:
-    return group.judgement is not None and not group.judgement.keep
+    return group.cut is None and group.judgement is not None and not group.judgement.keep
 
 
 def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[ScoredGroup]:
@@ -185,7 +95,7 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
         harmless = [g for g in groups if g.judgement and not g.judgement.keep and g.judgement.usable][
             :missing
         ]
-        kept = sorted([*kept, *harmless], key=lambda group: group.ordinal)
+        kept = sorted([*kept, *harmless], key=lambda group: group.place)
         for group in harmless:
             assert group.judgement is not None
             group.judgement = replace(
@@ -235,7 +145,7 @@ def _sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:
 async def _credit(ctx: IterationContext, kept: KeptGroups) -> SampleCredit:
     """Shaped rewards and advantages of the scored samples, from the worker process."""
     samples = ScoredSamples(
-        rewards=[_reward(score) for score in kept.scores],
+        rewards=[reward_of(score) for score in kept.scores],
         group_ids=_numbered([(score.group_id, score.role) for score in kept.scores]),
         units=_numbered([(rollout_of(score.sample_id), score.role) for score in kept.scores]),
         lengths=kept.rollouts.column("response_length").to_pylist(),
@@ -261,11 +171,6 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def _reward(score: ScoredSample) -> float:
-    assert score.reward is not None, "a scored sample has a reward"
-    return score.reward
-
-
 def _write(
     ctx: IterationContext, groups: list[ScoredGroup], kept: KeptGroups, credit: SampleCredit
 ) -> FilterRecord:
@@ -289,7 +194,7 @@ def _write(
                     reason=reason,
                     train_step=steps.get(sid) if verdict == "kept" else None,
                     dropped_by=dropped_by,
-                    group_reward=group.judgement.reward if group.judgement else None,
+                    group_reward=group.judgement.reward if group.judgement and not group.cut else None,
                     group_reward_std=group.judgement.reward_std if with_std and group.judgement else None,
                 )
             )
@@ -298,27 +203,37 @@ def _write(
         counts[REUSED] = len(again)
     table = schema.to_table(judged + again, "verdicts")
     entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
-    entries.append(ctx.folder.write_table("batch.parquet", batch_table(kept, credit, steps), "batch"))
-    return {
+    batch = batch_table(kept, credit, steps)
+    check_ages(ctx, batch)
+    entries.append(ctx.folder.write_table("batch.parquet", batch, "batch"))
+    deferred = sum(group.cut == "deferred" for group in groups)
+    record: FilterRecord = {
         "files": [entry.record() for entry in entries],
         "verdicts": counts,
         "groups_kept": len(kept.groups) - len(kept.reused),
         "groups_dropped": sum(_dropped(group) for group in groups),
-        "groups_returned": sum(group.judgement is None for group in groups),
-        "groups_zero_variance": sum(bool(g.judgement and g.judgement.zero_variance) for g in groups),
+        "groups_returned": sum(
+            (group.cut or "returned") == "returned" for group in groups if group.cut or not group.judgement
+        ),
+        "groups_zero_variance": sum(
+            bool(not g.cut and g.judgement and g.judgement.zero_variance) for g in groups
+        ),
         "dropped_by_kind": {
             kind: sum(_dropped(g) and g.judgement is not None and g.judgement.kind == kind for g in groups)
             for kind in KINDS
         },
     }
+    if deferred:
+        record["groups_deferred"] = deferred
+    return record
 
 
 def _verdict(
     group: ScoredGroup, chosen: bool, sid: str, trained: bool
 ) -> tuple[Verdict, str | None, str | None]:
     """The verdict on a sample, what dropped it, and the reason."""
-    if group.judgement is None:
-        return "returned", None, None
+    if group.cut or group.judgement is None:
+        return group.cut or "returned", None, None
     if not chosen:
         return "dropped", group.judgement.kind, group.judgement.reason
     scoring = group.scores[sid].scoring

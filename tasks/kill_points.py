@@ -2,7 +2,8 @@
 
 Off unless the environment sets it. MILLRACE_KILL_POINT=<index of the iteration>/<task>/<before|in|committed|after> names the place,
 MILLRACE_KILL_POINT_FILE a file. The first time the driver reaches the place it creates the file, and continues when the
-file is removed. `in` is where a task has written its first output and has not committed, `committed` where the checkpoint task has written complete.json.
+file is removed. `in` is where a task has written its first output and has not committed, `committed` where the checkpoint task has written complete.json, `cut` where
+rollout has ended the requests of groups that are deferred. The task `cut` is the commit of cut.json.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ POLL_S = 0.005
 _reached: set[str] = set()
 
 
-async def kill_point(iteration: int, task: str, when: Literal["before", "in", "committed", "after"]) -> None:
+async def kill_point(
+    iteration: int, task: str, when: Literal["before", "in", "cut", "committed", "after"]
+) -> None:
     """Wait here if the environment names this place."""
     place = f"{iteration}/{task}/{when}"
     if os.environ.get("MILLRACE_KILL_POINT") != place or place in _reached:

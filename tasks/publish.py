@@ -36,7 +36,7 @@ from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
-from millrace.tasks.samples.account import check_closes
+from millrace.tasks.samples.account import carried_to, check_closes
 
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
@@ -90,7 +90,8 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
     records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
     rollouts, turns = (_parts(ctx, kind, records["rollout"]) for kind in ("rollouts", "turns"))
     verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
-    account = account_of(rollouts, turns, verdicts, batch)
+    cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
+    account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
     check_closes(account, files, ctx.config.run.name)
     return {**iteration_metrics(ctx, rollouts, turns), **account.metrics()}, account
 

@@ -17,6 +17,7 @@ from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
 from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.connectors.storage.run_folder import CUT
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.sample import AskedAbout, ScoredSample, Scoring, Unscored, columns
@@ -41,6 +42,7 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     """Score until the filter has settled; the record counts outcomes and seconds.
 
     Raises BudgetError if too many could not be scored. What was scored is stored by then, and so are the reasons.
+    Scores that samples of deferred groups have from the iteration before are taken over.
     """
     assert ctx.stream is not None
     stored = await asyncio.to_thread(read_parts, ctx.folder, "rewards", "rewards", ignore_incomplete=True)
@@ -53,10 +55,12 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     budget.check()
     ctx.stream.add_listed("rollouts", await asyncio.to_thread(list_parts, ctx.folder, "rollouts"))
     parts: set[str] = set()
+    carried = _Carried(ctx, done)
     units = ScoringUnits(ctx.config.rollout.samples_per_prompt, lambda row: _by_group(ctx, row))
     busy = 0.0
     while True:
         revision = ctx.stream.revision
+        counts.update(await carried.write())
         for path in [path for path in ctx.stream.parts("rollouts") if path not in parts]:
             started = time.perf_counter()
             rows = await asyncio.to_thread(_read_unscored, ctx, path)
@@ -79,6 +83,24 @@ async def reward(ctx: IterationContext) -> RewardRecord:
         await ctx.stream.wait(revision)
 
 
+class _Carried:
+    """Scores that samples of deferred groups got in the iteration before: they are rewards of this one, given once."""
+
+    def __init__(self, ctx: IterationContext, done: set[str]) -> None:
+        """done: samples with a score, to which these are added."""
+        self._ctx, self._done, self._written = ctx, done, False
+
+    async def write(self) -> Counter[Scoring]:
+        """Write them once they are known, before their samples can be scored again; returns their outcomes."""
+        if self._written or not self._ctx.joined.done():
+            return Counter()
+        self._written = True
+        scores = [each for each in self._ctx.joined.result().scores if each.sample_id not in self._done]
+        self._done.update(score.sample_id for score in scores)
+        await _write(self._ctx, scores)
+        return Counter(score.scoring for score in scores)
+
+
 async def take_back_failures(ctx: IterationContext) -> None:
     """Before the tasks that stream: have an iteration's failed and timed-out samples scored again, unless its batch is fixed.
 
@@ -90,8 +112,8 @@ async def take_back_failures(ctx: IterationContext) -> None:
 
 def _take_back(ctx: IterationContext) -> None:
     recorded = IterationFiles(ctx.run_folder, ctx.index).recorded_tasks()
-    if not set(recorded) <= BEFORE_BATCH:
-        return
+    if not set(recorded) <= BEFORE_BATCH or ctx.folder.exists(CUT):
+        return  # the batch is fixed, or which groups it holds
     whole: dict[str, list[ScoredSample]] = {}
     for path in list_parts(ctx.folder, "rewards"):
         with contextlib.suppress(CorruptFileError):  # the task removes it

@@ -8,28 +8,31 @@ Rollouts of several turns also append turns/part-*.parquet as they go on, and ar
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from prefect import task
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.contracts.ids import iteration_number, sample_id
-from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
-from millrace.core.contracts.task_records import RolloutRecord
+from millrace.core.contracts.task_records import FileRecord, RolloutRecord
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.answers import Answers, sample_row
 from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.generation import Answer, SampleGenerator
+from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.samples.joined_groups import read_cut, write_deferred
 from millrace.tasks.samples.part_writer import PartWriter
 from millrace.tasks.sessions.record import stored_events
 from millrace.tasks.sessions.runner import MadeSample, session_task
@@ -56,30 +59,79 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
         ctx, [row for row in parts.select(FAILURE).to_pylist() if row["status"] == "failed"]
     )
     make = await _maker(ctx, generator)
-    released = 0
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
-        while True:
-            revision = ctx.stream.revision
-            for group in groups[released : ctx.stream.released]:
-                if group.unusable is not None:
-                    continue
-                for index in range(ctx.config.rollout.samples_per_prompt):
-                    if sample_id(group.group_id, index) not in finished:
-                        generating.create_task(make(group, index))
-            released = ctx.stream.released
-            if ctx.stream.settled:
-                break
-            await ctx.stream.wait(revision)
+        begin = partial(_begin, ctx, make, generating, finished)
+        if ctx.config.pipeline.select == "finish":
+            await _until_settled(ctx, groups, begin, all_at_once=True)
+            await generator.stop()
+            await kill_point(ctx.index, "rollout", "cut")
+        else:
+            await _until_settled(ctx, groups, begin, all_at_once=False)
     tidying.cancel()
+    files = [
+        *ctx.parts["rollouts"],
+        *ctx.parts["turns"],
+        *await asyncio.to_thread(_deferral, ctx, make.begun),
+    ]
     return {
         "samples_found": len(finished),
         "seconds": time.perf_counter() - started,
         "samples_generated": generator.samples,
         "tokens_generated": generator.tokens,
         "engines_s": generator.engines_s,
-        "files": [*ctx.parts["rollouts"], *ctx.parts["turns"]],
+        "files": files,
     }
+
+
+Begin = Callable[[DrawnGroup], None]
+
+
+async def _until_settled(
+    ctx: IterationContext, groups: list[DrawnGroup], begin: Begin, *, all_at_once: bool
+) -> None:
+    """Begin groups as they are released, or all of them, and those that were deferred to the iteration, until the filter has settled.
+
+    all_at_once: these are known later, once the iteration before has generated; else they are the first of the list.
+    """
+    assert ctx.stream is not None
+    if not all_at_once:
+        groups = [*(await ctx.joined).groups, *groups]
+    released, waiting = 0, all_at_once
+    while not ctx.stream.settled:
+        revision = ctx.stream.revision
+        if waiting and ctx.joined.done():
+            groups, waiting = [*groups, *ctx.joined.result().groups], False
+        end = len(groups) if all_at_once else ctx.stream.released
+        for group in groups[released:end]:
+            begin(group)
+        released = max(released, min(end, len(groups)))
+        await ctx.stream.wait(revision)
+
+
+def _begin(
+    ctx: IterationContext,
+    make: Answers | Rollouts,
+    generating: asyncio.TaskGroup,
+    finished: set[str],
+    group: DrawnGroup,
+) -> None:
+    """Begin the samples of a group that no part holds."""
+    if group.unusable is None:
+        for index in range(ctx.config.rollout.samples_per_prompt):
+            if sample_id(group.group_id, index) not in finished:
+                generating.create_task(make(group, index))
+
+
+def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileRecord]:
+    """Files about groups that were deferred to the iteration and by it. begun: samples that the cut ended."""
+    entries = list(ctx.joined.result().files) if ctx.joined.done() else []
+    cut = read_cut(ctx)
+    if cut and cut.deferred:
+        stored = read_parts(ctx.folder, "rollouts", "rollouts")
+        of_them = stored.filter(pc.is_in(stored.column("group_id"), pa.array(list(cut.deferred))))
+        entries.append(write_deferred(ctx, cut, of_them.to_pylist(), begun))
+    return [entry.record() for entry in entries]
 
 
 def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
@@ -102,46 +154,20 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
     for row in failed:
         budget.add(row["reason"], row["sample_id"])
     return SampleGenerator(
-        config, config.rollout.sampling, lambda: ctx.runtime.memory.for_engines(ctx.versions), budget
+        config,
+        config.rollout.sampling,
+        lambda: ctx.runtime.memory.for_engines(ctx.versions),
+        budget,
+        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
     )
 
 
 async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers | Rollouts:
     """What makes a sample: one answer of an engine, or a rollout of several turns."""
     if ctx.config.rollout.session is None:
-        return Answers(ctx, generator)
+        return Answers(ctx, generator, row_writer(ctx, "rollouts", generator))
     turns = await asyncio.to_thread(read_parts, ctx.folder, "turns", "turns", ignore_incomplete=True)
     return Rollouts(ctx, generator, [TurnRow(**row) for row in turns.to_pylist()])
-
-
-class Answers:
-    """Makes samples of one answer each."""
-
-    def __init__(self, ctx: IterationContext, generator: SampleGenerator) -> None:
-        self._ctx, self._generator = ctx, generator
-        self._keys = {source.name: source.sampling_key for source in ctx.config.data.sources}
-        self._writer = row_writer(ctx, "rollouts", generator)
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[None]:
-        """Samples are written meanwhile, and all of them at the end."""
-        async with self._writer.open():
-            yield
-
-    async def __call__(self, group: DrawnGroup, index: int) -> None:
-        """Make a sample of a group."""
-        sample = sample_id(group.group_id, index)
-        seed = self._ctx.runtime.prompts.sample_seed(group, index)
-        answer = await self._generator.generate(
-            group.prompt_tokens, seed=seed, rid=sample, session=group.group_id, own=self._own(group)
-        )
-        self._writer.put([generated_sample(group, index, seed, answer)])
-
-    def _own(self, group: DrawnGroup) -> dict[str, Any]:
-        """Sampling parameters that the group's row names."""
-        key = self._keys[group.source]
-        metadata = json.loads(group.metadata) if key and group.metadata else {}
-        return own_sampling(metadata, key, self._ctx.config.rollout.sampling.max_new_tokens)
 
 
 class Rollouts:
@@ -153,6 +179,7 @@ class Rollouts:
         self._runner = ctx.runtime.sessions.runner(ctx.config.rollout.sampling, generator)
         self._samples, self._turns = (row_writer(ctx, kind, generator) for kind in ("rollouts", "turns"))
         self._stored = stored_events(stored)
+        self.begun: list[GeneratedSample] = []  # none is cut
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -199,7 +226,7 @@ def session_sample(
     group: DrawnGroup, index: int, seed: int, made: MadeSample, timings: list[tuple[str, float]]
 ) -> GeneratedSample:
     """The row of a sample of a rollout of several turns."""
-    return _row(
+    return sample_row(
         group,
         index,
         sample_id=made.sample_id,
@@ -220,44 +247,4 @@ def session_sample(
         dialogue=made.dialogue,
         session_reward=made.reward,
         session_parts=made.parts,
-    )
-
-
-def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -> GeneratedSample:
-    """The row of a sample, generated or failed."""
-    result, length = answer.generation, len(answer.output_ids)
-    return _row(
-        group,
-        index,
-        sample_id=sample_id(group.group_id, index),
-        tokens=[*group.prompt_tokens, *answer.output_ids],
-        response_length=length,
-        response=answer.text,
-        loss_mask=[1] * length,
-        rollout_logprobs=result.logprobs if result else [],
-        policy_versions=[
-            {"first_token": first, "version": version}
-            for first, version in (result.weight_versions if result else [])
-        ],
-        engine_id=result.engine_id if result else "",
-        seed=seed,
-        turns=1,
-        status=answer.status,
-        reason=answer.reason,
-        timings=[("started", answer.started), ("generate_s", answer.seconds)],
-    )
-
-
-def _row(group: DrawnGroup, index: int, **made: Any) -> GeneratedSample:
-    """A row of a drawn group's sample. made: the columns that are its own."""
-    return GeneratedSample(
-        group_id=group.group_id,
-        prompt_id=group.prompt_id,
-        iteration=group.iteration,
-        source=group.source,
-        index=index,
-        prompt=group.prompt,
-        label=group.label,
-        metadata=group.metadata,
-        **made,
     )

@@ -44,7 +44,8 @@ async def sample_prompts(ctx: IterationContext) -> SamplePromptsRecord:
 def _draw(ctx: IterationContext) -> SamplePromptsRecord:
     buffer = _buffer(ctx)
     reused = _reused(ctx, buffer) if buffer else []
-    groups, _, by_source = draw_groups(ctx, reserve_size(ctx), len(reused))
+    need, reserve = wanted(ctx, len(reused))
+    groups, _, by_source = draw_groups(ctx, need, reserve)
     table = schema.to_table(groups, "prompts")
     entry = ctx.folder.write_table("prompts.parquet", table, "prompts")
     record: SamplePromptsRecord = {
@@ -74,14 +75,23 @@ def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:
     ]
 
 
-def draw_groups(
-    ctx: IterationContext, reserve: int, reused: int = 0
-) -> tuple[list[DrawnGroup], list[Read], dict[str, int]]:
-    """The groups that the ledger gives this iteration, each one's row, and how many that the batch needs each source gave.
+def wanted(ctx: IterationContext, reused: int = 0) -> tuple[int, int]:
+    """How many groups to draw for the batch, and how many beyond it. reused: groups of the batch that are not drawn.
 
-    A row that proves unusable takes no place: one more is drawn for it. reused: groups of the batch that are not drawn.
+    What the newest committed iteration deferred is under way already, and takes the place of as many.
     """
-    need = ctx.config.rollout.prompts - reused
+    need, reserve = ctx.config.rollout.prompts - reused, reserve_size(ctx)
+    deferred = len(ctx.runtime.prompts.deferred_before(ctx.index))
+    return max(0, need - deferred), reserve - max(0, deferred - need)
+
+
+def draw_groups(
+    ctx: IterationContext, need: int, reserve: int
+) -> tuple[list[DrawnGroup], list[Read], dict[str, int]]:
+    """The groups that the ledger gives this iteration, each one's row, and how many of the first `need` each source gave.
+
+    A row that proves unusable takes no place: one more is drawn for it.
+    """
     ledger, dataset = ctx.runtime.prompts.ledger_before(ctx.index), ctx.runtime.prompts.dataset
     read: list[Read] = []
     spoilt = 0

@@ -39,18 +39,18 @@ class Stream:
     async def land(self, kind: Kind, path: str) -> None:
         """Announce a part that is whole in storage."""
         self._parts[kind][path] = None
-        await self._notify()
+        await self.notify()
 
     async def release(self, groups: int) -> None:
         """Allow generation up to this many groups of the draw; never fewer than before."""
         if groups > self.released:
             self.released = groups
-            await self._notify()
+            await self.notify()
 
     async def settle(self) -> None:
         """Announce that every verdict is known: nothing more is to be generated or scored."""
         self.settled = True
-        await self._notify()
+        await self.notify()
 
     async def wait(self, seen: int) -> int:
         """Wait until something happened after revision `seen`; returns the newest revision."""
@@ -58,7 +58,8 @@ class Stream:
             await self._changed.wait_for(lambda: self.revision > seen)
             return self.revision
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
+        """Wake those that wait."""
         async with self._changed:
             self.revision += 1
             self._changed.notify_all()

@@ -122,7 +122,10 @@ class Engine:
             if self.failure:
                 raise RequestError(f"the engine failed: {self.failure}; restart it")
             self.counters["requests"] += 1
-            self._waiting.append(request)
+            at = len(self._waiting)
+            while at and self._waiting[at - 1].priority > request.priority:
+                at -= 1
+            self._waiting.insert(at, request)
             self._wake.notify()
 
     def draw_seed(self) -> int:
@@ -320,7 +323,7 @@ class Engine:
                 request.notify(request)
 
     def _note_version(self, request: Request) -> None:
-        end = len(request.output)
+        end = len(request.output) - request.given
         if request.spans and request.spans[-1]["version"] == self.weight_version:
             request.spans[-1]["end"] = end
         else:

@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -104,13 +105,27 @@ class Server:
     ) -> Request:
         wanted = bool(body.get("return_logprob"))
         start, tops = body.get("logprob_start_len"), body.get("top_logprobs_num") or 0
+        given, priority = body.get("continued") or 0, body.get("priority") or 0
+        if type(given) is not int or not 0 <= given < len(prompt):
+            raise RequestError("continued: how many of the last input_ids are output, fewer than all of them")
+        if type(priority) is not int:
+            raise RequestError("priority: an integer is wanted")
         if start is not None and type(start) is not int:
             raise RequestError("logprob_start_len: an integer is wanted")
         if type(tops) is not int or not 0 <= tops <= self.engine.shape.vocab:
             raise RequestError(f"top_logprobs_num: an integer up to {self.engine.shape.vocab} is wanted")
+        if given:  # as if it had never been interrupted: limits count from the first token of the output
+            params = replace(
+                params,
+                max_new_tokens=params.max_new_tokens + given,
+                min_new_tokens=params.min_new_tokens + given,
+            )
         return Request(
             rid=rid,
-            prompt=prompt,
+            prompt=prompt[: len(prompt) - given],
+            output=prompt[len(prompt) - given :],
+            given=given,
+            priority=priority,
             params=params,
             seed=seed,
             notify=notify,
@@ -170,13 +185,13 @@ class Server:
 
     def _answer(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
         """SGLang's answer for what a request has so far."""
-        ids = list(request.output)
+        ids = list(request.output[request.given :])
         text = self._text(request)
         spans = [dict(span) for span in request.spans]
         meta: dict[str, Any] = {
             "id": request.rid,
             "finish_reason": request.finish,
-            "prompt_tokens": len(request.prompt),
+            "prompt_tokens": len(request.prompt) + request.given,
             "completion_tokens": len(ids),
             "cached_tokens": request.cached_tokens,
             "weight_version": spans[-1]["version"] if spans else self.engine.weight_version,
@@ -200,9 +215,9 @@ class Server:
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _text(self, request: Request) -> str:
-        if request.stopped_text is not None:
+        if request.stopped_text is not None and not request.given:
             return request.stopped_text
-        ids = list(request.output)
+        ids = list(request.output[request.given :])
         matched = (request.finish or {}).get("matched")
         if isinstance(matched, int) and not request.params.no_stop_trim:
             ids = ids[:-1]

@@ -33,6 +33,8 @@ class Request:
     notify: Callable[[Request], None]
     top_logprobs: int = 0
     prompt_logprobs_from: int = -1
+    given: int = 0  # tokens of the output that came with the request: it goes on from there
+    priority: int = 0  # among requests that wait, the smallest first
     arrived: float = field(default_factory=time.time)
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens it may grow to."""
+        """Tokens it may grow to. max_new_tokens counts those that were given."""
         return len(self.prompt) + self.params.max_new_tokens
 
 

@@ -35,6 +35,7 @@ class Generation:
     weight_versions: list[tuple[int, int]]  # first output token, weight version
     engine_id: str
     cached_tokens: int
+    pieces: int = 1  # requests that made it; the text of several is not that of their tokens together
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class EngineClient(Connection):
         self.weights = EngineWeights(self)
         self.in_flight = 0
         self.answered = 0
+        self.refits = 0  # times that it was given other weights
         self.part = (
             "null"  # of a request: prefill, decode, or null for both; known once weight_version was asked
         )
@@ -81,9 +83,13 @@ class EngineClient(Connection):
         progress_timeout_s: float,
         check: ProgressCheck | None = None,
         handoff: Handoff | None = None,
+        continued: int = 0,
+        priority: int | None = None,
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
 
+        continued: how many of the last input ids are output of the same answer, made before; SGLang, whose noise goes by the
+        position in the whole, does not need it. priority: the smallest of those that wait comes first.
         session: what a router may keep together. check: asked instead of this engine's progress.
         handoff: for an engine that only prefills, and the one that goes on from there.
         Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
@@ -96,6 +102,8 @@ class EngineClient(Connection):
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
             **(handoff.fields if handoff else {}),
+            **({"continued": continued} if continued else {}),
+            **({} if priority is None else {"priority": priority}),
         }
         self.in_flight += 1
         try:

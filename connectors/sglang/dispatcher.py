@@ -1,14 +1,17 @@
 """Sends each request to the least loaded engine, keeps groups together, and tries elsewhere when one is lost.
 
-Owns that choice and the count of tries; JSON passes untouched. A sample of another weight version than expected is
-never returned.
+Owns that choice, the count of tries, and how the pieces of an answer that was cut become one; JSON passes untouched. A token of
+another weight version than is allowed is never returned.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from millrace.connectors.sglang.client import EngineClient, Generation
@@ -16,6 +19,8 @@ from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536
+ABORT_EVERY_S = 0.1  # a request that is on its way to the engine is not there to be ended
+NOTHING = Generation([], [], "", "abort", [], "", 0)
 
 
 def request_id(rid: str, attempt: int) -> str:
@@ -24,7 +29,11 @@ def request_id(rid: str, attempt: int) -> str:
 
 
 class Dispatcher:
-    """Generates on engines that all serve one weight version."""
+    """Generates on engines that each serve one of the allowed weight versions.
+
+    Weights may change while requests run: a request that an update cut is sent again with the tokens that it has, and goes on
+    under the new weights. Each token keeps the version that made it.
+    """
 
     def __init__(
         self,
@@ -35,52 +44,116 @@ class Dispatcher:
         version: int,
         attempts: int,
         progress_timeout_s: float,
+        oldest: int | None = None,
+        newest: int | None = None,
     ) -> None:
+        """version: that the engines are brought to where they have none that is allowed. oldest, newest: allowed; else it alone."""
         self.version = version
+        self.allowed = range(
+            version if oldest is None else oldest, (version if newest is None else newest) + 1
+        )
         self.attempts = attempts
         self.progress_timeout_s = progress_timeout_s
         self.retries = 0
         self._engines = engines
         self._recover = recover
+        self._recovering: asyncio.Task[None] | None = None
         self._mark_suspect = mark_suspect
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._failing: set[tuple[str, type]] = set()  # engines that answered nothing since they so failed
+        self._stopped = False
+        self._in_flight: dict[str, EngineClient] = {}  # by request id of the attempt
 
     async def generate(
-        self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
+        self,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        rid: str,
+        session: str | None,
+        continued: int = 0,
+        priority: int | None = None,
     ) -> Generation:
-        """Generate one sample. Raises EngineError after all attempts, naming the last cause."""
+        """Generate one sample. Raises EngineError after all attempts, naming the last cause.
+
+        continued: how many of the last input ids are output of an earlier part of the answer; what is returned follows on them.
+        priority: among requests that wait at an engine, the smallest first. After `stop` it ends as "abort", with what there is.
+        """
         last: EngineError | None = None
-        for attempt in range(self.attempts):
-            engine = await self._engine(session)
+        made, sent, tries = NOTHING, 0, 0
+        while tries < self.attempts:
+            engine = None if self._stopped else await self._engine(session)
+            if self._stopped:
+                return replace(made, finish="abort")
             if engine is None:  # another request's loss took it since the recovery
                 last = EngineError("no engine serves; see the engines' logs")
+                tries += 1
                 continue
+            refits, found = engine.refits, len(made.output_ids)
+            left = {**params, "max_new_tokens": params.get("max_new_tokens", 0) - found} if found else params
+            ids = [*input_ids, *made.output_ids]
+            name = request_id(rid, sent)
+            sent += 1
             try:
-                result = await self._ask(engine, input_ids, params, request_id(rid, attempt), session)
+                with self._noted(name, engine):
+                    result = await self._ask(engine, ids, left, name, session, continued + found, priority)
             except EngineLostError as error:
                 last = error
                 self._mark_suspect(engine, error)
             else:
-                wrong = [version for _, version in result.weight_versions if version != self.version]
-                if not wrong and result.finish != "abort":
-                    self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
-                    return result
+                wrong = [version for _, version in result.weight_versions if version not in self.allowed]
+                if not wrong:
+                    made = joined(made, result)
+                    if result.finish != "abort":
+                        self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
+                        return made
+                    if self._stopped or engine.refits != refits:
+                        continue
                 last = EngineError(
                     f"{engine.engine_id}: aborted by another process"
                     if not wrong
-                    else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self.version} is expected"
+                    else f"{engine.engine_id}: answered with weight version {wrong[0]}, {self._expected} is expected"
                 )
-            self.retries += 1
-            failure = engine.engine_id, type(last)
-            repeated = failure in self._failing  # an engine that dies loses all its requests at once
-            self._failing.add(failure)
-            level = logging.DEBUG if repeated else logging.WARNING
-            log.log(level, "request %s, attempt %d of %d: %s", rid, attempt + 1, self.attempts, last)
+            tries += 1
+            self._note_failure(engine, last, rid, tries)
             if session:
                 self._sessions.pop(session, None)
-            await self._recover(self.version)
+            if not self._stopped:
+                await self._recovered()
         raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
+
+    async def stop(self) -> None:
+        """End all requests: each `generate` returns what was made so far, as aborted. Nothing is generated after it."""
+        self._stopped = True
+        while self._in_flight:
+            ending = [self._abort(name, engine) for name, engine in self._in_flight.items()]
+            await asyncio.gather(*ending)
+            await asyncio.sleep(ABORT_EVERY_S if self._in_flight else 0)
+
+    @property
+    def _expected(self) -> str:
+        oldest, newest = self.allowed[0], self.allowed[-1]
+        return str(newest) if oldest == newest else f"one of {oldest} to {newest}"
+
+    @contextlib.contextmanager
+    def _noted(self, name: str, engine: EngineClient) -> Iterator[None]:
+        self._in_flight[name] = engine
+        try:
+            yield
+        finally:
+            del self._in_flight[name]
+
+    async def _abort(self, name: str, engine: EngineClient) -> None:
+        with contextlib.suppress(EngineError):  # its request finds that the engine is lost
+            await engine.abort(name)
+
+    def _note_failure(self, engine: EngineClient, error: EngineError, rid: str, tries: int) -> None:
+        self.retries += 1
+        failure = engine.engine_id, type(error)
+        repeated = failure in self._failing  # an engine that dies loses all its requests at once
+        self._failing.add(failure)
+        level = logging.DEBUG if repeated else logging.WARNING
+        log.log(level, "request %s, attempt %d of %d: %s", rid, tries, self.attempts, error)
 
     async def _ask(
         self,
@@ -89,18 +162,32 @@ class Dispatcher:
         params: Mapping[str, Any],
         rid: str,
         session: str | None,
+        continued: int,
+        priority: int | None,
     ) -> Generation:
         return await engine.generate(
-            input_ids, params, rid=rid, session=session, progress_timeout_s=self.progress_timeout_s
+            input_ids,
+            params,
+            rid=rid,
+            session=session,
+            progress_timeout_s=self.progress_timeout_s,
+            continued=continued,
+            priority=priority,
         )
 
     async def _engine(self, session: str | None) -> EngineClient | None:
         """One that serves; if another request's loss has left none, once they are rebuilt. None if that left none either."""
         engine = self._choose(session)
         if engine is None:
-            await self._recover(self.version)
+            await self._recovered()
             engine = self._choose(session)
         return engine
+
+    async def _recovered(self) -> None:
+        """Wait for a recovery: one serves all that ask for it meanwhile."""
+        if self._recovering is None or self._recovering.done():
+            self._recovering = asyncio.ensure_future(self._recover(self.version))
+        await asyncio.shield(self._recovering)
 
     def _choose(self, session: str | None) -> EngineClient | None:
         engines = {engine.engine_id: engine for engine in self._engines()}
@@ -120,3 +207,28 @@ class Dispatcher:
 def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:
     """The one with the fewest requests in flight."""
     return min(engines, key=lambda engine: (engine.in_flight, engine.engine_id))
+
+
+def joined(before: Generation, after: Generation) -> Generation:
+    """Two pieces of an answer as one."""
+    if not before.output_ids:
+        return after
+    return replace(
+        after,
+        output_ids=[*before.output_ids, *after.output_ids],
+        logprobs=[*before.logprobs, *after.logprobs],
+        text=before.text + after.text,
+        pieces=before.pieces + after.pieces,
+        weight_versions=joined_spans(before.weight_versions, after.weight_versions, len(before.output_ids)),
+    )
+
+
+def joined_spans(
+    before: list[tuple[int, int]], after: list[tuple[int, int]], at: int
+) -> list[tuple[int, int]]:
+    """Spans (first token, weight version) of two pieces, of which the second begins at token `at`; neighbours of one version are one."""
+    spans = list(before)
+    for first, version in after:
+        if not spans or spans[-1][1] != version:
+            spans.append((at + first, version))
+    return spans

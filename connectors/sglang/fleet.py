@@ -226,8 +226,9 @@ class Fleet:
     ) -> None:
         usable = [i for i in engines if i in self._clients and self._health[i].state is not State.DEAD]
         clients = {index: self._clients[index] for index in usable}
-        for index in clients:
+        for index, client in clients.items():
             self._record_event(index, Event.REFIT)
+            client.refits += 1
         confirmed: dict[int, int | None] = {}
 
         async def confirm(client: EngineClient) -> None:
@@ -356,14 +357,17 @@ class Fleet:
         oldest: int | None = None,
         newest: int | None = None,
     ) -> Dispatcher:
-        """A dispatcher over the engines that serve a version."""
+        """A dispatcher over the engines that serve a version; given others, over those that serve one from `oldest` to `newest`."""
         rollout = self.config.rollout
+        allowed = range(version if oldest is None else oldest, (version if newest is None else newest) + 1)
 
         def of(engines: range) -> Callable[[], list[EngineClient]]:
-            return lambda: [self._clients[i] for i in engines if self._health[i].serves(version)]
+            return lambda: [self._clients[i] for i in engines if any(map(self._health[i].serves, allowed))]
 
         settings: dict[str, Any] = {
             "version": version,
+            "oldest": oldest,
+            "newest": newest,
             "attempts": rollout.attempts,
             "progress_timeout_s": rollout.progress_timeout_s,
         }

@@ -47,6 +47,8 @@ class PairingDispatcher(Dispatcher):
         params: Mapping[str, Any],
         rid: str,
         session: str | None,
+        continued: int,
+        priority: int | None,
     ) -> Generation:
         decoder = least_loaded(self._decoding())
         handoff, pair = _meet(engine, decoder), (engine, decoder)
@@ -61,6 +63,8 @@ class PairingDispatcher(Dispatcher):
                     progress_timeout_s=self.progress_timeout_s,
                     check=self._check_of(*pair),
                     handoff=handoff,
+                    continued=continued,
+                    priority=priority,
                 )
             )
             for one in pair
@@ -76,9 +80,12 @@ class PairingDispatcher(Dispatcher):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if any(version != self.version for _, version in prefilled.weight_versions):
+        if any(version not in self.allowed for _, version in prefilled.weight_versions):
             return prefilled  # whose version the caller refuses
         return replace(decoded, cached_tokens=prefilled.cached_tokens)
+
+    async def _abort(self, name: str, engine: EngineClient) -> None:
+        await asyncio.gather(*(super(PairingDispatcher, self)._abort(name, one) for one in self._engines()))
 
     def _check_of(self, *pair: EngineClient) -> ProgressCheck:
         """Asks whether either engine makes progress: one may wait for the other for as long as that has other work."""

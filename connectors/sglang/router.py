@@ -176,6 +176,8 @@ class RoutedDispatcher(Dispatcher):
         params: Mapping[str, Any],
         rid: str,
         session: str | None,
+        continued: int,
+        priority: int | None,
     ) -> Generation:
         dropped = sorted(set(params) - PASSED)
         if dropped:

@@ -19,13 +19,14 @@ import pyarrow as pa
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers, read_parts
-from millrace.connectors.storage.run_folder import MAKE_AGAIN, MANIFEST, RunFolder
+from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import CorruptFileError, MissingFileError
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
+OF_SOME = (JOINED, CUT, DEFERRED)  # where groups are deferred
 log = logging.getLogger(__name__)
 
 PUBLISH = "publish"  # its record comes after the manifest
@@ -41,6 +42,11 @@ class IterationFiles:
         self.index = index
         self.folder = run_folder.iteration(index)
         self._run_folder = run_folder
+
+    @property
+    def before(self) -> IterationFiles:
+        """The files of the iteration before."""
+        return IterationFiles(self._run_folder, self.index - 1)
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -95,11 +101,15 @@ class IterationFiles:
         with self.with_remedy():
             return self.folder.read_json(path, self.entry(path))
 
-    def read_table(self, kind: str, columns: list[str] | None = None) -> pa.Table:
-        """The table of a kind, of which an iteration has one."""
-        path = f"{kind}.parquet"
+    def read_table(self, kind: str, columns: list[str] | None = None, path: str = "") -> pa.Table:
+        """The table of a kind, of which an iteration has one; given a path, the one there."""
+        path = path or f"{kind}.parquet"
         with self.with_remedy():
             return self.folder.read_table(path, kind, self.entry(path), columns)
+
+    def read_deferred(self, columns: list[str] | None = None) -> pa.Table | None:
+        """The samples of the groups that the iteration deferred, as far as they were made; None if it deferred none."""
+        return self.read_table("rollouts", columns, DEFERRED) if DEFERRED in self.entries else None
 
     def read_parts(self, kind: str, columns: list[str] | None = None) -> pa.Table:
         """All rows of the parts of a kind, in the order of their paths."""
@@ -178,6 +188,7 @@ def manifest_from_records(
     files.check(list(named.values()))
     order = [
         *TABLES,
+        *(path for path in OF_SOME if path in named),
         *(path for folder in PART_FOLDERS for path in sorted(named) if path.startswith(f"{folder}/")),
     ]
     return Manifest(

@@ -48,7 +48,11 @@ class Manifest(BaseModel):
 
     def file(self, path: str) -> FileEntry:
         """The entry of a file. Raises KeyError for a file that the manifest does not name."""
-        for entry in self.files:
-            if entry.path == path:
-                return entry
-        raise KeyError(path)
+        entry = self.find(path)
+        if entry is None:
+            raise KeyError(path)
+        return entry
+
+    def find(self, path: str) -> FileEntry | None:
+        """The entry of a file, None for one that the manifest does not name."""
+        return next((entry for entry in self.files if entry.path == path), None)

@@ -30,6 +30,10 @@ RECORD = "run.json"
 COMPLETE = "complete.json"
 ASIDE = "not-whole.json"  # the marker of a checkpoint that was found broken
 PUBLISHED = "results/publish.json"  # written after the manifest
+CUT = "cut.json"  # which groups are trained and which deferred, where those that finish first are trained
+DEFERRED = "deferred.parquet"  # samples of the groups that it deferred, as far as they were made
+JOINED = "joined.parquet"  # groups that the iteration before deferred
+PLACE = ("row", "epoch", "ordinal")  # columns
 DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0
 READ_AHEAD = 64  # manifests in memory while all are gone through
@@ -225,12 +229,13 @@ class RunFolder:
     def outcomes(self, index: int, manifest: Manifest) -> IterationHistory:
         """The history of one iteration, from its prompts and verdicts, which its manifest names."""
         folder = self.iteration(index)
-        prompts = folder.read_table(
-            "prompts.parquet",
-            "prompts",
-            manifest.file("prompts.parquet"),
-            columns=["group_id", "source", "level", "row", "epoch", "ordinal"],
-        )
+        tables = [
+            folder.read_table(path, "prompts", entry, [*("group_id", "source", "level"), *PLACE])
+            for path in ("prompts.parquet", JOINED)
+            if (entry := manifest.find(path))
+        ]
+        tables[0] = tables[0].sort_by("ordinal")
+        prompts = [row for table in tables for row in table.to_pylist()]
         verdicts = folder.read_table(
             "verdicts.parquet",
             "verdicts",
@@ -248,8 +253,9 @@ class RunFolder:
             else:
                 reused.setdefault(row["reused_from"], set()).add(row["reused_ordinal"])
         groups = []
-        for row in prompts.to_pylist():
+        for number, row in enumerate(prompts):
             group = samples.get(row.pop("group_id"))
+            row["ordinal"] = number
             row["source"] = part_name(row["source"], row.pop("level"))
             if group is None:
                 raise CorruptFileError(
@@ -270,7 +276,7 @@ class RunFolder:
                     std=shown["group_reward_std"],
                 )
             )
-        return IterationHistory.of(index, groups, reused)
+        return IterationHistory.of(index, groups, reused, joined=sum(table.num_rows for table in tables[1:]))
 
     def verify(self, index: int) -> list[str]:
         """Problems of a committed iteration: each file that is missing or differs from its manifest."""

@@ -1,4 +1,6 @@
-"""The account of an iteration: generated = trained + masked + dropped + returned + in flight, in tokens and in samples. Pure.
+"""The account of an iteration: generated + carried = trained + masked + dropped + deferred + returned + in flight. Pure.
+
+In tokens and in samples. What one iteration defers is carried to the next: over a run the two cancel.
 
 The left side is counted from what engines answered: rollout parts, or turns where rollouts have several. The right side is
 counted from what the verdicts and the batch say became of it, so that a sample without a verdict, a sample generated twice, or
@@ -13,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Fate = Literal["trained", "masked", "dropped", "returned", "in flight"]
+Fate = Literal["trained", "masked", "dropped", "deferred", "returned", "in flight"]
 FATES: tuple[Fate, ...] = get_args(Fate)
 UNVERSIONED = -1  # tokens whose weight version is not stored
 QUANTILES = (0.5, 0.9, 0.99)
@@ -26,13 +28,15 @@ Where = tuple[Fate, str, int]
 class Account:
     """Counts of one iteration, or of several that were added.
 
-    generated: tokens by weight version, and samples. tokens, samples: what became of them. again: tokens and samples of earlier
+    generated: tokens by weight version, and samples. carried: the same that the iteration before deferred here. tokens, samples: what became of them. again: tokens and samples of earlier
     iterations that were trained once more; they are in those iterations' accounts. lengths: samples by the number of
     their policy tokens, trained ones under True.
     """
 
     generated: Counter[int] = field(default_factory=Counter)
     generated_samples: int = 0
+    carried: Counter[int] = field(default_factory=Counter)
+    carried_samples: int = 0
     tokens: Counter[Where] = field(default_factory=Counter)
     samples: Counter[tuple[Fate, str]] = field(default_factory=Counter)
     again_tokens: int = 0
@@ -44,6 +48,8 @@ class Account:
         """Count another iteration in."""
         self.generated.update(other.generated)
         self.generated_samples += other.generated_samples
+        self.carried.update(other.carried)
+        self.carried_samples += other.carried_samples
         self.tokens.update(other.tokens)
         self.samples.update(other.samples)
         self.again_tokens += other.again_tokens
@@ -83,19 +89,23 @@ class Account:
         accounted: Counter[int] = Counter()
         for (_, _, version), count in self.tokens.items():
             accounted[version] += count
-        for version in sorted(self.generated.keys() | accounted.keys()):
-            made, known = self.generated[version], accounted[version]
+        for version in sorted(self.generated.keys() | self.carried.keys() | accounted.keys()):
+            made, known = self.generated[version] + self.carried[version], accounted[version]
+            of = "no stored version" if version == UNVERSIONED else f"weight version {version}"
             if made != known:
-                of = "no stored version" if version == UNVERSIONED else f"weight version {version}"
                 found.append(f"{made} tokens of {of} were generated, {known} are accounted for")
+            if self.generated[version] < 0:
+                found.append(
+                    f"samples have {-self.generated[version]} tokens of {of} fewer than were carried here"
+                )
         for (fate, _, version), count in sorted(self.tokens.items()):
             if count < 0:
                 found.append(
                     f"more tokens of weight version {version} are trained than were generated: {fate} {count}"
                 )
-        known = sum(self.samples.values())
-        if self.generated_samples != known:
-            found.append(f"{self.generated_samples} samples were generated, {known} are accounted for")
+        made, known = self.generated_samples + self.carried_samples, sum(self.samples.values())
+        if made != known:
+            found.append(f"{made} samples were generated, {known} are accounted for")
         if self.strays:
             more = f" and {len(self.strays) - SHOWN} more" if len(self.strays) > SHOWN else ""
             found.append(f"without one verdict: {', '.join(sorted(self.strays)[:SHOWN])}{more}")
@@ -113,12 +123,14 @@ class Account:
         """The account as metrics, tokens/*. Quantiles are left out where there is nothing to take them of."""
         generated = sum(self.generated.values())
         found = {"tokens/generated": float(generated)}
-        for fate in ("trained", "masked", "dropped", "returned"):
+        for fate in ("trained", "masked", "dropped", "deferred", "returned"):
             found[f"tokens/{fate}"] = float(self.tokens_of(fate))
         for cause, count in self.dropped_tokens().items():
             found[f"tokens/dropped_{cause or 'unknown'}"] = float(count)
         if generated:
             found["tokens/trained_share"] = self.tokens_of("trained") / generated
+        if self.carried_samples:
+            found["tokens/carried"] = float(sum(self.carried.values()))
         if self.again_samples:
             found["tokens/trained_again"] = float(self.again_tokens)
         for trained, name in ((True, "trained"), (False, "untrained")):

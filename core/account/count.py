@@ -26,20 +26,35 @@ Outcome = tuple[Fate, str]
 
 
 def account_of(
-    rollouts: pa.Table, turns: pa.Table, verdicts: pa.Table | None = None, batch: pa.Table | None = None
+    rollouts: pa.Table,
+    turns: pa.Table,
+    verdicts: pa.Table | None = None,
+    batch: pa.Table | None = None,
+    *,
+    cut: pa.Table | None = None,
+    carried: pa.Table | None = None,
 ) -> Account:
     """The account of an iteration. verdicts, batch: none while it is open; all that it generated is in flight then.
 
+    cut: samples of the groups that it deferred, those that are whole among them. carried: the same of the iteration before.
     Policy tokens are counted: not prompts, and not what was observed between turns. A rollout of several turns generated
     what its turns hold, also where it failed afterwards. Tables may have more columns than COLUMNS.
     """
-    counting = _Counting(turns.select(COLUMNS["turns"]), verdicts)
-    return counting.done(rollouts, batch)
+    columns = COLUMNS["rollouts"]
+    tables = [rollouts.select(columns)]
+    if cut is not None:  # whole samples are in the parts too
+        tables.append(cut.select(columns).filter(pc.equal(cut.column("status"), "aborted")))
+    counting = _Counting(turns.select(COLUMNS["turns"]), verdicts, _by_sample(carried))
+    return counting.done(pa.concat_tables(tables), batch)
 
 
 class _Counting:
-    def __init__(self, turns: pa.Table, verdicts: pa.Table | None) -> None:
+    def __init__(
+        self, turns: pa.Table, verdicts: pa.Table | None, carried: Mapping[str, list[tuple[int, int]]]
+    ) -> None:
+        """carried: version and tokens of the pieces that samples had before."""
         self._account = Account()
+        self._carried = carried
         self._turned = _by_rollout(turns)
         self._outcomes = None if verdicts is None else self._read(verdicts)
         self._seen: set[str] = set()
@@ -48,6 +63,7 @@ class _Counting:
         failed: set[str] = set()
         for rows in rollouts.to_batches():
             failed |= self._samples(rows)
+        self._carry()
         self._turns(failed)
         for rows in batch.to_batches() if batch is not None else ():
             self._trained(rows)
@@ -80,11 +96,12 @@ class _Counting:
                 outcome = None  # whatever it has counts once
             self._seen.add(sample)
             outcomes.append(outcome)
-            account.generated_samples += 1
+            self._take_from_generated(sample, turned[at], status[at], outcome)
             trained = outcome is not None and outcome[0] == "trained"
             if outcome is not None and not trained:
                 account.samples[outcome] += 1
-            account.lengths[trained][pieces.policy[at] if turned[at] else pieces.length[at]] += 1
+            if outcome is None or outcome[0] != "deferred":  # it is trained or not where it ends
+                account.lengths[trained][pieces.policy[at] if turned[at] else pieces.length[at]] += 1
         for row, version, count, policy in pieces:
             outcome = outcomes[row]
             if not turned[row]:
@@ -97,6 +114,35 @@ class _Counting:
                 account.tokens["masked" if fate == "trained" else fate, cause, version] += policy
         failed = zip(samples, status, strict=True)
         return {rollout_of(sample) for sample, each in failed if each == "failed"}
+
+    def _take_from_generated(self, sample: str, turned: bool, status: str, outcome: Outcome | None) -> None:
+        """Count a sample as generated, or as carried here; of what its row has of before, nothing is generated."""
+        account = self._account
+        if sample not in self._carried:
+            account.generated_samples += 1
+            return
+        account.carried_samples += 1
+        for version, count in self._carried[sample]:
+            if status == "failed":  # its row has no tokens
+                if outcome is not None:
+                    account.tokens[(*outcome, version)] += count
+            elif not turned:
+                account.generated[version] -= count
+
+    def _carry(self) -> None:
+        """Count what was carried here. Of what no row speaks of all is in flight while the iteration is open."""
+        for sample, pieces in self._carried.items():
+            for version, count in pieces:
+                self._account.carried[version] += count
+            if sample not in self._seen:
+                outcome = self._outcome_of(sample) if self._outcomes is None else None
+                if outcome is None:
+                    self._account.strays.append(sample)
+                    continue
+                self._account.carried_samples += 1
+                self._account.samples[outcome] += 1
+                for version, count in pieces:
+                    self._account.tokens[(*outcome, version)] += count
 
     def _turns(self, failed: set[str]) -> None:
         """Count turns as generated, and those that are in no sample by what became of them."""
@@ -159,6 +205,17 @@ class _Pieces:
                 at += count
 
 
+def _by_sample(carried: pa.Table | None) -> dict[str, list[tuple[int, int]]]:
+    """Version and tokens of each piece of samples that were begun before; policy tokens alone of those that have turns."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for rows in carried.select(COLUMNS["rollouts"]).to_batches() if carried is not None else ():
+        samples, turned = rows.column("sample_id").to_pylist(), _of_several_turns(rows)
+        found |= {sample: [] for sample in samples}
+        for row, version, count, policy in _Pieces(rows):
+            found[samples[row]].append((version, policy if turned[row] else count))
+    return found
+
+
 def _by_rollout(turns: pa.Table) -> dict[str, list[dict[str, Any]]]:
     """Rows of turns by rollout, with the length of what was generated in place of it."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -190,7 +247,7 @@ def _split(spans: list[dict[str, Any]], length: int) -> Iterator[tuple[int, int]
 def _outcome(verdict: str, dropped_by: str | None) -> Outcome:
     if verdict == "kept":
         return "trained", ""
-    if verdict == "returned":
-        return "returned", ""
+    if verdict in ("returned", "deferred"):
+        return ("deferred" if verdict == "deferred" else "returned"), ""
     assert verdict == "dropped", f"the account knows no verdict {verdict}"
     return "dropped", dropped_by or ""

@@ -49,12 +49,17 @@ class IterationHistory(BaseModel):
     reused: dict[
         int, list[int]
     ] = {}  # groups of earlier iterations that were trained again: ordinals by iteration
+    drawn: int | None = None  # groups that it drew; those after them were deferred to it. None: it drew all
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The stored form. What earlier releases did not have is left out where it is empty: manifests' hashes follow from it."""
         later = ("scores", "stds", "reused")
-        return {name: value for name, value in handler(self).items() if value or name not in later}
+        return {
+            name: value
+            for name, value in handler(self).items()
+            if (value or name not in later) and (value is not None or name != "drawn")
+        }
 
     @classmethod
     def of(
@@ -62,8 +67,12 @@ class IterationHistory(BaseModel):
         iteration: int,
         groups: Iterable[GroupOutcome],
         reused: Mapping[int, Iterable[int]] | None = None,
+        joined: int = 0,
     ) -> IterationHistory:
-        """The history that these groups make; their ordinals count from 0. reused: ordinals by iteration."""
+        """The history that these groups make; their ordinals count from 0. reused: ordinals by iteration.
+
+        joined: how many of them, the last ones, were deferred to the iteration.
+        """
         ordered = sorted(groups, key=lambda group: group.ordinal)
         assert [group.ordinal for group in ordered] == list(range(len(ordered))), "ordinals count from 0"
         names = sorted({group.source for group in ordered})
@@ -90,6 +99,7 @@ class IterationHistory(BaseModel):
             else [],
             stds=[group.std for group in ordered] if any(group.std is not None for group in ordered) else [],
             reused={earlier: sorted(ordinals) for earlier, ordinals in sorted((reused or {}).items())},
+            drawn=len(ordered) - joined if joined else None,
         )
 
     def reused_places(self) -> list[tuple[int, int]]:
@@ -97,14 +107,27 @@ class IterationHistory(BaseModel):
         return [(earlier, ordinal) for earlier, ordinals in self.reused.items() for ordinal in ordinals]
 
     def keys(self) -> list[Key]:
-        """The groups' names, in drawing order."""
+        """The names of the groups that the iteration drew, in drawing order."""
+        return self.all_keys()[: self.drawn]
+
+    def joined_keys(self) -> list[Key]:
+        """The names of the groups that were deferred to it."""
+        return [] if self.drawn is None else self.all_keys()[self.drawn :]
+
+    def deferred_keys(self) -> list[Key]:
+        """The names of the groups that it deferred to the next iteration."""
+        verdicts = zip(self.all_keys(), self.verdict, strict=True)
+        return [key for key, verdict in verdicts if verdict == "deferred"]
+
+    def all_keys(self) -> list[Key]:
+        """The names of all its groups: those that it drew, then those that were deferred to it."""
         return [
             (self.sources[n], row, epoch)
             for n, row, epoch in zip(self.source, self.row, self.epoch, strict=True)
         ]
 
     def groups(self) -> list[GroupOutcome]:
-        """The groups, in drawing order."""
+        """All its groups; the ordinals of those that were deferred to it follow on those that it drew."""
         reason = {ordinal: text for text, ordinals in self.reasons.items() for ordinal in ordinals}
         steps: dict[int, list[int]] = {}
         for step, ordinals in sorted(self.steps.items()):
@@ -122,5 +145,5 @@ class IterationHistory(BaseModel):
                 score=self.scores[ordinal] if self.scores else None,
                 std=self.stds[ordinal] if self.stds else None,
             )
-            for ordinal, (source, row, epoch) in enumerate(self.keys())
+            for ordinal, (source, row, epoch) in enumerate(self.all_keys())
         ]

@@ -19,7 +19,7 @@ JsonText = str  # what may have any shape (messages, labels, metadata) is stored
 
 Status = Literal["completed", "truncated", "aborted", "failed"]
 Scoring = Literal["scored", "failed", "timed_out", "skipped"]  # skipped: generation failed
-Verdict = Literal["kept", "dropped", "returned"]
+Verdict = Literal["kept", "dropped", "deferred", "returned"]
 
 
 class PolicySpan(TypedDict):
@@ -46,6 +46,7 @@ class DrawnGroup:
     metadata: JsonText | None  # an object
     level: Int32 | None = None  # of difficulty, of a source with levels
     unusable: str | None = None  # why the row cannot be used: it is dropped without being generated
+    deferrals: Int32 | None = None  # how many times the group was deferred, in joined.parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

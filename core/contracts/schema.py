@@ -41,7 +41,7 @@ ROWS: dict[str, type[Any]] = {
 SESSION = ["samples", "role", "dialogue", "session_reward", "session_parts"]
 TOPS = ["teacher_top_tokens", "teacher_top_logprobs"]
 ADDED = {  # nullable columns that a stored table of this version may lack
-    "prompts": ["level", "unusable"],
+    "prompts": ["level", "unusable", "deferrals"],
     "rollouts": SESSION,
     "rewards": ["samples", "role", "teacher_logprobs", "teacher_s", *TOPS, "teacher_hint"],
     "verdicts": ["group_reward", "group_reward_std", "reused_from", "reused_ordinal", "dropped_by"],

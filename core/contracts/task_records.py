@@ -78,6 +78,7 @@ class FilterRecord(TypedDict):
     groups_dropped: int
     groups_returned: int
     groups_zero_variance: int
+    groups_deferred: NotRequired[int]  # to the next iteration
     dropped_by_kind: NotRequired[dict[str, int]]  # groups, by what dropped them
 
 

@@ -96,6 +96,10 @@ class IterationSlot:
         await self._progress.wait(self.index - self._ahead - 1, Stage.DONE)
         await self._progress.wait(self.index - 1, Stage.DRAWN)
 
+    async def may_join(self) -> None:
+        """Wait until the iteration before has generated: what it deferred is known then."""
+        await self._progress.wait(self.index - 1, Stage.GENERATED)
+
     async def may_train(self) -> None:
         """Wait until the trainer has done with the iteration before."""
         await self._progress.wait(self.index - 1, Stage.LEFT_TRAINER)

@@ -19,7 +19,7 @@ from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.tasks.samples.account import open_account, stored_account
 
-COLUMNS = ("iteration", "samples", "generated", *FATES, "trained_again", "closes")
+COLUMNS = ("iteration", "samples", "generated", "carried", *FATES, "trained_again", "closes")
 PARTS = ("fate", "dropped_by", "version", "tokens")  # of one iteration
 
 
@@ -79,6 +79,7 @@ def _row(index: int, account: Account) -> Sequence[Any]:
         iteration_number(index),
         account.generated_samples,
         generated,
+        sum(account.carried.values()),
         *fates,
         account.again_tokens,
         closes,
@@ -88,6 +89,8 @@ def _row(index: int, account: Account) -> Sequence[Any]:
 def _facts(account: Account) -> dict[str, str]:
     """Totals over what is listed."""
     facts = {"generated": _amount(sum(account.generated.values()), account.generated_samples)}
+    if account.carried_samples:
+        facts["carried"] = _amount(sum(account.carried.values()), account.carried_samples)
     for fate in FATES:
         facts[fate] = _amount(account.tokens_of(fate), account.samples_of(fate))
     if account.dropped_tokens():

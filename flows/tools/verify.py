@@ -16,7 +16,7 @@ from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
 from millrace.connectors.storage.parts import check_takeover, list_takeovers
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import JOINED, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.buffer.buffer import Buffer
@@ -41,6 +41,7 @@ from millrace.core.lineage import (
 )
 from millrace.flows.tools.browse import ahead_of, run_record, settings_of
 from millrace.flows.tools.named_files import named_by_records, strangers
+from millrace.tasks.samples.account import carried_to
 
 Row = TypeVar("Row")
 
@@ -143,9 +144,12 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
         None if supervised else _read(files.read_parts, kind, row)
         for kind, row in (("rollouts", Generated), ("turns", Said))
     )
+    joined: list[Drawn] = []
+    if JOINED in files.entries:
+        joined = files.read_table("prompts", columns(Drawn), JOINED).to_pylist()
     stored = StoredIteration(
         index=index,
-        prompts=_rows(_read(files.read_table, "prompts", Drawn), Drawn),
+        prompts=[*_rows(_read(files.read_table, "prompts", Drawn), Drawn), *joined],
         rollouts=_rows(rollouts, Generated),
         rewards=[] if supervised else _rows(_read(files.read_parts, "rewards", Scored), Scored),
         verdicts=_rows(verdicts, Judged),
@@ -161,7 +165,17 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
     verdict.trained_samples += len(stored.batch)
     problems = inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))
     if rollouts is not None:
-        where, account = f"iteration {iteration_number(index)}", account_of(rollouts, turns, verdicts, batch)
+        where, account = (
+            f"iteration {iteration_number(index)}",
+            account_of(
+                rollouts,
+                turns,
+                verdicts,
+                batch,
+                cut=files.read_deferred(COLUMNS["rollouts"]),
+                carried=carried_to(files),
+            ),
+        )
         problems += [f"{where}: {problem}" for problem in account.problems()]
     return problems
 

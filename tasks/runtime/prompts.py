@@ -15,6 +15,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.mcp_tools import tool_schemas
 from millrace.core.config import RunConfig
 from millrace.core.config.evaluation import EvalSet
+from millrace.core.contracts.history import Key
 from millrace.core.contracts.ids import derived_seed, sample_seed
 from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.curriculum.parts import part_name
@@ -107,6 +108,12 @@ class Prompts:
                 ahead=self.ahead,
             )
         return self._ledger.extend(self._run_folder.history(since=self._ledger.iterations))
+
+    def deferred_before(self, iteration: int) -> list[Key]:
+        """Groups that the newest iteration deferred which must be committed before this one is drawn."""
+        newest = iteration - 1 - self.ahead.at(iteration)
+        history = next(iter(self._run_folder.history(since=newest)), None) if newest >= 0 else None
+        return history.deferred_keys() if history and history.iteration == newest else []
 
     def ledger_before(self, iteration: int) -> Ledger:
         """The ledger over the committed manifests and the open iterations before one, whose draws are committed."""

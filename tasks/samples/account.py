@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 from millrace.connectors.storage.iteration_files import IterationFiles, way_out
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.account.account import Account
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import StorageError
+
+
+def carried_to(files: IterationFiles) -> pa.Table | None:
+    """What the iteration before deferred to this one, as far as it was made; None if that is nothing."""
+    return files.before.read_deferred(COLUMNS["rollouts"]) if files.index else None
 
 
 def stored_account(files: IterationFiles) -> Account:
@@ -17,6 +24,8 @@ def stored_account(files: IterationFiles) -> Account:
         files.read_parts("turns", COLUMNS["turns"]),
         files.read_table("verdicts", COLUMNS["verdicts"]),
         files.read_table("batch", COLUMNS["batch"]),
+        cut=files.read_deferred(COLUMNS["rollouts"]),
+        carried=carried_to(files),
     )
 
 
@@ -25,7 +34,8 @@ def open_account(files: IterationFiles) -> Account:
     rollouts, turns = (
         read_parts(files.folder, kind, kind, columns=COLUMNS[kind]) for kind in ("rollouts", "turns")
     )
-    return account_of(rollouts, turns)
+    cut = files.read_deferred(COLUMNS["rollouts"])
+    return account_of(rollouts, turns, cut=cut, carried=carried_to(files))
 
 
 def check_closes(account: Account, files: IterationFiles, run: str) -> None:

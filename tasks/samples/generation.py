@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.connectors.sglang.client import Generation
@@ -26,7 +26,7 @@ Engines = Callable[[], Awaitable[Dispatcher]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one sample: a generation, or the reason why there is none."""
+    """What became of one sample: a generation, or the reason why there is none. Neither: it was ended before it began."""
 
     generation: Generation | None
     reason: str | None
@@ -36,7 +36,9 @@ class Answer:
     @property
     def status(self) -> Status:
         """The sample's status in its row."""
-        return STATUSES[self.generation.finish] if self.generation else "failed"
+        if self.generation is None:
+            return "aborted" if self.reason is None else "failed"
+        return STATUSES[self.generation.finish]
 
     @property
     def output_ids(self) -> list[int]:
@@ -53,8 +55,14 @@ class SampleGenerator:
     """Generates single samples, at most rollout.max_concurrency per engine at a time, and counts what it generated."""
 
     def __init__(
-        self, config: RunConfig, sampling: Sampling, engines: Engines, budget: FailureBudget
+        self,
+        config: RunConfig,
+        sampling: Sampling,
+        engines: Engines,
+        budget: FailureBudget,
+        text_of: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
+        """text_of: the text of token ids, for an answer that several requests made; their texts in a row where not given."""
         self.outstanding = 0  # samples begun that have no answer yet
         self.samples = 0
         self.tokens = 0
@@ -65,9 +73,10 @@ class SampleGenerator:
             "stop_token_ids": sampling.stop_token_ids or None,
             "no_stop_trim": True,
         }
-        self._budget = budget
+        self._budget, self._text_of = budget, text_of
         self._make_ready = engines
         self._engines: Dispatcher | None = None
+        self._stopped = False
         self._ready = asyncio.Lock()
         self._places = asyncio.Semaphore(config.rollout.max_concurrency * config.engines.generating)
 
@@ -79,28 +88,48 @@ class SampleGenerator:
         rid: str,
         session: str | None,
         own: Mapping[str, Any] | None = None,
+        made: Sequence[int] = (),
+        priority: int | None = None,
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
-        `session` keeps the samples of a group together. own: sampling parameters of this answer alone. One that no
+        `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: what was
+        generated of it before: it goes on from there. priority: among waiting requests, the smallest first. One that no
         engine can generate has an answer that says why. Raises BudgetError if too many of them failed.
         """
         self.outstanding += 1
         async with self._places:
             started, generation, reason = time.time(), None, None
             try:
-                engines = await self._dispatcher()
+                engines = None if self._stopped else await self._dispatcher()
                 params = {**self._params, **(own or {}), "sampling_seed": seed}
-                generation = await engines.generate(prompt_tokens, params, rid=rid, session=session)
+                params["max_new_tokens"] -= len(made)
+                if engines and not self._stopped:
+                    generation = await engines.generate(
+                        [*prompt_tokens, *made],
+                        params,
+                        rid=rid,
+                        session=session,
+                        continued=len(made),
+                        priority=priority,
+                    )
             except EngineError as error:
                 reason = str(error)
                 self.fail(reason, rid)
             else:
-                self.tokens += len(generation.output_ids)
+                self.tokens += len(generation.output_ids) if generation else 0
+                if self._text_of and generation and generation.pieces > 1 and not made:
+                    generation = replace(generation, text=self._text_of(generation.output_ids))
             seconds = time.time() - started
         self.samples += 1
         self.outstanding -= 1
         return Answer(generation, reason, started, seconds)
+
+    async def stop(self) -> None:
+        """End what is under way: each answer has what was generated so far. Nothing is generated after it."""
+        self._stopped = True
+        if self._engines:
+            await self._engines.stop()
 
     def fail(self, reason: str, sample: str) -> None:
         """Count a sample that failed. Raises BudgetError if too many did."""

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.buffer.choice import spread
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
+from millrace.core.staleness import admissible
+from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.reused_groups import Reuse
 from millrace.tasks.samples.scored_group import ScoredGroup
 
@@ -68,3 +71,20 @@ def batch_table(kept: KeptGroups, credit: SampleCredit, steps: dict[str, int]) -
     for name, values in added.items():
         table = table.append_column(wanted.field(name), pa.array(values, wanted.field(name).type))
     return table.select(wanted.names).cast(wanted)
+
+
+def check_ages(ctx: IterationContext, batch: pa.Table) -> None:
+    """Assert that no token of a batch is older than pipeline.max_staleness, or than what its group was deferred under.
+
+    Iterations open and groups are deferred so that this holds; nothing is dropped for its age.
+    """
+    fresh = batch.filter(pc.is_null(batch.column("reused_from")))
+    steps, ahead = ctx.config.steps_per_iteration, ctx.runtime.prompts.ahead
+    for origin, spans in zip(
+        fresh.column("iteration").to_pylist(), fresh.column("policy_versions").to_pylist(), strict=True
+    ):
+        allowed = max(ctx.config.pipeline.staleness, ctx.index - origin + ahead.at(origin))
+        oldest = min((span["version"] for span in spans), default=ctx.version_before)
+        assert admissible(oldest, ctx.index, allowed, steps), (
+            f"a token of version {oldest} in iteration {ctx.index}"
+        )

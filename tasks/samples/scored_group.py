@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from millrace.core.contracts.ids import rollout_of, sample_id
 from millrace.core.contracts.sample import ScoredSample
@@ -22,6 +22,14 @@ class ScoredGroup:
         default_factory=dict
     )  # what filters read of rollouts; until it is judged
     judgement: Judgement | None = None
+    joined: int | None = None  # of one that was deferred to the iteration: its place among those
+    deferrals: int = 0  # how many times it was deferred
+    cut: Literal["deferred", "returned"] | None = None  # what the cut made of it, if it is not trained
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """Its place in the batch: what was deferred to the iteration comes first, then what it drew, in drawing order."""
+        return self.joined is None, self.ordinal if self.joined is None else self.joined
 
     def rollout(self, index: int) -> list[ScoredSample]:
         """The scores of a rollout's samples, if all are there."""

@@ -29,7 +29,7 @@ async def sample_supervised(ctx: IterationContext) -> SampleSupervisedRecord:
 
 
 def _draw(ctx: IterationContext) -> SampleSupervisedRecord:
-    groups, read, by_source = draw_groups(ctx, reserve=0)
+    groups, read, by_source = draw_groups(ctx, ctx.config.rollout.prompts, 0)
     files = [_write(ctx, "prompts", groups)]
     drawn = zip(groups, read, strict=True)
     usable = [(group, item) for group, item in drawn if isinstance(item, UsablePrompt)]

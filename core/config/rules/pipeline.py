@@ -25,6 +25,13 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "it chooses among the reserve, and filter.refill_factor=0 draws none",
             "set filter.refill_factor to the share of groups that is generated beyond the batch, such as 0.25",
         )
+    if p.select == "finish" and config.rollout.session:
+        yield Problem(
+            "pipeline.select",
+            "finish",
+            "rollouts of several turns (rollout.session) cannot be deferred amid a turn",
+            "set it to draw",
+        )
     if config.algorithm.supervised and (p.ahead or p.select == "finish"):
         field = "pipeline.ahead" if p.ahead else "pipeline.select"
         yield Problem(

@@ -1,0 +1,58 @@
+"""Which groups fill the batch when those that finish first do (pipeline.select=finish). Pure.
+
+More groups generate than the batch needs. Once enough of them are whole and kept, a cut is made: these are trained, those
+under way are deferred to the next iteration with the tokens that they have (APRIL, arXiv:2509.18521). A group that was deferred
+as often as the staleness bound allows is waited for, so that no long answer starves and no token is trained too old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A group of an iteration. finished: its place among those that are whole, None while it is under way."""
+
+    group_id: str
+    deferrals: int
+    finished: int | None = None
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Groups by what becomes of them, each in the order of the candidates. Whole groups that a filter dropped are in none."""
+
+    trained: list[str]
+    deferred: list[str]
+    returned: list[str]  # may not be deferred: drawn again, without their tokens
+
+
+def choose(candidates: Sequence[Candidate], need: int, limit: int) -> Choice | None:
+    """The cut, once there is one; None before. limit: how many times a group may be deferred.
+
+    The trained are those that may be deferred no more, then those that were whole first. Where all are whole and too few
+    are kept, the trained are fewer than `need`.
+    """
+    waited_for = [each for each in candidates if limit and each.deferrals >= limit]
+    if any(each.finished is None for each in waited_for):
+        return None
+    under_way = [each for each in candidates if each.finished is None]
+    kept = [
+        (each.deferrals < limit, each.finished, each)
+        for each in candidates
+        if each.finished is not None and each.keep
+    ]
+    if len(kept) < need and under_way:
+        return None
+    first = {each.group_id for _, _, each in sorted(kept, key=lambda item: item[:2])[:need]}
+    rest = [
+        each for each in candidates if each.group_id not in first and (each.finished is None or each.keep)
+    ]
+    return Choice(
+        trained=[each.group_id for each in candidates if each.group_id in first],
+        deferred=[each.group_id for each in rest if each.deferrals < limit],
+        returned=[each.group_id for each in rest if each.deferrals >= limit],
+    )

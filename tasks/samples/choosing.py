@@ -1,0 +1,116 @@
+"""When an iteration has the groups that it trains: once the first of the draw fill the batch, or at the cut.
+
+Owns the wait for either, the release of further groups, and the commit of the cut. What is chosen, millrace.core.selection says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.run_folder import CUT
+from millrace.core.contracts.cut import Cut
+from millrace.core.selection import Candidate, choose
+from millrace.tasks.context import IterationContext
+from millrace.tasks.kill_points import kill_point
+from millrace.tasks.samples.joined_groups import Joined, read_cut
+from millrace.tasks.samples.judging import Judging
+from millrace.tasks.samples.scored_group import ScoredGroup
+
+
+async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> list[ScoredGroup]:
+    """Judge groups in drawing order, releasing one more for each that is dropped, until `need` are kept or none is left.
+
+    Returns the released groups. What was deferred to the iteration comes first.
+    """
+    assert ctx.stream is not None
+    _take_in(judging, await ctx.joined)
+    groups = judging.groups
+    while True:
+        revision = ctx.stream.revision
+        await judging.read()
+        released = groups[: ctx.stream.released]
+        judging.judge(released)
+        wanted = min(len(groups), need + sum(bool(g.judgement and not g.judgement.keep) for g in released))
+        if wanted > ctx.stream.released:
+            await ctx.stream.release(wanted)
+            continue
+        if all(group.judgement for group in groups[:wanted]):
+            return groups[:wanted]
+        await ctx.stream.wait(revision)
+
+
+async def until_cut(
+    ctx: IterationContext, judging: Judging, need: int
+) -> tuple[list[FileEntry], list[ScoredGroup]]:
+    """Judge groups as they finish until `need` are kept; commit cut.json. Returns its entry, and the groups that may be trained.
+
+    The cut counts from its commit on: a start after a kill makes it as it was.
+    """
+    assert ctx.stream is not None
+    cut, taken_in = await asyncio.to_thread(read_cut, ctx), False
+    while True:
+        revision = ctx.stream.revision
+        if not taken_in and (cut or ctx.joined.done()):
+            _take_in(judging, await ctx.joined)
+            taken_in = True
+        await judging.read()
+        judging.judge(judging.groups)
+        cut = cut or (_decide(ctx, judging, need) if taken_in else None)
+        if cut:
+            break
+        await ctx.stream.wait(revision)
+    if ctx.folder.exists(CUT):
+        entry = await asyncio.to_thread(ctx.folder.entry, CUT)
+    else:
+        await kill_point(ctx.index, "cut", "before")
+        entry = await asyncio.to_thread(_commit, ctx, cut)
+        await kill_point(ctx.index, "cut", "after")
+    for group in judging.groups:
+        if group.group_id in cut.deferred:
+            group.cut = "deferred"
+        elif group.group_id in cut.returned:
+            group.cut = "returned"
+    return [entry], [group for group in judging.groups if group.cut is None]
+
+
+def _decide(ctx: IterationContext, judging: Judging, need: int) -> Cut | None:
+    candidates = [
+        Candidate(
+            group.group_id,
+            group.deferrals,
+            judging.whole.get(group.group_id),
+            bool(group.judgement and group.judgement.keep),
+        )
+        for group in judging.groups
+    ]
+    choice = choose(candidates, need, ctx.config.pipeline.deferrals)
+    if choice is None:
+        return None
+    before = {group.group_id: group.deferrals for group in judging.groups}
+    return Cut(
+        trained=choice.trained,
+        deferred={group: before[group] + 1 for group in choice.deferred},
+        returned=choice.returned,
+        parts=sorted(judging.parts),
+    )
+
+
+def _commit(ctx: IterationContext, cut: Cut) -> FileEntry:
+    place = f"{ctx.run_folder.iteration_path(ctx.index)}/{CUT}"
+    return ctx.folder.write_sealed(CUT, cut.model_dump(), place, ctx.run_folder.owner.run_id)
+
+
+def _take_in(judging: Judging, joined: Joined) -> None:
+    judging.add(
+        [
+            ScoredGroup(
+                group_id=group.group_id,
+                prompt_id=group.prompt_id,
+                ordinal=group.ordinal,
+                joined=at,
+                deferrals=group.deferrals or 0,
+            )
+            for at, group in enumerate(joined.groups)
+        ]
+    )

@@ -1,0 +1,94 @@
+"""Groups that the iteration before deferred to this one, with what their samples have.
+
+Owns how they pass from one folder to the next: cut.json and deferred.parquet there, joined.parquet here. Knows nothing of why
+they were deferred.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import IterationFiles, record_path
+from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED
+from millrace.connectors.storage.sealed import check_seal
+from millrace.core.contracts import schema
+from millrace.core.contracts.cut import Cut
+from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.tasks.context import IterationContext
+
+UNFINISHED = "aborted"  # the status of a sample that goes on in a later iteration
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What was deferred to an iteration. finished, begun: samples by id; scores: of finished ones that have theirs."""
+
+    groups: list[DrawnGroup] = field(default_factory=list)
+    finished: dict[str, GeneratedSample] = field(default_factory=dict)
+    begun: dict[str, GeneratedSample] = field(default_factory=dict)
+    scores: list[ScoredSample] = field(default_factory=list)
+    files: list[FileEntry] = field(default_factory=list)
+
+
+def read_cut(ctx: IterationContext) -> Cut | None:
+    """The cut of the iteration, None where there is none yet."""
+    if not ctx.folder.exists(CUT):
+        return None
+    return Cut.model_validate(ctx.folder.read_sealed(CUT))
+
+
+async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaitable[None]]) -> None:
+    """Have the iteration's tasks know what was deferred to it. generated: returns when the iteration before has generated."""
+    assert ctx.stream is not None
+    before = ctx.run_folder.iteration(ctx.index - 1)
+    if ctx.config.pipeline.select == "finish" or (ctx.index and await asyncio.to_thread(before.exists, CUT)):
+        await generated()
+    ctx.joined.set_result(await asyncio.to_thread(join, ctx))
+    await ctx.stream.notify()
+
+
+def join(ctx: IterationContext) -> Joined:
+    """What the iteration before deferred to this one, and write joined.parquet if that is anything. It must have generated."""
+    before = IterationFiles(ctx.run_folder, ctx.index - 1)
+    if not ctx.index or CUT not in before.entries:
+        return Joined()
+    deferred = Cut.model_validate(check_seal(before.read_json(CUT), before.folder.url_of(CUT))).deferred
+    if not deferred:
+        return Joined()
+    drawn = {group.group_id: group for group in _groups_of(before)}
+    groups = [replace(drawn[group_id], deferrals=times) for group_id, times in deferred.items()]
+    rows = [GeneratedSample(**row) for row in before.read_table("rollouts", path=DEFERRED).to_pylist()]
+    finished = {row.sample_id: row for row in rows if row.status != UNFINISHED}
+    scores = [ScoredSample(**row) for row in before.read_parts("rewards").to_pylist()]
+    if ctx.folder.exists(record_path("rollout")):  # which names the file
+        entry = ctx.folder.entry(JOINED)
+    else:
+        entry = ctx.folder.write_table(JOINED, schema.to_table(groups, "prompts"), "prompts")
+    return Joined(
+        groups,
+        finished,
+        {row.sample_id: row for row in rows if row.status == UNFINISHED},
+        [score for score in scores if score.sample_id in finished and score.scoring == "scored"],
+        [entry],
+    )
+
+
+def write_deferred(
+    ctx: IterationContext, cut: Cut, stored: list[dict[str, Any]], begun: list[GeneratedSample]
+) -> FileEntry:
+    """Write deferred.parquet. stored: the iteration's rows of samples; begun: what was cut."""
+    rows = [GeneratedSample(**row) for row in stored if row["group_id"] in cut.deferred]
+    rows += [row for row in begun if row.group_id in cut.deferred]
+    order = {group_id: at for at, group_id in enumerate(cut.deferred)}
+    rows.sort(key=lambda row: (order[row.group_id], row.index, row.sample_id))
+    return ctx.folder.write_table(DEFERRED, schema.to_table(rows, "rollouts"), "rollouts")
+
+
+def _groups_of(files: IterationFiles) -> list[DrawnGroup]:
+    """All groups of an iteration: those deferred to it and those that it drew."""
+    joined = files.read_table("prompts", path=JOINED).to_pylist() if JOINED in files.entries else []
+    return [DrawnGroup(**row) for row in [*joined, *files.read_table("prompts").to_pylist()]]
