@@ -53,18 +53,21 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     for row in stored.select(OUTCOME).to_pylist():
         _count(budget, **row)
     budget.check()
-    ctx.stream.add_listed("rollouts", await asyncio.to_thread(list_parts, ctx.folder, "rollouts"))
+    listed = await asyncio.to_thread(list_parts, ctx.folder, "rollouts")
+    if listed:
+        await ctx.joined  # they may hold samples that were scored before they were deferred
+    ctx.stream.add_listed("rollouts", listed)
     parts: set[str] = set()
-    carried = _Carried(ctx, done)
     units = ScoringUnits(ctx.config.rollout.samples_per_prompt, lambda row: _by_group(ctx, row))
     busy = 0.0
     while True:
         revision = ctx.stream.revision
-        counts.update(await carried.write())
         for path in [path for path in ctx.stream.parts("rollouts") if path not in parts]:
             started = time.perf_counter()
             rows = await asyncio.to_thread(_read_unscored, ctx, path)
-            scored = await _score_all(ctx, units.add(rows, done), budget)
+            carried = _carried(ctx, rows, done)
+            done.update(sample.sample_id for sample in carried)
+            scored = [*carried, *await _score_all(ctx, units.add(rows, done), budget)]
             await _write(ctx, scored)
             budget.check()
             counts.update(sample.scoring for sample in scored)
@@ -81,24 +84,6 @@ async def reward(ctx: IterationContext) -> RewardRecord:
                 "files": ctx.parts["rewards"],
             }
         await ctx.stream.wait(revision)
-
-
-class _Carried:
-    """Scores that samples of deferred groups got in the iteration before: they are rewards of this one, given once."""
-
-    def __init__(self, ctx: IterationContext, done: set[str]) -> None:
-        """done: samples with a score, to which these are added."""
-        self._ctx, self._done, self._written = ctx, done, False
-
-    async def write(self) -> Counter[Scoring]:
-        """Write them once they are known, before their samples can be scored again; returns their outcomes."""
-        if self._written or not self._ctx.joined.done():
-            return Counter()
-        self._written = True
-        scores = [each for each in self._ctx.joined.result().scores if each.sample_id not in self._done]
-        self._done.update(score.sample_id for score in scores)
-        await _write(self._ctx, scores)
-        return Counter(score.scoring for score in scores)
 
 
 async def take_back_failures(ctx: IterationContext) -> None:
@@ -137,6 +122,16 @@ def _take_back(ctx: IterationContext) -> None:
         iteration_number(ctx.index),
         again,
     )
+
+
+def _carried(ctx: IterationContext, rows: Sequence[Unscored], done: set[str]) -> list[ScoredSample]:
+    """Scores that these samples got in the iteration that deferred them."""
+    scores = ctx.joined.result().scores if ctx.joined.done() else {}
+    return [
+        scores[row["sample_id"]]
+        for row in rows
+        if row["sample_id"] in scores and row["sample_id"] not in done
+    ]
 
 
 def _read_unscored(ctx: IterationContext, path: str) -> list[Unscored]:

@@ -25,12 +25,12 @@ UNFINISHED = "aborted"  # the status of a sample that goes on in a later iterati
 
 @dataclass(frozen=True)
 class Joined:
-    """What was deferred to an iteration. finished, begun: samples by id; scores: of finished ones that have theirs."""
+    """What was deferred to an iteration. finished, begun: samples by id; scores: of finished ones that have theirs, by id."""
 
     groups: list[DrawnGroup] = field(default_factory=list)
     finished: dict[str, GeneratedSample] = field(default_factory=dict)
     begun: dict[str, GeneratedSample] = field(default_factory=dict)
-    scores: list[ScoredSample] = field(default_factory=list)
+    scores: dict[str, ScoredSample] = field(default_factory=dict)
     files: list[FileEntry] = field(default_factory=list)
 
 
@@ -63,7 +63,11 @@ def join(ctx: IterationContext) -> Joined:
     groups = [replace(drawn[group_id], deferrals=times) for group_id, times in deferred.items()]
     rows = [GeneratedSample(**row) for row in before.read_table("rollouts", path=DEFERRED).to_pylist()]
     finished = {row.sample_id: row for row in rows if row.status != UNFINISHED}
-    scores = [ScoredSample(**row) for row in before.read_parts("rewards").to_pylist()]
+    scores = [
+        ScoredSample(**row)
+        for row in before.read_parts("rewards").to_pylist()
+        if row["sample_id"] in finished
+    ]
     if ctx.folder.exists(record_path("rollout")):  # which names the file
         entry = ctx.folder.entry(JOINED)
     else:
@@ -72,7 +76,7 @@ def join(ctx: IterationContext) -> Joined:
         groups,
         finished,
         {row.sample_id: row for row in rows if row.status == UNFINISHED},
-        [score for score in scores if score.sample_id in finished and score.scoring == "scored"],
+        {score.sample_id: score for score in scores if score.scoring == "scored"},
         [entry],
     )
 
