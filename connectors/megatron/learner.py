@@ -212,8 +212,8 @@ class Learner:
     def logprob_gaps(self) -> dict[int, tuple[float, float]]:
         """Mean and largest difference of engine and trainer on the samples of each step of the iteration, over all ranks.
 
-        Before the first update, so that every sample is compared under the weights that sampled it; reused ones, which older
-        weights sampled, are left out. Steps whose
+        Before the first update, so that every token is compared under the weights that made it; those that older weights made
+        are left out, and the difference is 0 where they made all. Steps whose
         log-probabilities their own forward pass gives are missing: they report the difference among their metrics.
         """
         assert self._iteration is not None

@@ -43,7 +43,9 @@ class Row:
     teacher_logprobs: Floats | None = None  # of a served teacher
     teacher_top_tokens: Ints | None = None  # [response tokens, k] its likeliest ones
     teacher_top_logprobs: Floats | None = None  # [response tokens, k]
-    reused: bool = False  # an earlier iteration generated it, under older weights
+    stale: Ints | None = (
+        None  # [response tokens] 1: older weights made it than the iteration trains; None: none of them
+    )
 
 
 @dataclass
@@ -83,10 +85,14 @@ def read_rows(table: pa.Table) -> list[Row]:
         "status",
         "train_step",
         "reused_from",
+        "policy_versions",
     ]
     plain = table.select(columns).to_pylist()
     asked = table.column("teacher_logprobs").is_valid().to_pylist()
     topped = table.column("teacher_top_tokens").is_valid().to_pylist()
+    trained = (
+        min((row["train_step"] for row in plain), default=0) - 1
+    )  # the version before the iteration's first step
     return [
         Row(
             sample_id=row["sample_id"],
@@ -102,10 +108,21 @@ def read_rows(table: pa.Table) -> list[Row]:
             teacher_logprobs=teacher[i] if asked[i] else None,
             teacher_top_tokens=top_tokens[i].reshape(row["response_length"], -1) if topped[i] else None,
             teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
-            reused=row["reused_from"] is not None,
+            stale=_stale(row, trained),
         )
         for i, row in enumerate(plain)
     ]
+
+
+def _stale(row: dict[str, Any], trained: int) -> Ints | None:
+    """Which response tokens an older version than `trained` made. All of a reused sample."""
+    length, spans = row["response_length"], row["policy_versions"]
+    if row["reused_from"] is not None:
+        return np.ones(length, np.int64)
+    if all(span["version"] >= trained for span in spans):
+        return None
+    counts = np.diff([*(span["first_token"] for span in spans), length])
+    return np.repeat([int(span["version"] < trained) for span in spans], counts)
 
 
 def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

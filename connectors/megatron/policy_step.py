@@ -46,8 +46,10 @@ def policy_step(
         sampled = batch.sampled_logprobs
         ours = tokens.logprobs.detach() if sampled is None else sampled[spans[number]]
         metrics.update(logprob_gap(ours, tokens.rollout_logprobs, batch.compared[spans[number]]))
-        if batch.reused is not None:
-            metrics["behaviour_kl"] = _behaviour_kl(ours, tokens, batch.reused[spans[number]])
+        if batch.stale is not None:
+            stale = batch.stale[spans[number]]
+            metrics["behaviour_kl"] = _behaviour_kl(ours, tokens, stale)
+            metrics["stale_share"] = stale.sum(), tokens.mask.sum().float()
         if "teacher" in batch.per_token and not objective.teacher_top_k:
             metrics["teacher_kl"] = _teacher_kl(tokens, batch.per_token["teacher"][spans[number]])
         return total, metrics
@@ -120,12 +122,12 @@ def _teacher_kl(tokens: TokenBatch, teacher: Tensor) -> tuple[Tensor, Tensor]:
     return clean(tokens.old_logprobs - teacher, mask).sum(), mask.sum().float()
 
 
-def _behaviour_kl(sampled: Tensor, tokens: TokenBatch, reused: Tensor) -> tuple[Tensor, Tensor]:
-    """KL of the weights that generated the reused samples from those before the iteration, by k3 on the former's tokens.
+def _behaviour_kl(sampled: Tensor, tokens: TokenBatch, stale: Tensor) -> tuple[Tensor, Tensor]:
+    """KL of the older weights that made stale tokens from those before the iteration, by k3 on the former's tokens.
 
-    sampled [N]: log-probabilities of the latter. reused [N]: 1 on the tokens that count.
+    sampled [N]: log-probabilities of the latter. stale [N]: 1 on the tokens that count.
     """
-    mask = reused.bool()
+    mask = stale.bool()
     kl = kl_estimate(tokens.rollout_logprobs, sampled, "k3", mask=mask)
     return kl.sum(), mask.sum().float()
 

@@ -36,9 +36,9 @@ class RankBatch:
     token_weight: float  # 1 / unmasked tokens of the whole step
     rewards: Tensor  # [B] float64
     sample_advantages: Tensor | None  # [B] float64
-    reused: (
+    stale: (
         Tensor | None
-    )  # [N] 1: in the loss, and of a reused sample; None where the step has none, on any rank
+    )  # [N] 1: in the loss, and of older weights than the iteration trains; None where the step has none, on any rank
     # [N] each, by name: "old", "sampled", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns";
     # [N, k] "teacher_top" ones
     per_token: dict[str, Tensor] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class RankBatch:
     @property
     def compared(self) -> Tensor:
         """Tokens [N] whose log-probabilities engine and trainer must agree on: those that the weights before the iteration made."""
-        return self.mask if self.reused is None else self.mask - self.reused
+        return self.mask if self.stale is None else self.mask - self.stale
 
     def set_per_token(self, name: str, values: Tensor | None) -> None:
         """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""
@@ -109,8 +109,10 @@ def make_rank_batch(
         token_weight=1.0 / max(1.0, float(token_counts.sum())),
         rewards=torch.tensor(rewards, dtype=torch.float64)[members].to(device),
         sample_advantages=_sample_advantages(rows, rank_rows, config, device),
-        reused=_concatenate([row.loss_mask * row.reused for row in rank_rows], device)
-        if any(row.reused for row in rows)
+        stale=_concatenate(
+            [row.loss_mask * (0 if row.stale is None else row.stale) for row in rank_rows], device
+        )
+        if any(row.stale is not None for row in rows)
         else None,
     )
     if config.algorithm.teacher_server is not None:
