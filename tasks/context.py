@@ -42,7 +42,8 @@ class IterationContext:
 
     def open_stream(self) -> None:
         """Begin the notifications between the tasks that stream."""
-        self.stream = Stream(self.fresh_groups)
+        record = self.records["sample_prompts"]
+        self.stream = Stream(record.get("released", self.fresh_groups))
         self.joined = asyncio.get_running_loop().create_future()
 
     def start_parts(self, folder: str) -> None:

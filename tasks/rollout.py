@@ -61,13 +61,10 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     make = await _maker(ctx, generator)
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
-        begin = partial(_begin, ctx, make, generating, finished)
+        await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
         if ctx.config.pipeline.select == "finish":
-            await _until_settled(ctx, groups, begin, all_at_once=True)
             await generator.stop()
             await kill_point(ctx.index, "rollout", "cut")
-        else:
-            await _until_settled(ctx, groups, begin, all_at_once=False)
     tidying.cancel()
     files = [
         *ctx.parts["rollouts"],
@@ -87,25 +84,25 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
 Begin = Callable[[DrawnGroup], None]
 
 
-async def _until_settled(
-    ctx: IterationContext, groups: list[DrawnGroup], begin: Begin, *, all_at_once: bool
-) -> None:
-    """Begin groups as they are released, or all of them, and those that were deferred to the iteration, until the filter has settled.
+async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: Begin) -> None:
+    """Begin groups as they are released, until the filter has settled.
 
-    all_at_once: these are known later, once the iteration before has generated; else they are the first of the list.
+    What was deferred to the iteration is among the first of the draw; where those that finish first are trained, it is begun
+    beside them, as soon as the iteration before has deferred it.
     """
     assert ctx.stream is not None
-    if not all_at_once:
-        groups = [*(await ctx.joined).groups, *groups]
-    released, waiting = 0, all_at_once
+    beside = ctx.config.pipeline.select == "finish"
+    groups = drawn if beside else [*(await ctx.joined).groups, *drawn]
+    begun = 0
     while not ctx.stream.settled:
         revision = ctx.stream.revision
-        if waiting and ctx.joined.done():
-            groups, waiting = [*groups, *ctx.joined.result().groups], False
-        end = len(groups) if all_at_once else ctx.stream.released
-        for group in groups[released:end]:
+        if beside and ctx.joined.done():
+            for group in ctx.joined.result().groups:
+                begin(group)
+            beside = False
+        for group in groups[begun : ctx.stream.released]:
             begin(group)
-        released = max(released, min(end, len(groups)))
+        begun = ctx.stream.released
         await ctx.stream.wait(revision)
 
 

@@ -44,14 +44,15 @@ async def sample_prompts(ctx: IterationContext) -> SamplePromptsRecord:
 def _draw(ctx: IterationContext) -> SamplePromptsRecord:
     buffer = _buffer(ctx)
     reused = _reused(ctx, buffer) if buffer else []
-    need, reserve = wanted(ctx, len(reused))
-    groups, _, by_source = draw_groups(ctx, need, reserve)
+    released = wanted(ctx, len(reused))
+    groups, _, by_source = draw_groups(ctx, released, reserve_size(ctx))
     table = schema.to_table(groups, "prompts")
     entry = ctx.folder.write_table("prompts.parquet", table, "prompts")
     record: SamplePromptsRecord = {
         "files": [entry.record()],
         "groups": len(groups),
         "by_source": by_source,
+        "released": released,
     }
     return record if buffer is None else {**record, "reused": reused, "buffered": len(buffer.groups())}
 
@@ -75,14 +76,17 @@ def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:
     ]
 
 
-def wanted(ctx: IterationContext, reused: int = 0) -> tuple[int, int]:
-    """How many groups to draw for the batch, and how many beyond it. reused: groups of the batch that are not drawn.
+def wanted(ctx: IterationContext, reused: int = 0) -> int:
+    """How many groups generate from the start. reused: groups of the batch that are not drawn.
 
-    What the newest committed iteration deferred is under way already, and takes the place of as many.
+    With pipeline.select=finish more than the batch needs; what the newest committed iteration deferred is under way already, and
+    takes the place of as many.
     """
-    need, reserve = ctx.config.rollout.prompts - reused, reserve_size(ctx)
+    pipeline, prompts = ctx.config.pipeline, ctx.config.rollout.prompts
+    if pipeline.select == "draw":
+        return prompts - reused
     deferred = len(ctx.runtime.prompts.deferred_before(ctx.index))
-    return max(0, need - deferred), reserve - max(0, deferred - need)
+    return max(0, prompts + round(pipeline.reserve * prompts) - deferred)
 
 
 def draw_groups(

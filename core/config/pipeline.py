@@ -32,8 +32,15 @@ class Pipeline(Section):
     select: Literal["draw", "finish"] = Field(
         "draw",
         description="Which groups an iteration trains. `draw`: the first of the draw that fill the batch, whichever finish "
-        "first, so that what is trained does not depend on time. `finish`: the reserve (filter.refill_factor) is generated at "
-        "once, the groups that finish first fill the batch, and those under way are cut and go on in the next iteration.",
+        "first, so that what is trained does not depend on time. `finish`: more groups generate than the batch needs "
+        "(pipeline.reserve), those that finish first fill it, and those under way are cut and go on in the next iteration.",
+    )
+    reserve: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description="With select=finish, groups that generate beyond those of the batch, in multiples of rollout.prompts. At most "
+        "1 / (ahead + 1).",
     )
     on_update: OnUpdate = Field(
         "resend",

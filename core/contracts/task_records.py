@@ -34,6 +34,7 @@ class SamplePromptsRecord(TypedDict):
     files: list[FileRecord]
     groups: int  # with the reserve
     by_source: dict[str, int]  # groups without the reserve
+    released: NotRequired[int]  # groups that generate from the start
     reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
     buffered: NotRequired[int]  # groups that the buffer held
 

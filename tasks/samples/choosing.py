@@ -6,6 +6,7 @@ Owns the wait for either, the release of further groups, and the commit of the c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.run_folder import CUT
@@ -55,8 +56,13 @@ async def until_cut(
             _take_in(judging, await ctx.joined)
             taken_in = True
         await judging.read()
-        judging.judge(judging.groups)
-        cut = cut or (_decide(ctx, judging, need) if taken_in else None)
+        begun = judging.groups if cut else _begun(ctx, judging)
+        judging.judge(begun)
+        if cut:
+            break
+        if await _release_for_dropped(ctx, judging):
+            continue
+        cut = _decide(ctx, begun, judging.whole, judging.parts, need) if taken_in else None
         if cut:
             break
         await ctx.stream.wait(revision)
@@ -69,30 +75,55 @@ async def until_cut(
     for group in judging.groups:
         if group.group_id in cut.deferred:
             group.cut = "deferred"
-        elif group.group_id in cut.returned:
+        elif group.group_id in cut.returned or not group.judgement:
             group.cut = "returned"
     return [entry], [group for group in judging.groups if group.cut is None]
 
 
-def _decide(ctx: IterationContext, judging: Judging, need: int) -> Cut | None:
+def _begun(ctx: IterationContext, judging: Judging) -> list[ScoredGroup]:
+    """The groups that are released, and those that were deferred to the iteration."""
+    assert ctx.stream is not None
+    return [g for g in judging.groups if g.joined is not None or g.ordinal < ctx.stream.released]
+
+
+async def _release_for_dropped(ctx: IterationContext, judging: Judging) -> bool:
+    """Release one more of the draw for each group that was dropped; whether there was one."""
+    assert ctx.stream is not None
+    first = ctx.records["sample_prompts"].get("released", ctx.fresh_groups)
+    drawn = [group for group in judging.groups if group.joined is None]
+    dropped = sum(bool(g.judgement and not g.judgement.keep) for g in _begun(ctx, judging))
+    wanted = min(len(drawn), first + dropped)
+    if wanted <= ctx.stream.released:
+        return False
+    await ctx.stream.release(wanted)
+    return True
+
+
+def _decide(
+    ctx: IterationContext,
+    begun: list[ScoredGroup],
+    whole: Mapping[str, int],
+    parts: Sequence[str],
+    need: int,
+) -> Cut | None:
     candidates = [
         Candidate(
             group.group_id,
             group.deferrals,
-            judging.whole.get(group.group_id),
+            whole.get(group.group_id),
             bool(group.judgement and group.judgement.keep),
         )
-        for group in judging.groups
+        for group in begun
     ]
     choice = choose(candidates, need, ctx.config.pipeline.deferrals)
     if choice is None:
         return None
-    before = {group.group_id: group.deferrals for group in judging.groups}
+    before = {group.group_id: group.deferrals for group in begun}
     return Cut(
         trained=choice.trained,
         deferred={group: before[group] + 1 for group in choice.deferred},
         returned=choice.returned,
-        parts=sorted(judging.parts),
+        parts=sorted(parts),
     )
 
 

@@ -132,6 +132,59 @@ def test_with_a_lag_a_draw_is_the_same_whether_or_not_the_iterations_before_it_a
     assert Ledger(5, sources).extend(history).counts == late.extend(history).counts
 
 
+@settings(max_examples=80, deadline=None)
+@given(sources_, st.lists(st.integers(1, 6), min_size=3, max_size=9), st.integers(0, 2), st.data())
+def test_with_deferrals_and_a_lag_each_group_is_in_one_place_and_a_restart_knows_the_same(
+    sources: Sources, sizes: list[int], lag: int, data: Any
+) -> None:
+    """A deferred group goes to the next iteration, and is trained, dropped, deferred again or returned there."""
+    ahead = Ahead(((0, lag),))
+    ledger = Ledger(5, sources, ahead=ahead)
+    history: list[IterationHistory] = []
+    deferred: list[GroupOutcome] = []
+    drawn: list[list[Draw]] = []
+    fate: dict[Key, str] = {}
+    for iteration, size in enumerate(sizes):
+        draws = ledger.draw(iteration, size, 1)
+        taken = {draw.key for draw in draws}
+        assert not taken & {key for key, said in fate.items() if said != "returned"}, "nothing is drawn twice"
+        ledger.open(iteration, [draw.key for draw in draws])
+        drawn.append(draws)
+        fate |= dict.fromkeys(taken, "in flight")
+        oldest = len(history)
+        if iteration - oldest < lag and iteration + 1 < len(sizes):
+            continue
+        own = judged(oldest, drawn[oldest], lambda _: data.draw(st.sampled_from([*VERDICTS, "deferred"])))
+        joined = [
+            replaced(group, len(own.row) + at, oldest, data.draw(st.sampled_from([*VERDICTS, "deferred"])))
+            for at, group in enumerate(deferred)
+        ]
+        groups = [*own.groups(), *joined]
+        committed = IterationHistory.of(oldest, groups, joined=len(joined))
+        assert committed.keys() == [draw.key for draw in drawn[oldest]]
+        assert committed.joined_keys() == [group.key for group in deferred]
+        deferred = [group for group in groups if group.verdict == "deferred"]
+        assert committed.deferred_keys() == [group.key for group in deferred]
+        fate |= {group.key: group.verdict for group in groups}
+        history.append(committed)
+        ledger.apply(committed)
+        assert set(ledger.in_flight) >= {group.key for group in deferred}
+        stored = [IterationHistory.model_validate_json(part.model_dump_json()) for part in history]
+        again = Ledger(5, sources, ahead=ahead).extend(stored)
+        for index in range(len(history), iteration + 1):
+            again.open(index, [draw.key for draw in drawn[index]])
+        assert again.draw(iteration + 1, 4, 2) == ledger.draw(iteration + 1, 4, 2)
+        assert again.counts == ledger.counts
+        assert sorted(again.in_flight) == sorted(ledger.in_flight)
+
+
+def replaced(group: GroupOutcome, ordinal: int, iteration: int, verdict: Verdict) -> GroupOutcome:
+    """A group that was deferred to an iteration, with what became of it there."""
+    steps = [iteration + 1] if verdict == "kept" else []
+    reason = "zero variance" if verdict == "dropped" else None
+    return group.model_copy(update={"ordinal": ordinal, "verdict": verdict, "steps": steps, "reason": reason})
+
+
 def test_a_history_without_scores_is_stored_as_by_earlier_releases() -> None:
     """Else the hashes of their manifests would differ."""
     history = judged(0, Ledger(0, {"a": (1.0, 3)}).draw(0, 2), lambda _: "kept")

@@ -108,7 +108,8 @@ ROWS: dict[str, Row] = {
         "core/group_filters.py", "filter.max_mean_response_tokens", *_under("filter.group_filter", FUNCTION)
     ),
     **_branch("tasks/sample_prompts.py", "filter.refill_factor"),
-    **_any_start("tasks/filter.py", *_under("filter", "when_insufficient max_failed_share")),
+    **_any_start("tasks/filter.py", "filter.when_insufficient"),
+    **_any_start("tasks/samples/judging.py", "filter.max_failed_share"),
     **_branch(
         REBUILT,
         *_under(
@@ -153,7 +154,8 @@ ROWS: dict[str, Row] = {
         *_under("sync", "kind directory bucket_mib verify"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
-    **_any_start("tasks/filter.py", *_under("pipeline", "max_staleness select")),
+    **_any_start("tasks/sample_prompts.py", *_under("pipeline", "select reserve")),
+    **_any_start("core/config/pipeline.py", "pipeline.max_staleness"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
     **_any_start(
         "tasks/checkpoint.py", *_under("checkpoint", "every background keep_last keep_every keep_best")

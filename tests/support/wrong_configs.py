@@ -45,8 +45,21 @@ FORGETS = (  # of earlier turns it keeps no more than their first letters
 )
 
 # what is wrong, overrides of the good configuration, the field that is named
+WEIGHED = "algorithm.correction.kind=truncate"
 SERVED = ["algorithm.preset=opd", "algorithm.teacher_server.url=http://127.0.0.1:9"]
 WRONG: list[tuple[str, list[str], str]] = [
+    ("too stale by its own bound", ["pipeline.ahead=2", "pipeline.max_staleness=1", WEIGHED], "pipeline.max_staleness"),
+    ("older tokens without a weight", ["pipeline.ahead=1"], "algorithm.correction.kind"),
+    ("deferred tokens without a weight", ["pipeline.select=finish", "pipeline.max_staleness=1"],
+     "algorithm.correction.kind"),
+    ("more deferred than a batch takes",
+     ["pipeline.select=finish", "pipeline.ahead=1", "pipeline.reserve=0.75", WEIGHED], "pipeline.reserve"),
+    ("a deferred dialogue", ["pipeline.select=finish", "rollout.session.function=play:play"],
+     "pipeline.select"),
+    ("supervised and ahead", ["algorithm.preset=sft", "rollout.samples_per_prompt=1", "pipeline.ahead=1"],
+     "pipeline.ahead"),
+    ("a buffer and ahead", ["pipeline.ahead=1", "rollout.buffer.share=0.25", WEIGHED], "rollout.buffer"),
+    ("ahead on shared GPUs", ["pipeline.ahead=1", "placement.colocate=true", WEIGHED], "pipeline.ahead"),
     ("unknown key", ["run.iteratoins=3"], "run.iteratoins"),
     ("unknown section", ["reword.timeout_s=3"], "reword"),
     ("unknown key in a list's item", ["data.sources.sums.weigth=2"], "data.sources.sums.weigth"),

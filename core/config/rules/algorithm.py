@@ -225,6 +225,18 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
         )
 
 
+def unweighed(a: Algorithm, cause: str) -> Iterator[Problem]:
+    """Tokens of older weights that would be trained as if the current ones had sampled them. cause: what brings them."""
+    against_sampler = a.old_logprobs == "rollout" and a.loss.kind != "reinforce"
+    if a.correction.kind == "none" and not against_sampler and a.loss.kind != "function":
+        yield Problem(
+            "algorithm.correction.kind",
+            "none",
+            f"{cause}, which would be trained as if the current ones had sampled them",
+            "set it to truncate (TIS), mask or icepop; or take the ratio against the sampler by algorithm.old_logprobs=rollout",
+        )
+
+
 def _correction(a: Algorithm) -> Iterator[Problem]:
     c = a.correction
     if c.low > c.high:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rules.algorithm import unweighed
 from millrace.core.config.run_config import RunConfig
 
 
@@ -18,12 +19,16 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             f"with pipeline.ahead={p.ahead} tokens are up to {p.ahead} versions old when they are trained",
             f"set it to at least {p.ahead}, or lower pipeline.ahead",
         )
-    if p.select == "finish" and not config.filter.refill_factor:
+    if (p.ahead or p.deferrals) and not config.algorithm.supervised:
+        field = "pipeline.ahead" if p.ahead else "pipeline.max_staleness"
+        yield from unweighed(config.algorithm, f"with {field} tokens are made by older weights")
+    most = 1 / (p.ahead + 1)
+    if p.select == "finish" and p.reserve > most:
         yield Problem(
-            "pipeline.select",
-            "finish",
-            "it chooses among the reserve, and filter.refill_factor=0 draws none",
-            "set filter.refill_factor to the share of groups that is generated beyond the batch, such as 0.25",
+            "pipeline.reserve",
+            p.reserve,
+            "more groups could be deferred than the next batch takes",
+            f"set it to {most:.3g} or less",
         )
     if p.select == "finish" and config.rollout.session:
         yield Problem(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import Tool
+from millrace.core.config.rules.algorithm import unweighed
 from millrace.core.config.rules.data import same_names
 from millrace.core.config.run_config import RunConfig
 
@@ -73,14 +74,7 @@ def _buffer(config: RunConfig) -> Iterator[Problem]:
             f"an iteration makes {steps} weight versions, so that every group is too old at the next one",
             f"set it to {steps} or more",
         )
-    against_sampler = a.old_logprobs == "rollout" and a.loss.kind != "reinforce"
-    if a.correction.kind == "none" and not against_sampler and a.loss.kind != "function":
-        yield Problem(
-            "algorithm.correction.kind",
-            "none",
-            "rollout.buffer brings samples of older weights, which would be trained as if the current ones had sampled them",
-            "set it to truncate (TIS), mask or icepop; or take the ratio against the sampler by algorithm.old_logprobs=rollout",
-        )
+    yield from unweighed(a, "rollout.buffer brings samples of older weights")
 
 
 def _session(config: RunConfig) -> Iterator[Problem]:
