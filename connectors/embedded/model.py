@@ -19,7 +19,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import EMBEDDING, HEAD, tensor_shapes, weight_tensors
 
-ROWS = 8
+ROWS = 16  # with 8, some processors sum in another order than with more
 SPAN = 64  # of attention in decoding
 PREFILL_SPAN = 16  # of prompts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

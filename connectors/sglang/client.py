@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,20 @@ from typing import Any, Literal
 
 from millrace.connectors.sglang.connection import Connection
 from millrace.connectors.sglang.engine_weights import EngineWeights
+from millrace.core.config.pipeline import OnUpdate
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 
 INFO_TIMEOUT_S = 30.0
 SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
+IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 POLLS = 4  # per progress_timeout_s: a stall is noticed at most a quarter of it late
 ProgressCheck = Callable[[float, float], Awaitable[None]]
 """Given when a request was sent and a timeout: raises EngineLostError if nothing was generated for that long since."""
+KEEPS_REQUESTS = (
+    0,
+    5,
+    23,
+)  # the first SGLang that flushes its cache while requests wait, and tells spans of versions
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
@@ -61,6 +69,7 @@ class EngineClient(Connection):
         self.in_flight = 0
         self.answered = 0
         self.refits = 0  # times that it was given other weights
+        self.refits_amid_requests = 0  # while it kept its requests
         self.part = (
             "null"  # of a request: prefill, decode, or null for both; known once weight_version was asked
         )
@@ -85,11 +94,13 @@ class EngineClient(Connection):
         handoff: Handoff | None = None,
         continued: int = 0,
         priority: int | None = None,
+        cache_key: str | None = None,
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
 
         continued: how many of the last input ids are output of the same answer, made before; SGLang, whose noise goes by the
-        position in the whole, does not need it. priority: the smallest of those that wait comes first.
+        position in the whole, does not need it. priority: the smallest of those that wait comes first. cache_key: prefixes are
+        shared with requests of the same key alone.
         session: what a router may keep together. check: asked instead of this engine's progress.
         handoff: for an engine that only prefills, and the one that goes on from there.
         Raises EngineLostError if the engine is gone or makes no progress, EngineError if it refuses the request.
@@ -104,7 +115,9 @@ class EngineClient(Connection):
             **(handoff.fields if handoff else {}),
             **({"continued": continued} if continued else {}),
             **({} if priority is None else {"priority": priority}),
+            **({"extra_key": cache_key} if cache_key else {}),
         }
+        before = self.refits_amid_requests
         self.in_flight += 1
         try:
             posting = self.post(
@@ -114,6 +127,12 @@ class EngineClient(Connection):
         finally:
             self.in_flight -= 1
         self.answered += 1
+        if self.refits_amid_requests != before and not answer["meta_info"].get("weight_versions"):
+            raise EngineError(
+                f"{self.engine_id}: its weights changed amid the request, and it does not say which made which token",
+                where=f"request {rid}",
+                remedy="set pipeline.on_update=resend",
+            )
         return self._generation(answer, rid)
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
@@ -214,6 +233,17 @@ class EngineClient(Connection):
         found = _version(info.get("weight_version"))
         return None if found < 0 else found
 
+    async def check_keeps_requests(self) -> None:
+        """Raise EngineError for a server that cannot take weights while it keeps requests and tell which made which token."""
+        info = await self.server_info()
+        found = str(info.get("version", ""))
+        if "counters" not in info and _release(found) < KEEPS_REQUESTS:
+            raise EngineError(
+                f"{self.engine_id} is SGLang {found or 'of an unknown version'}, which cannot keep requests while weights change",
+                where="pipeline.on_update",
+                remedy="set it to resend, or install SGLang 0.5.23 or newer",
+            )
+
     async def forget_version(self) -> None:
         """Have the engine serve no version of the trainer's until it is given one; it must be idle."""
         body = {"new_version": FORGOTTEN, "abort_all_requests": False}
@@ -238,6 +268,35 @@ class EngineClient(Connection):
         await self.post("/flush_cache", {})
 
 
+async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:
+    """Pause an engine that is about to get other weights.
+
+    Requests are kept for retract and keep: EngineError for an engine that cannot. Else they are ended, and the engine is idle:
+    SGLang 0.5.17 dies when weights come while requests wait. What was ended is sent again by its dispatcher, unless a dead driver
+    sent it, or it was cancelled.
+    """
+    if on_update in ("retract", "keep"):
+        await client.check_keeps_requests()
+        client.refits_amid_requests += 1
+        await client.pause("retract" if on_update == "retract" else "in_place")
+    else:
+        await idle(client)
+        await client.pause("retract")
+
+
+async def idle(client: EngineClient) -> None:
+    """End an engine's requests and wait until none runs: before, it refuses to flush its cache."""
+    await client.abort()
+    for _ in range(IDLE_TRIES):
+        try:
+            return await client.flush()
+        except EngineLostError:
+            raise
+        except EngineError:
+            await asyncio.sleep(IDLE_WAIT_S)
+    raise EngineLostError(f"{client.engine_id}: still busy after its requests were ended")
+
+
 async def _watched(posting: Coroutine[Any, Any, Any], check: ProgressCheck, progress_timeout_s: float) -> Any:
     """The answer, however long it takes, as long as `check` finds that tokens are generated at all."""
     running = asyncio.ensure_future(posting)
@@ -259,3 +318,9 @@ def _version(text: Any) -> int:
         return int(text)
     except (TypeError, ValueError):
         return -1
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -46,8 +46,9 @@ class Dispatcher:
         progress_timeout_s: float,
         oldest: int | None = None,
         newest: int | None = None,
+        keyed: bool = False,
     ) -> None:
-        """version: that the engines are brought to where they have none that is allowed. oldest, newest: allowed; else it alone."""
+        """keyed: requests share prefixes only with those of the same version, where caches outlive an update. version: that the engines are brought to where they have none that is allowed. oldest, newest: allowed; else it alone."""
         self.version = version
         self.allowed = range(
             version if oldest is None else oldest, (version if newest is None else newest) + 1
@@ -61,6 +62,7 @@ class Dispatcher:
         self._mark_suspect = mark_suspect
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._failing: set[tuple[str, type]] = set()  # engines that answered nothing since they so failed
+        self._keyed = keyed
         self._stopped = False
         self._in_flight: dict[str, EngineClient] = {}  # by request id of the attempt
 
@@ -173,6 +175,7 @@ class Dispatcher:
             progress_timeout_s=self.progress_timeout_s,
             continued=continued,
             priority=priority,
+            cache_key=f"weight-version:{engine.refits}" if self._keyed else None,
         )
 
     async def _engine(self, session: str | None) -> EngineClient | None:

@@ -18,10 +18,11 @@ class EngineWeights:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.flushes = True  # whether the prefix cache is forgotten with an update
 
     async def update_from_disk(self, path: str, version: int) -> None:
         """Load a Hugging Face folder as a weight version."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": self.flushes}
         await self._post_or_refuse(
             "/update_weights_from_disk", body, f"did not take weight version {version}"
         )
@@ -62,7 +63,7 @@ class EngineWeights:
 
     async def _take_bucket(self, path: str, body: Mapping[str, Any], version: int | None) -> None:
         carried = {} if version is None else {"weight_version": str(version)}
-        form = {"load_format": "flattened_bucket", "flush_cache": version is not None}
+        form = {"load_format": "flattened_bucket", "flush_cache": self.flushes and version is not None}
         await self._post_or_refuse(path, {**body, **form, **carried}, "did not take a bucket of weights")
 
     async def _post_or_refuse(self, path: str, body: dict[str, Any], refusal: str) -> None:

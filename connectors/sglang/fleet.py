@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from millrace.connectors.sglang.checksums import describe_difference
-from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
 from millrace.connectors.sglang.weight_update import Load, each, load_from_folder, load_from_storage
 from millrace.connectors.storage.local import log_folder
 from millrace.core.config import RunConfig
+from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.failures import RestartBudget
 from millrace.core.contracts.handles import EngineHandle, RouterHandle, ServerState
 from millrace.core.contracts.progress import starting
@@ -28,7 +29,6 @@ from millrace.core.engine_health import EngineHealth, Event, State
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 
 log = logging.getLogger(__name__)
-IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 PROBE_TIMEOUT_S = 30.0  # SGLang's /health generates a token
 PHASES = ("wake", "pause", "load", "resume", "confirm")
 WEIGHTS, CACHE = "weights", "kv_cache"  # SGLang's names for memory that it can give back
@@ -194,10 +194,16 @@ class Fleet:
         return [i for i, health in self._health.items() if not any(map(health.serves, allowed))]
 
     async def update_weights(
-        self, source: str | Load, version: int, only: list[int] | None = None
+        self,
+        source: str | Load,
+        version: int,
+        only: list[int] | None = None,
+        on_update: OnUpdate = "finish",
     ) -> dict[str, float]:
-        """Load a version into engines and have each confirm it; seconds by phase. Requests in flight are kept.
+        """Load a version into engines and have each confirm it; seconds by phase.
 
+        on_update: what becomes of requests in flight. With finish there are none that matter; with resend their dispatchers send
+        them again. retract and keep need an engine that can: EngineError if it cannot.
         `source`: a Hugging Face folder or its URL, or another way to load. An engine lost on the way is restarted and tried
         again, within the restart budget. Raises StorageError, with no engine touched, if a URL cannot be read.
         """
@@ -211,7 +217,7 @@ class Fleet:
                 load = await load_from_storage(source, handles, seconds)
             else:
                 load = load_from_folder(source)
-            await self._update_once(load, version, left, seconds)
+            await self._update_once(load, version, left, seconds, on_update)
             left = [index for index in left if not self._health[index].serves(version)]
             if not left:
                 return seconds
@@ -222,13 +228,14 @@ class Fleet:
         )
 
     async def _update_once(
-        self, load: Load, version: int, engines: list[int], seconds: dict[str, float]
+        self, load: Load, version: int, engines: list[int], seconds: dict[str, float], on_update: OnUpdate
     ) -> None:
         usable = [i for i in engines if i in self._clients and self._health[i].state is not State.DEAD]
         clients = {index: self._clients[index] for index in usable}
         for index, client in clients.items():
             self._record_event(index, Event.REFIT)
             client.refits += 1
+            client.weights.flushes = on_update != "keep"
         confirmed: dict[int, int | None] = {}
 
         async def confirm(client: EngineClient) -> None:
@@ -236,7 +243,7 @@ class Fleet:
 
         calls: dict[str, Load] = {
             "wake": each(lambda client: self._take_memory(client, WEIGHTS)),
-            "pause": each(_pause_idle),
+            "pause": each(partial(pause_for_update, on_update=on_update)),
             "load": load,
             "resume": each(lambda client: client.resume()),
             "confirm": each(confirm),
@@ -301,7 +308,7 @@ class Fleet:
             if health.state not in (State.SERVING, State.REFITTING) or not held:
                 continue
             try:
-                await _idle(client)
+                await idle(client)
                 await client.forget_version()
                 await self._note_released(index, [WEIGHTS, CACHE])
                 await client.weights.release_memory(held)
@@ -368,6 +375,7 @@ class Fleet:
             "version": version,
             "oldest": oldest,
             "newest": newest,
+            "keyed": self.config.pipeline.on_update == "keep",
             "attempts": rollout.attempts,
             "progress_timeout_s": rollout.progress_timeout_s,
         }
@@ -387,25 +395,3 @@ class Fleet:
         await asyncio.gather(*(client.close() for client in clients))
         if self._router:
             await self._router.close()
-
-
-async def _pause_idle(client: EngineClient) -> None:
-    """Pause an engine after its requests have ended: SGLang 0.5.17 dies when weights come while requests wait.
-
-    A request that crosses a change of weights is of no use: a dead driver sent it, or it is cancelled already.
-    """
-    await _idle(client)
-    await client.pause("retract")
-
-
-async def _idle(client: EngineClient) -> None:
-    """End an engine's requests and wait until none runs: before, it refuses to flush its cache."""
-    await client.abort()
-    for _ in range(IDLE_TRIES):
-        try:
-            return await client.flush()
-        except EngineLostError:
-            raise
-        except EngineError:
-            await asyncio.sleep(IDLE_WAIT_S)
-    raise EngineLostError(f"{client.engine_id}: still busy after its requests were ended")

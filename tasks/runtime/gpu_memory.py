@@ -24,6 +24,7 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import Event, GpuOwner, Holder
@@ -127,7 +128,10 @@ class GpuMemory:
             seconds = {"offload": offload_s} if self.config.trainer_offloads else {}
             missing = fleet.unconfirmed(version)
             if missing:
-                seconds |= await self._update(fleet, ranks, version, missing, newest=version)
+                on_update = self.config.pipeline.on_update if self.config.pipeline.ahead else "finish"
+                seconds |= await self._update(
+                    fleet, ranks, version, missing, newest=version, on_update=on_update
+                )
             self._sent = version
             return seconds
 
@@ -177,7 +181,14 @@ class GpuMemory:
         return await self._engines.running()
 
     async def _update(
-        self, fleet: Fleet, ranks: TrainerHandle | None, version: int, engines: list[int], *, newest: int
+        self,
+        fleet: Fleet,
+        ranks: TrainerHandle | None,
+        version: int,
+        engines: list[int],
+        *,
+        newest: int,
+        on_update: OnUpdate = "finish",
     ) -> dict[str, float]:
         """Bring engines to `version`, or to one up to `newest` where the trainer has gone on meanwhile; seconds by phase."""
         self._record(Event.UPDATE_BEGAN)
@@ -187,7 +198,7 @@ class GpuMemory:
                 if ranks is None and not self._weights.has(version):
                     ranks = await self._trainer.at(version, ahead=newest - version)
                     version = await held(ranks)
-                seconds = await self._weights.send(ranks, fleet, version, engines)
+                seconds = await self._weights.send(ranks, fleet, version, engines, on_update)
         except TrainerStalledError:
             await self._trainer.end()
             self._record(Event.TRAINER_DIED)

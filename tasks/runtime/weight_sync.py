@@ -14,6 +14,7 @@ from functools import partial
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.connectors.sglang.weight_update import load_by_broadcast, load_by_ipc
 from millrace.core.config import RunConfig
+from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.tasks.runtime.weights_folder import WeightsFolder
@@ -42,16 +43,23 @@ class WeightSync:
         )
 
     async def send(
-        self, ranks: TrainerHandle | None, fleet: Fleet, version: int, engines: list[int]
+        self,
+        ranks: TrainerHandle | None,
+        fleet: Fleet,
+        version: int,
+        engines: list[int],
+        on_update: OnUpdate = "finish",
     ) -> dict[str, float]:
         """Bring these engines to `version`, and have each confirm it; seconds by phase. ranks: hold it; None if `has` it.
+
+        on_update: what becomes of requests in flight.
 
         Raises TrainerStalledError if rank 0 does not return from a broadcast: the ranks must then be ended.
         """
         kind, gpus = self.config.sync_kind, self.config.engines.gpus
         if kind == "disk":
             directory, export_s = await self._export(ranks, version)
-            return {"export": export_s, **await fleet.update_weights(directory, version, engines)}
+            return {"export": export_s, **await fleet.update_weights(directory, version, engines, on_update)}
         assert ranks is not None, "only a folder stands in for the trainer"
         seconds: dict[str, float] = {}
         stream = partial(self._buckets, ranks, version, kind == "ipc")
@@ -60,7 +68,7 @@ class WeightSync:
             if kind == "ipc"
             else load_by_broadcast(stream, ranks.broadcast, gpus, seconds)
         )
-        phases = await fleet.update_weights(load, version, engines)
+        phases = await fleet.update_weights(load, version, engines, on_update)
         if self.config.sync.verify:
             directory, _ = await self._export(ranks, version)
             await fleet.verify(directory, version, engines)

@@ -149,6 +149,56 @@ async def test_a_seed_gives_the_same_tokens_alone_and_among_64_others(http: Any)
     assert other_seed["output_ids"] != alone["output_ids"]
 
 
+GOES_ON: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("cold", {"temperature": 0.0}),
+    ("cut off", {"top_p": 0.7, "top_k": 9}),
+    ("penalised", {"frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.2}),
+    ("at least", {"min_new_tokens": 20, "ignore_eos": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "extra"), GOES_ON, ids=[name for name, _ in GOES_ON])
+@pytest.mark.embedded_only("SGLang counts penalties and the least length from the start of a request")
+async def test_an_answer_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
+    http: Any, name: str, extra: dict[str, Any]
+) -> None:
+    length = 24
+    settings = {"temperature": 1.0, "ignore_eos": True, "sampling_seed": 11, **extra}
+    whole = await http.generate(PROMPT, max_new_tokens=length, **settings)
+    ids, values = ids_of(whole), logprobs_of(whole)
+    least = settings.pop("min_new_tokens", 0)
+    for cut in range(1, len(ids)):
+        left = {"max_new_tokens": length - cut, "min_new_tokens": max(0, least - cut)}
+        rest = await http.generate([*PROMPT, *ids[:cut]], top={"continued": cut}, **settings, **left)
+        assert ids_of(rest) == rest["output_ids"] == ids[cut:]
+        assert logprobs_of(rest) == pytest.approx(values[cut:], abs=CLOSE)
+        (span,) = rest["meta_info"]["weight_versions"]
+        assert (span["start"], span["end"]) == (0, len(ids) - cut)
+        assert rest["meta_info"]["completion_tokens"] == len(ids) - cut
+        assert rest["meta_info"]["prompt_tokens"] == len(PROMPT) + cut
+
+
+@pytest.mark.embedded_only("SGLang has priorities where it is started with them")
+async def test_waiting_requests_come_in_the_order_of_their_priority(http: Any) -> None:
+    await http.post("/pause_generation", {"mode": "in_place"})
+    order: list[int] = []
+
+    async def ask(priority: int) -> None:
+        await http.generate(PROMPT, max_new_tokens=1, top={"priority": priority, "rid": f"urgent-{priority}"})
+        order.append(priority)
+
+    asking = []
+    for priority in (5, 1, 3, 1, 0):
+        asking.append(asyncio.create_task(ask(priority)))
+        await asyncio.sleep(0.05)
+    waiting = (await http.get("/server_info"))["load"]["waiting"]
+    await http.post("/continue_generation")
+    await asyncio.gather(*asking)
+    assert waiting == 5
+    assert sorted(order) == [0, 1, 1, 3, 5]
+
+
 async def test_a_stop_token_ends_the_request_and_stays_in_the_ids(http: Any) -> None:
     free = await http.generate(PROMPT, max_new_tokens=20, temperature=0, ignore_eos=True)
     stop = free["output_ids"][5]
@@ -261,6 +311,10 @@ async def test_what_cannot_be_served_is_refused_with_a_message(
 @pytest.mark.parametrize(
     "body",
     [
+        {"input_ids": PROMPT, "continued": 5},
+        {"input_ids": PROMPT, "continued": -1},
+        {"input_ids": PROMPT, "continued": "1"},
+        {"input_ids": PROMPT, "priority": "high"},
         pytest.param({"input_ids": [10**6]}, marks=ENDS_SGLANG),
         pytest.param({"input_ids": [-1]}, marks=ENDS_SGLANG),
         {"input_ids": []},

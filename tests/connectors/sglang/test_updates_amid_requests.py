@@ -1,0 +1,158 @@
+"""Weights that change while requests run: each token keeps the version that made it, and none is made twice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.fleet import Fleet
+from millrace.core.config.pipeline import OnUpdate
+from tests.support.engine_process import CLOSE, reference_logprobs
+from tests.support.fleets import LONG, PROMPT, MakeFleet, until_generating
+
+LENGTH = 600
+AMID: list[OnUpdate] = ["resend", "retract", "keep"]
+
+
+def params(seed: int, length: int = LENGTH) -> dict[str, Any]:
+    return {**LONG, "sampling_seed": seed, "max_new_tokens": length}
+
+
+async def open_dispatcher(
+    fleet: Fleet, model: Path, oldest: int, newest: int, at: int | None = None
+) -> Dispatcher:
+    """A dispatcher over engines at version `at`, the oldest by default, which accepts a range."""
+    start = oldest if at is None else at
+    await fleet.ensure(str(model))
+    await fleet.update_weights(str(model), start)
+
+    async def serving(_: int) -> None:  # an update brings the version; only what is lost needs the model
+        while not dispatcher._engines():  # noqa: ASYNC110 - the fleet has no event for it
+            await asyncio.sleep(0.01)
+
+    dispatcher = fleet.dispatcher(start, serving, oldest=oldest, newest=newest)
+    return dispatcher
+
+
+def begin(dispatcher: Dispatcher, seeds: range, length: int = LENGTH) -> list[asyncio.Task[Generation]]:
+    return [
+        asyncio.create_task(
+            dispatcher.generate(PROMPT, params(seed, length), rid=f"amid-{seed}", session=None)
+        )
+        for seed in seeds
+    ]
+
+
+def assert_made_by(models: dict[int, Path], answer: Generation, *, exact: bool = True) -> None:
+    """Each span's log-probabilities are those of its version's weights; the spans cover the answer in order."""
+    starts = [first for first, _ in answer.weight_versions]
+    assert starts[0] == 0
+    assert starts == sorted(set(starts))
+    assert len(answer.output_ids) == len(answer.logprobs)
+    ends = [*starts[1:], len(answer.output_ids)]
+    for (first, version), end in zip(answer.weight_versions, ends, strict=True):
+        if exact or first == 0:
+            expected = reference_logprobs(models[version], PROMPT, answer.output_ids)[first:end]
+            assert answer.logprobs[first:end] == pytest.approx(expected, abs=CLOSE)
+
+
+@pytest.mark.parametrize("on_update", AMID)
+async def test_requests_go_on_under_new_weights_and_say_which_made_what(
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path, on_update: OnUpdate
+) -> None:
+    fleet = make_fleet(pipeline={"on_update": on_update})
+    dispatcher = await open_dispatcher(fleet, tiny_model, 4, 5)
+    running = begin(dispatcher, range(6))
+    await until_generating(dispatcher)
+    await fleet.update_weights(str(other_model), 5, on_update=on_update)
+    answers = await asyncio.gather(*running)
+    assert dispatcher.retries == 0, "an update is no failure"
+    for answer in answers:
+        assert len(answer.output_ids) == LENGTH
+        assert [version for _, version in answer.weight_versions] == [4, 5]
+        # with keep, later tokens see keys and values of the older weights
+        assert_made_by({4: tiny_model, 5: other_model}, answer, exact=on_update != "keep")
+
+
+async def test_what_is_sent_again_is_as_if_it_had_not_been_cut(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    """The same weights under a new version: the answer is that of an engine that nobody disturbed."""
+    fleet = make_fleet()
+    whole = await open_dispatcher(fleet, tiny_model, 1, 1)
+    wanted = await asyncio.gather(*begin(whole, range(4)))
+    dispatcher = await open_dispatcher(fleet, tiny_model, 1, 4)
+    running = begin(dispatcher, range(4))
+    for version in (2, 3, 4):
+        await until_generating(dispatcher)
+        await fleet.update_weights(str(tiny_model), version, on_update="resend")
+    for got, expected in zip(await asyncio.gather(*running), wanted, strict=True):
+        assert got.output_ids == expected.output_ids
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
+        assert got.pieces == len(got.weight_versions) > 1
+
+
+async def test_a_token_of_a_version_out_of_range_is_never_returned(
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path
+) -> None:
+    fleet = make_fleet()
+    dispatcher = await open_dispatcher(fleet, tiny_model, 1, 1)
+    running = begin(dispatcher, range(2))
+    await until_generating(dispatcher)
+    await fleet.update_weights(str(other_model), 2, on_update="resend")
+    assert not dispatcher._engines(), "none serves what is allowed"
+    assert not any(task.done() for task in running)
+    await fleet.update_weights(str(tiny_model), 1, on_update="resend")
+    for answer in await asyncio.gather(*running):
+        assert answer.weight_versions == [(0, 1)]
+        assert_made_by({1: tiny_model}, answer)
+
+
+async def test_stopped_requests_answer_with_what_they_have_and_go_on_elsewhere(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    fleet = make_fleet()
+    dispatcher = await open_dispatcher(fleet, tiny_model, 1, 1)
+    (wanted,) = await asyncio.gather(*begin(dispatcher, range(7, 8)))
+    first = await open_dispatcher(fleet, tiny_model, 1, 1)
+    running = begin(first, range(7, 9), length=1200)
+    await until_generating(first)
+    await first.stop()
+    cut, _ = await asyncio.gather(*running)
+    assert cut.finish == "abort"
+    assert 0 < len(cut.output_ids) < LENGTH
+    assert (await first.generate(PROMPT, params(0), rid="late", session=None)).output_ids == []
+    second = await open_dispatcher(fleet, tiny_model, 2, 2)
+    made = len(cut.output_ids)
+    rest = await second.generate(
+        [*PROMPT, *cut.output_ids], params(7, LENGTH - made), rid="amid-7", session=None, continued=made
+    )
+    assert [*cut.output_ids, *rest.output_ids] == wanted.output_ids
+    assert [*cut.logprobs, *rest.logprobs] == pytest.approx(wanted.logprobs, abs=CLOSE)
+    assert rest.weight_versions == [(0, 2)]
+
+
+async def test_an_engine_that_does_not_say_which_weights_made_what_is_refused(
+    make_fleet: MakeFleet, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millrace.connectors.sglang.client import EngineClient
+    from millrace.core.errors import EngineError
+
+    fleet = make_fleet()
+    dispatcher = await open_dispatcher(fleet, tiny_model, 1, 2)
+    real = EngineClient.server_info
+
+    async def as_sglang(self: EngineClient, timeout_s: float = 30.0) -> dict[str, Any]:
+        info = await real(self, timeout_s)
+        info.pop("counters", None)
+        return {**info, "version": "0.5.17"}
+
+    monkeypatch.setattr(EngineClient, "server_info", as_sglang)
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.17.*set it to resend"):
+        await fleet.update_weights(str(tiny_model), 2, on_update="retract")
+    assert dispatcher
