@@ -7,6 +7,7 @@ with its rows, and how a run shows that its form was at work. The rollouts of se
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 from tests.soak import rollouts
 from tests.support.growing_rows import growing_rows
 
+TAILED, LONGEST = "tailed.jsonl", 96  # sums with answers of very different lengths, and the longest of them
 TURNS = "turns"  # a place within the task rollout, of rollouts of several turns: their first part is written
 REWARD_SERVER = (
     "SOAK_REWARD_SERVER"  # the URL of the server that remote rewards ask, which fails for some samples
@@ -24,7 +26,7 @@ REWARD_SERVER = (
 MODULES = {
     "soak_rollouts.py": rollouts.MODULE,
     "soak_rows.py": growing_rows(every=10),
-}  # of the user, beside the configuration
+}  # of the user, beside the configuration; tailed_rows are too
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Form:
     all_die_in: str
     at_work: Callable[[Path], bool]  # whether a finished run shows what the form is for
     asks_server: bool = False  # whether its reward asks REWARD_SERVER
+    repeats: bool = (
+        True  # whether a run of it is equal to another, bit for bit; else it is equal to its own replay
+    )
 
 
 def overrides(form: str) -> list[str]:
@@ -61,7 +66,72 @@ def _rows(run: Path, files: str) -> list[dict[str, Any]]:
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
+def _pipeline(driver_dies: tuple[tuple[str, str], ...], *, repeats: bool = False, **settings: Any) -> Form:
+    return Form(
+        settings={
+            "data.sources": [{"name": "sums", "path": TAILED, "sampling_key": "sampling"}],
+            "rollout.sampling.max_new_tokens": LONGEST,
+            "rollout.part_groups": 1,
+            "algorithm.correction.kind": "truncate",
+            **{f"pipeline.{name}": value for name, value in settings.items()},
+        },
+        driver_dies=driver_dies,
+        all_die_in="rollout",
+        at_work=lambda run: _oldest(run) > 0,
+        repeats=repeats,
+    )
+
+
+def _oldest(run: Path) -> int:
+    """The largest age of a trained token, in weight versions."""
+    rows = _rows(run, "batch")
+    steps = len({row["train_step"] for row in rows}) // len(list(run.glob("iterations/*/batch.parquet")))
+    return max(
+        (row["train_step"] - 1) // steps * steps - min(span["version"] for span in row["policy_versions"])
+        for row in rows
+        if row["policy_versions"]
+    )
+
+
+def tailed_rows() -> str:
+    """Sums whose answers are of very different lengths, as JSON lines: a few are far longer than most."""
+    numbers = random.Random(1)
+    return "".join(
+        json.dumps(
+            {
+                "prompt": f"{a}+{b}=",
+                "label": str((a + b) % 10),
+                "sampling": {"max_new_tokens": min(LONGEST, max(4, int(numbers.lognormvariate(2.3, 1.0))))},
+            }
+        )
+        + "\n"
+        for a in range(10)
+        for b in range(10)
+    )
+
+
 FORMS = {
+    "ahead": _pipeline(
+        (("rollout", "in"), ("train_step", "in"), ("sync_weights", "before"), ("publish", "before")),
+        ahead=1,
+        on_update="finish",
+        repeats=True,
+    ),
+    "sent_again": _pipeline((("train_step", "after"), ("sync_weights", "in")), ahead=1, on_update="resend"),
+    "retracted": _pipeline((("train_step", "in"), ("sync_weights", "in")), ahead=1, on_update="retract"),
+    "deferred": _pipeline(
+        (("cut", "before"), ("cut", "after"), ("rollout", "cut"), ("rollout", "after"), ("publish", "in")),
+        select="finish",
+        reserve=0.5,
+        max_staleness=1,
+    ),
+    "deferred_ahead": _pipeline(
+        (("cut", "after"), ("rollout", "cut"), ("sync_weights", "in")),
+        select="finish",
+        reserve=0.5,
+        ahead=1,
+        max_staleness=2,
+    ),
     **{name: _several_turns(session) for name, session in rollouts.SESSIONS.items()},
     "levels": Form(
         settings={

@@ -65,6 +65,7 @@ class Site:
         (folder / "slow_reward.py").write_text(SLOW_REWARD)
         for name, text in forms.MODULES.items():
             (folder / name).write_text(text)
+        (folder / forms.TAILED).write_text(forms.tailed_rows())
         self.place.environment[rollouts.NOTES] = str(folder / "notes.txt")
         self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
         self._servers = ExitStack()
@@ -119,7 +120,9 @@ class Site:
         for run, state, starts in scene.ended:
             outcome.starts = max(outcome.starts, starts)
             outcome.regenerated += state.regenerated
-            outcome.problems += [f"{run}: {text}" for text in self._broken(reference, run, state, starts)]
+            outcome.problems += [
+                f"{run}: {text}" for text in self._broken(reference, run, state, starts, point.form)
+            ]
 
     def _kill(self, starts: Starts, outcome: Outcome, reference: Path) -> None:
         """Kill, go on until the run is complete, and check every promise."""
@@ -129,11 +132,18 @@ class Site:
         self._complete(starts, first, outcome)
         state.finished_after = promises.finished(self.finished_log, seen)[len(state.finished_before) :]
         outcome.regenerated = state.regenerated
-        outcome.problems += self._broken(reference, starts.run, state, outcome.starts)
+        outcome.problems += self._broken(reference, starts.run, state, outcome.starts, outcome.point.form)
 
-    def _broken(self, reference: Path, run: Path, state: promises.Killed, starts: int) -> list[str]:
-        found = promises.broken(reference, run, state, starts)
-        return found + promises.faulted_by_commands(self.place, run)
+    def _broken(
+        self, reference: Path, run: Path, state: promises.Killed, starts: int, form: str
+    ) -> list[str]:
+        point_form = forms.FORMS.get(form)
+        commands = promises.faulted_by_commands(self.place, run)
+        if point_form is not None and not point_form.repeats:
+            return (
+                promises.broken_of_its_own(run, state, starts) + promises.replayed(self.place, run) + commands
+            )
+        return promises.broken(reference, run, state, starts) + commands
 
     def _kill_at(self, first: Started, run: Path, outcome: Outcome, seen: int) -> promises.Killed:
         first.reach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -48,6 +49,25 @@ def broken(reference: Path, run: Path, killed: Killed, starts: int) -> list[str]
     problems += _generated_twice(run, killed)
     problems += _attempts(run, starts)
     return problems
+
+
+def broken_of_its_own(run: Path, killed: Killed, starts: int) -> list[str]:
+    """Every promise that a run broke in which time decides what is trained: all but that it is equal to another."""
+    problems = _generated_twice(run, killed, deferred=_deferred(run))
+    return problems + _attempts(run, starts)
+
+
+def replayed(place: Workplace, run: Path) -> list[str]:
+    """What is wrong with a replay of the whole run from what it stored: its steps must be made again bit for bit."""
+    iterations = str(len(list(run.glob("iterations/*/manifest.json"))))
+    process = place.start("replay", run.name, "--from", "0", "--to", iterations, "--root", str(run.parent))
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    return [f"millrace replay ended with {process.returncode} and says: {said}"] if process.returncode else []
+
+
+def _deferred(run: Path) -> set[str]:
+    """Samples of groups that were deferred: their rows are taken over by the next iteration, and not made again."""
+    return {sample for path in run.glob("iterations/*/deferred.parquet") for sample in _samples(path)}
 
 
 def faulted_by_commands(place: Workplace, run: Path) -> list[str]:
@@ -118,7 +138,8 @@ def finished(log: Path, seen: int = 0) -> list[str]:
     return [rid for rid in rids if not rid.startswith("health-")]
 
 
-def _generated_twice(run: Path, killed: Killed) -> list[str]:
+def _generated_twice(run: Path, killed: Killed, deferred: Set[str] = frozenset()) -> list[str]:
+    """deferred: samples that may be stored in several iterations."""
     problems = [
         f"{path.name} was changed" for path, data in killed.parts.items() if path.read_bytes() != data
     ]
@@ -131,7 +152,7 @@ def _generated_twice(run: Path, killed: Killed) -> list[str]:
     if calls:
         problems.append(f"{len(calls)} recorded calls were made again, such as {calls[0]}")
     samples = Counter(s for p in parts(run) if p.parent.name != "turns" for s in _samples(p))
-    twice = [sample for sample, count in samples.items() if count > 1]
+    twice = [sample for sample, count in samples.items() if count > 1 and sample not in deferred]
     if twice:
         problems.append(f"{len(twice)} samples are stored twice, such as {twice[0]}")
     return problems
