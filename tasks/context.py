@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from millrace.connectors.storage.parts import list_parts
@@ -15,7 +14,6 @@ from millrace.tasks.stream import Stream
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
-    from millrace.tasks.samples.joined_groups import Joined
 
 
 class IterationContext:
@@ -28,9 +26,6 @@ class IterationContext:
         self.stream = stream
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
-        self.joined: asyncio.Future[
-            Joined
-        ]  # what the iteration before deferred to this one, once that is known
         self.records: IterationRecords = {}  # committed so far
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
         self.parts: dict[str, list[FileRecord]] = {
@@ -43,8 +38,7 @@ class IterationContext:
     def open_stream(self) -> None:
         """Begin the notifications between the tasks that stream."""
         record = self.records["sample_prompts"]
-        self.stream = Stream(record.get("released", self.fresh_groups))
-        self.joined = asyncio.get_running_loop().create_future()
+        self.stream = Stream(record.get("released", self.fresh_groups), joined=None)
 
     def start_parts(self, folder: str) -> None:
         """Begin the list of a folder's parts with those that an earlier attempt stored."""

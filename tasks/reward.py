@@ -55,7 +55,7 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     budget.check()
     listed = await asyncio.to_thread(list_parts, ctx.folder, "rollouts")
     if listed:
-        await ctx.joined  # they may hold samples that were scored before they were deferred
+        await ctx.stream.until_joined()  # they may hold samples that were scored before they were deferred
     ctx.stream.add_listed("rollouts", listed)
     parts: set[str] = set()
     units = ScoringUnits(ctx.config.rollout.samples_per_prompt, lambda row: _by_group(ctx, row))
@@ -126,7 +126,7 @@ def _take_back(ctx: IterationContext) -> None:
 
 def _carried(ctx: IterationContext, rows: Sequence[Unscored], done: set[str]) -> list[ScoredSample]:
     """Scores that these samples got in the iteration that deferred them."""
-    scores = ctx.joined.result().scores if ctx.joined.done() else {}
+    scores = ctx.stream.joined.scores if ctx.stream and ctx.stream.joined else {}
     return [
         scores[row["sample_id"]]
         for row in rows

@@ -92,12 +92,12 @@ async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: 
     """
     assert ctx.stream is not None
     beside = ctx.config.pipeline.select == "finish"
-    groups = drawn if beside else [*(await ctx.joined).groups, *drawn]
+    groups = drawn if beside else [*(await ctx.stream.until_joined()).groups, *drawn]
     begun = 0
     while not ctx.stream.settled:
         revision = ctx.stream.revision
-        if beside and ctx.joined.done():
-            for group in ctx.joined.result().groups:
+        if beside and ctx.stream.joined:
+            for group in ctx.stream.joined.groups:
                 begin(group)
             beside = False
         for group in groups[begun : ctx.stream.released]:
@@ -122,7 +122,7 @@ def _begin(
 
 def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileRecord]:
     """Files about groups that were deferred to the iteration and by it. begun: samples that the cut ended."""
-    entries = list(ctx.joined.result().files) if ctx.joined.done() else []
+    entries = list(ctx.stream.joined.files) if ctx.stream and ctx.stream.joined else []
     cut = read_cut(ctx)
     if cut and cut.deferred:
         stored = read_parts(ctx.folder, "rollouts", "rollouts")

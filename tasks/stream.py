@@ -8,9 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
+from millrace.connectors.storage.files import FileEntry
+from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+
 Kind = Literal["rollouts", "rewards"]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What was deferred to an iteration. finished, begun: samples by id; scores: of finished ones that have theirs, by id."""
+
+    groups: list[DrawnGroup] = field(default_factory=list)
+    finished: dict[str, GeneratedSample] = field(default_factory=dict)
+    begun: dict[str, GeneratedSample] = field(default_factory=dict)
+    scores: dict[str, ScoredSample] = field(default_factory=dict)
+    files: list[FileEntry] = field(default_factory=list)
+
+
+NOTHING = Joined()
 
 
 class Stream:
@@ -21,8 +39,10 @@ class Stream:
     whatever the order in which they finish.
     """
 
-    def __init__(self, released: int) -> None:
+    def __init__(self, released: int, joined: Joined | None = NOTHING) -> None:
+        """joined: what was deferred to the iteration; None where that is not known yet."""
         self.released = released
+        self.joined = joined
         self.settled = False
         self.revision = 0
         self._parts: dict[Kind, dict[str, None]] = {"rollouts": {}, "rewards": {}}
@@ -39,18 +59,30 @@ class Stream:
     async def land(self, kind: Kind, path: str) -> None:
         """Announce a part that is whole in storage."""
         self._parts[kind][path] = None
-        await self.notify()
+        await self._notify()
 
     async def release(self, groups: int) -> None:
         """Allow generation up to this many groups of the draw; never fewer than before."""
         if groups > self.released:
             self.released = groups
-            await self.notify()
+            await self._notify()
+
+    async def join(self, joined: Joined) -> None:
+        """Announce what was deferred to the iteration."""
+        self.joined = joined
+        await self._notify()
+
+    async def until_joined(self) -> Joined:
+        """What was deferred to the iteration, once that is known."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.joined is not None)
+        assert self.joined is not None
+        return self.joined
 
     async def settle(self) -> None:
         """Announce that every verdict is known: nothing more is to be generated or scored."""
         self.settled = True
-        await self.notify()
+        await self._notify()
 
     async def wait(self, seen: int) -> int:
         """Wait until something happened after revision `seen`; returns the newest revision."""
@@ -58,8 +90,7 @@ class Stream:
             await self._changed.wait_for(lambda: self.revision > seen)
             return self.revision
 
-    async def notify(self) -> None:
-        """Wake those that wait."""
+    async def _notify(self) -> None:
         async with self._changed:
             self.revision += 1
             self._changed.notify_all()

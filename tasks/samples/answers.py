@@ -72,7 +72,7 @@ class Answers:
     async def __call__(self, group: DrawnGroup, index: int) -> None:
         """Make a sample of a group, or the rest of one that was deferred."""
         ctx, sample = self._ctx, sample_id(group.group_id, index)
-        joined = ctx.joined.result() if group.deferrals else None
+        joined = ctx.stream.joined if ctx.stream and group.deferrals else None
         if joined and sample in joined.finished:
             self._writer.put([joined.finished[sample]])
             return

@@ -14,9 +14,10 @@ from millrace.core.contracts.cut import Cut
 from millrace.core.selection import Candidate, choose
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.samples.joined_groups import Joined, read_cut
+from millrace.tasks.samples.joined_groups import read_cut
 from millrace.tasks.samples.judging import Judging
 from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.stream import Joined
 
 
 async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> list[ScoredGroup]:
@@ -25,7 +26,7 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
     Returns the released groups. What was deferred to the iteration comes first.
     """
     assert ctx.stream is not None
-    _take_in(judging, await ctx.joined)
+    _take_in(judging, await ctx.stream.until_joined())
     groups = judging.groups
     while True:
         revision = ctx.stream.revision
@@ -52,8 +53,8 @@ async def until_cut(
     cut, taken_in = await asyncio.to_thread(read_cut, ctx), False
     while True:
         revision = ctx.stream.revision
-        if not taken_in and (cut or ctx.joined.done()):
-            _take_in(judging, await ctx.joined)
+        if not taken_in and (cut or ctx.stream.joined):
+            _take_in(judging, await ctx.stream.until_joined())
             taken_in = True
         await judging.read()
         begun = judging.groups if cut else _begun(ctx, judging)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from millrace.connectors.storage.files import FileEntry
@@ -19,19 +19,9 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
 from millrace.tasks.context import IterationContext
+from millrace.tasks.stream import Joined
 
 UNFINISHED = "aborted"  # the status of a sample that goes on in a later iteration
-
-
-@dataclass(frozen=True)
-class Joined:
-    """What was deferred to an iteration. finished, begun: samples by id; scores: of finished ones that have theirs, by id."""
-
-    groups: list[DrawnGroup] = field(default_factory=list)
-    finished: dict[str, GeneratedSample] = field(default_factory=dict)
-    begun: dict[str, GeneratedSample] = field(default_factory=dict)
-    scores: dict[str, ScoredSample] = field(default_factory=dict)
-    files: list[FileEntry] = field(default_factory=list)
 
 
 def read_cut(ctx: IterationContext) -> Cut | None:
@@ -47,8 +37,7 @@ async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaita
     before = ctx.run_folder.iteration(ctx.index - 1)
     if ctx.config.pipeline.select == "finish" or (ctx.index and await asyncio.to_thread(before.exists, CUT)):
         await generated()
-    ctx.joined.set_result(await asyncio.to_thread(join, ctx))
-    await ctx.stream.notify()
+    await ctx.stream.join(await asyncio.to_thread(join, ctx))
 
 
 def join(ctx: IterationContext) -> Joined:

@@ -20,7 +20,14 @@ class ScriptedEngines(Dispatcher):
         self.requests: list[tuple[str, list[int], dict[str, Any], str | None]] = []
 
     async def generate(
-        self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
+        self,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        rid: str,
+        session: str | None,
+        continued: int = 0,
+        priority: int | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
         if self.fails(rid):

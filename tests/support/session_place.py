@@ -39,7 +39,14 @@ class Engines(ScriptedEngines):
         self.texts = texts
 
     async def generate(
-        self, input_ids: Sequence[int], params: Mapping[str, Any], *, rid: str, session: str | None
+        self,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        rid: str,
+        session: str | None,
+        continued: int = 0,
+        priority: int | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         turn = int(rid.rpartition(".")[2])

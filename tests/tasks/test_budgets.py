@@ -19,11 +19,11 @@ from millrace.core.errors import MillraceError
 from millrace.core.group_filters import Judgement
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import too_many_unusable
-from millrace.tasks.filter import _budget as filter_budget
 from millrace.tasks.filter import _keep
 from millrace.tasks.reward import _budget
 from millrace.tasks.rollout import sample_generator
 from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.samples.judging import _budget as filter_budget
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 LIMIT = re.compile(
