@@ -33,6 +33,7 @@ class IterationContext:
         ]  # what the iteration before deferred to this one, once that is known
         self.records: IterationRecords = {}  # committed so far
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
+        self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each, on one clock
         self.parts: dict[str, list[FileRecord]] = {
             "rollouts": [],
             "turns": [],
