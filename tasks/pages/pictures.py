@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from millrace.tasks.runtime.curves import Curves
+from millrace.tasks.pages.curves import Curves
 
 PANELS = (
     ("reward", r"reward/mean$|eval/.+/reward_mean$"),

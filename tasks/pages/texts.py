@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from millrace.tasks.pages.curves import Curves
 from millrace.tasks.pages.time_bars import Interval, sparkline, time_bars, time_shares
-from millrace.tasks.runtime.curves import Curves
 
 HELD_OUT = re.compile(r"eval/.+/(reward_mean|loss|pass_at_\d+)$")
 HEADLINES = (

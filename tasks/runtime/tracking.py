@@ -13,7 +13,7 @@ from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.tracking import TrackerName
 from millrace.core.contracts.tracker import Tracker
-from millrace.tasks.runtime.curves import Curves
+from millrace.tasks.pages.curves import Curves
 
 
 class Tracking:

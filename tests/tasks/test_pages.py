@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from millrace.core.contracts.sample import GeneratedSample
+from millrace.tasks.pages.curves import Curves
 from millrace.tasks.pages.pictures import curves_png
 from millrace.tasks.pages.sample_rows import by_turns, sample_rows, spread
 from millrace.tasks.pages.texts import iteration_text, run_text
 from millrace.tasks.pages.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
-from millrace.tasks.runtime.curves import Curves
 from tests.support.stored_run import write_run
 
 OVERLAPPING = {
