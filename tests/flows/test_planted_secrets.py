@@ -26,7 +26,7 @@ KEY, TEACHER = KEYS = (
     "engines.key",
     "algorithm.teacher_server.key",
 )  # of servers; the others are of functions
-ELSEWHERE = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN", "WANDB_API_KEY")  # where libraries look for them
+ELSEWHERE = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN")  # where libraries look for them
 FUNCTIONS = """
 import base64, hashlib
 from pathlib import Path
@@ -128,7 +128,6 @@ def configuration(values: dict[str, object], url: str, teacher: str) -> dict[str
     values["reward"]["max_failed_share"] = 0.9  # type: ignore[index]
     values["rollout"]["prompts"] = 4  # type: ignore[index]
     values["trainer"]["global_batch"] = 16  # type: ignore[index]
-    values["tracking"] = {"trackers": ["mlflow", "tensorboard", "wandb"]}
     return values
 
 
@@ -182,7 +181,7 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
     made = make_workplace(tmp_path)
     (tmp_path / "planted.py").write_text(FUNCTIONS)
     (tmp_path / "tmp").mkdir()
-    made.environment |= {"TMPDIR": str(tmp_path / "tmp"), "WANDB_MODE": "offline"}
+    made.environment |= {"TMPDIR": str(tmp_path / "tmp")}
     made.environment |= {
         variable(field) if kind == "env" and field in FIELDS else field: secret
         for (kind, field), secret in SECRETS.items()
@@ -213,8 +212,6 @@ def save_blocks(place: Workplace) -> str:
 
 @pytest.mark.slow
 def test_no_secret_of_a_run_stays_anywhere_or_is_said(place: Workplace) -> None:
-    for package in ("tensorboard", "wandb"):
-        pytest.importorskip(package)
     assert {"reward.options", "run.prepare.options", "algorithm.loss.options", *KEYS} <= set(FIELDS)
     home, runs, ray = place.folder / "home", place.folder / "runs", Path(place.environment["RAY_TMPDIR"])
     key, log = SECRETS["block", KEY], place.folder / "engine.log"
