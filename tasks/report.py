@@ -133,7 +133,8 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
             acreate_table_artifact(rows, key=_key(runtime, "samples"), description=f"Samples of {_name(ctx)}")
         )
     await asyncio.gather(*calls)
-    if number == config.run.iterations or due(number, config.checkpoint.every):
+    last = number == config.run.iterations
+    if last or (due(number, config.checkpoint.every) and runtime.tracking.picture_is_old()):
         await _show_curves(runtime, number)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,8 @@ from millrace.core.config.tracking import TrackerName
 from millrace.core.contracts.tracker import Tracker
 from millrace.tasks.pages.curves import Curves
 
+PICTURE_EVERY_S = 10.0
+
 
 class Tracking:
     """The trackers of a training run, its page, and the curves that are drawn there."""
@@ -24,6 +28,7 @@ class Tracking:
         self.curves = Curves()
         self.trackers: dict[TrackerName, Tracker] = {}
         self._page: RunPage | None = None
+        self._pictured_at = -math.inf
 
     async def start(
         self, folder_url: str, identity: str, mlflow_run_id: str | None, first_step: int
@@ -66,7 +71,12 @@ class Tracking:
 
     def log_image(self, png: bytes, name: str, step: int) -> None:
         """Keep a picture in every tracker."""
+        self._pictured_at = time.monotonic()
         self._each(lambda tracker: tracker.log_image(png, name, step))
+
+    def picture_is_old(self) -> bool:
+        """Whether the newest picture, if there is one, was kept some seconds ago: to draw one takes a quarter of a second."""
+        return time.monotonic() - self._pictured_at > PICTURE_EVERY_S
 
     def finish(self) -> None:
         """Mark the run complete in every tracker."""
