@@ -58,6 +58,7 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             streaming.create_task(run_recorded(rollout, ctx))
             streaming.create_task(run_recorded(reward, ctx))
             streaming.create_task(run_recorded(filter_groups, ctx))
+            streaming.create_task(report.rollout_progress(ctx))
     await slot.reach(Stage.GENERATED)
     await slot.may_train()
     await run_recorded(train_step, ctx)

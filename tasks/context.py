@@ -28,6 +28,7 @@ class IterationContext:
         self.folder: Store = self.run_folder.iteration(index)
         self.records: IterationRecords = {}  # committed so far
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
+        self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each, on one clock
         self.parts: dict[str, list[FileRecord]] = {
             "rollouts": [],
             "turns": [],

@@ -141,6 +141,9 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
 
 def _time_metrics(ctx: IterationContext) -> dict[str, float]:
     metrics = {f"time/{name}_s": seconds for name, seconds in ctx.seconds.items()}
+    if ctx.intervals:
+        starts, ends = zip(*ctx.intervals.values(), strict=True)
+        metrics["time/iteration_s"] = max(ends) - min(starts)
     phases = ctx.records.get("sync_weights", {}).get("phases", {})
     metrics.update({f"time/sync_{name}_s": value for name, value in phases.items()})
     return metrics

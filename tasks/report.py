@@ -1,20 +1,21 @@
-"""What people look at: MLflow curves and Prefect artifacts.
+"""What people look at: the curves in trackers, and the artifacts and log on Prefect's pages.
 
-Owns their names and shapes; decides nothing. Artifact keys carry the run's identity, so each run has its own artifacts,
-also beside one of its name under another storage root. Iterations count from 1.
+Owns their names and when they are sent; tasks/pages makes what they show. Artifact keys carry the run's identity, so each run
+has its own artifacts, also beside one of its name under another storage root. Iterations count from 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import logging
 import re
 import shlex
+import time
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pyarrow.compute as pc
 from prefect.artifacts import (
     acreate_image_artifact,
@@ -24,19 +25,27 @@ from prefect.artifacts import (
     acreate_table_artifact,
     aupdate_progress_artifact,
 )
+from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 
 from millrace.connectors.mlflow.tracker import is_server
+from millrace.connectors.prefect.run_page import RunPage
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.account.account import Account
+from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
+from millrace.tasks.pages.pictures import curves_png
+from millrace.tasks.pages.sample_rows import sample_rows
+from millrace.tasks.pages.texts import iteration_text, run_text
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 5.0  # of a rollout
 REWARDS_BY_GROUP = (
     "select group_id, count(*) as samples, min(reward) as least, max(reward) as most, any_value(prompt) as prompt "
     "from batches where iteration = {iteration} group by group_id order by most desc, group_id"
@@ -54,73 +63,156 @@ SUPERVISED_LINE = (
     ("tokens a step", "train/tokens"),
     ("train s", "time/train_step_s"),
 )
-HEADLINES = (
-    "reward/mean",
-    "rollout/response_length_mean",
-    "rollout/truncated_share",
-    "filter/zero_variance_share",
-    "train/loss",
-    "train/grad_norm",
-    "train/logprob_gap_mean",
-    "rollout/tokens_per_second",
-)
 
 
-async def open_tracking(runtime: Runtime, run_id: str | None) -> str:
-    """Start or resume the MLflow run; link it and the Prefect flow run to each other."""
-    config = runtime.config
-    folder = runtime.run_folder.store.url
-    tracker = await runtime.tracking.start(folder, run_id)
-    tags = {
-        "prefect.flow_run_id": flow_run.id or "",
-        "prefect.flow_run_url": flow_run.ui_url or "",
-    }
-    await asyncio.to_thread(tracker.set_tags, tags)
-    await asyncio.to_thread(tracker.log_params, config.model_dump(mode="json"))
-    shown = "" if is_server(tracker.uri) else "; `millrace ui` starts the server of this page"
-    await acreate_link_artifact(
-        link=tracker.url(), key=_key(runtime, "mlflow"), description=f"Curves of {config.run.name}{shown}"
+async def open_tracking(runtime: Runtime, run_id: str | None) -> str | None:
+    """Start the run in its trackers, or go on with it, and show it on the page of the flow run; returns MLflow's id.
+
+    run_id: of the MLflow run, as far as there is one.
+    """
+    config, tracking, folder = runtime.config, runtime.tracking, runtime.run_folder
+    first = await asyncio.to_thread(folder.first_open_iteration)
+    tracking.show_on(RunPage(str(flow_run.id)))
+    mlflow_run_id = await tracking.start(
+        folder.store.url, folder.identity(runtime.run_id), run_id, iteration_number(first) if first else 0
     )
-    done = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
-    progress = await acreate_progress_artifact(
-        progress=100 * done / config.run.iterations,
-        key=_key(runtime, "progress"),
-        description="Iterations complete",
+    tags = {"prefect.flow_run_id": flow_run.id or "", "prefect.flow_run_url": flow_run.ui_url or ""}
+    await asyncio.to_thread(tracking.describe, config.model_dump(mode="json"), tags)
+    await asyncio.to_thread(_read_curves, runtime)
+    for name, link in tracking.links().items():
+        if link.startswith(("http://", "https://")):
+            await acreate_link_artifact(
+                link=link,
+                key=_key(runtime, name),
+                description=f"Curves of {config.run.name}{_hint(runtime, name)}",
+            )
+    await tracking.page.tag(run_tags(config))
+    log.info(
+        "run %s: %d of %d iterations are complete; its folder is %s",
+        *(config.run.name, first, config.run.iterations, folder.store.url),
     )
-    runtime.tracking.show_progress_in(progress)
-    tracked: str = tracker.run_id
-    return tracked
+    await _show_run(runtime, first)
+    return mlflow_run_id
 
 
 async def close_tracking(runtime: Runtime) -> None:
-    """Mark the MLflow run as finished."""
-    await asyncio.to_thread(runtime.tracking.tracker.finish)
+    """Show the run as it ended, and mark it as finished."""
+    await _show_run(runtime, runtime.config.run.iterations)
+    log.info("run %s is complete: %d iterations", runtime.config.run.name, runtime.config.run.iterations)
+    await asyncio.to_thread(runtime.tracking.finish)
+
+
+def run_tags(config: RunConfig) -> set[str]:
+    """Tags of a run's flow runs, to find them by."""
+    model = config.model.path.rstrip("/").rpartition("/")[2]
+    learns = "sft" if config.algorithm.supervised else config.algorithm.preset
+    return {f"run:{config.run.name}", f"preset:{learns}", f"model:{model}"}
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
-    """Log one iteration: metrics to MLflow in one call, progress, summary and samples to Prefect."""
+    """Log one iteration: metrics to the trackers, summary, samples and curves to Prefect's pages."""
     runtime, config, number = ctx.runtime, ctx.config, iteration_number(ctx.index)
-    log.info("%s: %s", _name(ctx), _headline(metrics, config.algorithm.supervised))
+    line = f"{_name(ctx)}: {_headline(metrics, config.algorithm.supervised)}"
+    log.info("%s", line)
+    runtime.tracking.page.line(line)
+    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, number)
+    text = iteration_text(
+        f"{config.run.name}: {_name(ctx)}",
+        metrics,
+        ctx.intervals,
+        runtime.tracking.curves,
+        _links(runtime, ctx),
+    )
     calls: list[Awaitable[Any]] = [
-        asyncio.to_thread(runtime.tracking.tracker.log_metrics, metrics, number),
-        acreate_markdown_artifact(
-            _summary(ctx, metrics), key=_key(runtime, "iteration"), description=_name(ctx).capitalize()
-        ),
-        aupdate_progress_artifact(runtime.tracking.progress, progress=100 * number / config.run.iterations),
+        acreate_markdown_artifact(text, key=_key(runtime, "iteration"), description=_name(ctx).capitalize()),
+        _show_run(runtime, number),
     ]
-    if config.tracking.samples:
-        rows = await asyncio.to_thread(_samples, ctx)
+    if config.tracking.samples and not config.algorithm.supervised:
+        rows = await asyncio.to_thread(sample_rows, ctx.folder, config.tracking.samples)
         calls.append(
             acreate_table_artifact(rows, key=_key(runtime, "samples"), description=f"Samples of {_name(ctx)}")
         )
     await asyncio.gather(*calls)
-    if number == config.run.iterations or due(number, config.checkpoint.every):
-        picture = await asyncio.to_thread(_curve, runtime)
-        image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-        await acreate_image_artifact(
-            image, key=_key(runtime, "reward"), description="Mean reward by iteration"
+    last = number == config.run.iterations
+    if last or (due(number, config.checkpoint.every) and runtime.tracking.picture_is_old()):
+        await _show_curves(runtime, number)
+
+
+async def _show_run(runtime: Runtime, done: int) -> None:
+    """How far the run is, and what it learnt and spent so far, on its page."""
+    config, tracking = runtime.config, runtime.tracking
+    text = run_text(f"{config.run.name}: {done} of {config.run.iterations}", tracking.curves, _links(runtime))
+    progress = 100 * done / config.run.iterations
+    await tracking.page.show(_key(runtime, "progress"), "progress", progress, "Iterations complete")
+    await tracking.page.show(_key(runtime, "run"), "markdown", text, f"The run {config.run.name} so far")
+
+
+async def _show_curves(runtime: Runtime, number: int) -> None:
+    """The picture of the curves: on the pages of the iteration and of the run, and in the trackers."""
+    picture = await asyncio.to_thread(curves_png, runtime.tracking.curves)
+    image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    about = f"Curves after iteration {number}"
+    await acreate_image_artifact(image, key=_key(runtime, "picture"), description=about)
+    await runtime.tracking.page.show(_key(runtime, "curves"), "image", image, about)
+    await asyncio.to_thread(runtime.tracking.log_image, picture, "curves", number)
+
+
+async def rollout_progress(ctx: IterationContext) -> None:
+    """Show how many samples are generated while rollouts run, every few seconds; returns when the batch is filled.
+
+    A rollout that is over sooner shows nothing. What Prefect does not take is left out: it is shown again soon.
+    """
+    assert ctx.stream is not None
+    shown_at, artifact, revision = time.monotonic(), None, 0
+    while not ctx.stream.settled:
+        revision = await ctx.stream.wait(revision)
+        if time.monotonic() - shown_at < PROGRESS_EVERY_S:
+            continue
+        shown_at = time.monotonic()
+        made = sum(file["rows"] or 0 for file in ctx.parts["rollouts"])
+        wanted = ctx.stream.released * ctx.config.rollout.samples_per_prompt
+        percent, about = (
+            100 * min(1.0, made / max(wanted, 1)),
+            f"{made} samples of {_name(ctx)}, {wanted} asked for",
         )
-        await asyncio.to_thread(runtime.tracking.tracker.log_artifact, picture, "reward.png")
+        try:
+            if artifact is None:
+                artifact = await acreate_progress_artifact(
+                    percent, key=_key(ctx.runtime, "rollout"), description=about
+                )
+            else:
+                await aupdate_progress_artifact(artifact, progress=percent, description=about)
+        except (httpx.HTTPError, PrefectException) as error:
+            log.warning("the progress of %s is not shown: %s", _name(ctx), error)
+    if artifact is not None:
+        await aupdate_progress_artifact(artifact, progress=100.0, description=f"Rollout of {_name(ctx)}")
+
+
+def _read_curves(runtime: Runtime) -> None:
+    """The figures of iterations that earlier drivers made, and of the evaluation before training."""
+    runtime.tracking.curves.read(runtime.run_folder)
+    files = IterationFiles(runtime.run_folder, 0)
+    if evaluated := files.record("evaluate_before"):
+        runtime.tracking.curves.add(evaluation_metrics(cast(EvaluateRecord, evaluated)), 0)
+    if held_out := files.record("held_out_loss_before"):
+        runtime.tracking.curves.add(held_out_metrics(cast(HeldOutRecord, held_out)), 0)
+
+
+def _links(runtime: Runtime, ctx: IterationContext | None = None) -> dict[str, str]:
+    """Where more is to be seen of a run, or of one of its iterations."""
+    files = ctx.folder.url if ctx else runtime.run_folder.store.url
+    links = {"files": f"`{files}`"}
+    for name, link in runtime.tracking.links().items():
+        links[name] = f"{link}{_hint(runtime, name)}"
+    return links
+
+
+def _hint(runtime: Runtime, name: str) -> str:
+    """How to start what shows a tracker's curves; nothing where it has a server."""
+    mlflow = runtime.tracking.mlflow
+    if name == "mlflow" and mlflow and not is_server(mlflow.uri):
+        return "; `millrace ui` starts the server of this page"
+    return ""
 
 
 async def tokens(ctx: IterationContext, account: Account) -> None:
@@ -178,7 +270,7 @@ def _without_gradient(ctx: IterationContext) -> str:
 
 async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
     """Log an evaluation that belongs to no iteration."""
-    await asyncio.to_thread(runtime.tracking.tracker.log_metrics, evaluation_metrics(record), record["done"])
+    await asyncio.to_thread(runtime.tracking.log_metrics, evaluation_metrics(record), record["done"])
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
@@ -201,7 +293,7 @@ async def held_out_loss(runtime: Runtime, record: HeldOutRecord) -> None:
     """Log held-out losses that belong to no iteration."""
     metrics = held_out_metrics(record)
     log.info("before training: %s", _headline(metrics, supervised=True))
-    await asyncio.to_thread(runtime.tracking.tracker.log_metrics, metrics, record["done"])
+    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, record["done"])
 
 
 def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
@@ -215,65 +307,6 @@ def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
             for figure in ("loss", "perplexity", "tokens", "samples"):
                 metrics[f"eval/{path}/{figure}"] = part[figure]
     return metrics
-
-
-def _summary(ctx: IterationContext, metrics: dict[str, float]) -> str:
-    lines = [f"# {ctx.config.run.name}: {_name(ctx)}", "", "| figure | value |", "|---|---|"]
-    lines += [f"| {name} | {metrics[name]:.5g} |" for name in HEADLINES if name in metrics]
-    lines += [
-        f"| {name} | {value:.5g} |"
-        for name, value in sorted(metrics.items())
-        if name.startswith(("time/", "eval/"))
-    ]
-    return "\n".join(
-        [*lines, "", f"Files: `{ctx.folder.url}`", f"MLflow: {ctx.runtime.tracking.tracker.url()}"]
-    )
-
-
-def _samples(ctx: IterationContext) -> list[dict[str, Any]]:
-    columns = [
-        "sample_id",
-        "source",
-        "prompt",
-        "response",
-        "label",
-        "reward",
-        "advantage",
-        "status",
-        "train_step",
-    ]
-    table = ctx.folder.read_table("batch.parquet", "batch", columns=columns)
-    step = max(1, table.num_rows // ctx.config.tracking.samples)
-    rows = table.take(list(range(0, table.num_rows, step))[: ctx.config.tracking.samples]).to_pylist()
-    return [
-        {name: value[:500] if isinstance(value, str) else value for name, value in row.items()}
-        for row in rows
-    ]
-
-
-def _curve(runtime: Runtime) -> bytes:
-    """Mean reward and held-out reward by iteration, as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    history = runtime.tracking.tracker.history("reward/mean")
-    axes.plot([step for step, _ in history], [value for _, value in history], label="training reward (mean)")
-    for held_out in runtime.config.evaluation.sets:
-        points = runtime.tracking.tracker.history(f"eval/{held_out.name}/reward_mean")
-        axes.plot(
-            [step for step, _ in points],
-            [value for _, value in points],
-            "o-",
-            label=f"held-out: {held_out.name}",
-        )
-    axes.set_xlabel("iterations trained")
-    axes.set_ylabel("reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=110)
-    return data.getvalue()
 
 
 def _key(runtime: Runtime, what: str) -> str:

@@ -69,7 +69,8 @@ async def run_recorded(
         )
     cast(dict[str, Record], ctx.records)[task.name] = record
     await kill_point(ctx.index, task.name, "after")
-    ctx.seconds[task.name] = time.perf_counter() - started
+    ctx.intervals[task.name] = started, (ended := time.perf_counter())
+    ctx.seconds[task.name] = ended - started
     return record
 
 

@@ -17,11 +17,13 @@ from typing import Any
 from millrace.connectors.mlflow.server import SQLITE, local_page
 from millrace.connectors.storage.local import home, locked
 from millrace.connectors.storage.own_folders import temporary_folder
+from millrace.core.contracts.tracker import flat
 from millrace.core.errors import MillraceError
 
 PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
 METRIC_BATCH = 1000
+SAMPLED_EVERY_S, SAMPLES_A_POINT = 10, 6  # of the host's load: a point a minute
 TAG_LIMIT = 5000  # characters of a tag's value
 FOLDER_TAG = "millrace.run_folder"
 KIND_TAG, KIND = (
@@ -33,7 +35,7 @@ CURVES = (
 )
 
 
-class Tracker:
+class MlflowTracker:
     """A started or resumed MLflow run."""
 
     def __init__(self, client: Any, uri: str, experiment_id: str, run_id: str) -> None:
@@ -42,9 +44,12 @@ class Tracker:
         self.experiment_id = experiment_id
         self.run_id = run_id
         self._curves: dict[str, dict[int, float]] = {}  # by metric and step, of those that were read
+        self._monitor: Any = None  # thread that logs the host's load
 
     @classmethod
-    def start(cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None) -> Tracker:
+    def start(
+        cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None
+    ) -> MlflowTracker:
         """Start the MLflow run of a run folder, or resume it: by its id, or else by the folder's URL in the experiment.
 
         A copied or moved folder brings the id of a run that is its original's: it gets one of its own.
@@ -100,11 +105,11 @@ class Tracker:
         from mlflow.entities import Param
 
         existing = self._client.get_run(self.run_id).data.params
-        flat = [
-            Param(name, str(value)[:PARAM_LIMIT]) for name, value in _flatten(values) if name not in existing
+        params = [
+            Param(name, str(value)[:PARAM_LIMIT]) for name, value in flat(values) if name not in existing
         ]
-        for at in range(0, len(flat), PARAM_BATCH):
-            self._client.log_batch(self.run_id, params=flat[at : at + PARAM_BATCH])
+        for at in range(0, len(params), PARAM_BATCH):
+            self._client.log_batch(self.run_id, params=params[at : at + PARAM_BATCH])
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
@@ -134,9 +139,36 @@ class Tracker:
             self._curves[key] = {point.step: point.value for point in points}
         return self._curves[key]
 
+    def log_image(self, png: bytes, name: str, step: int) -> None:
+        """Store a picture as NAME.png, in place of an earlier one."""
+        self.log_artifact(png, f"{name}.png")
+
+    def watch_system(self) -> None:
+        """Log the load of this process's host as system/*, until `close`."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        logging.getLogger("mlflow.system_metrics").setLevel(
+            logging.ERROR
+        )  # it warns where a run ends under it
+        self._monitor = SystemMetricsMonitor(
+            self.run_id,
+            sampling_interval=SAMPLED_EVERY_S,
+            samples_before_logging=SAMPLES_A_POINT,
+            resume_logging=True,
+            tracking_uri=self.uri,
+        )
+        self._monitor.start()
+
     def finish(self) -> None:
         """Mark the run finished."""
+        self.close()
         self._client.set_terminated(self.run_id, status="FINISHED")
+
+    def close(self) -> None:
+        """End the thread that logs the host's load."""
+        if self._monitor is not None:
+            self._monitor.finish()
+            self._monitor = None
 
     def url(self) -> str:
         """Page of the run's curves: on the tracking server, or on the local one, which `millrace ui` starts."""
@@ -246,16 +278,6 @@ def _by_folder(client: Any, experiment_id: str, folder: str) -> str | None:
         [experiment_id], filter_string=condition, order_by=["start_time ASC"], max_results=1
     )
     return runs[0].info.run_id if runs else None
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat += _flatten(value, f"{prefix}{name}.")
-        else:
-            flat.append((f"{prefix}{name}", value))
-    return flat
 
 
 def _name(name: str) -> str:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from millrace.core.config.parts.section import Section
+
+TrackerName = Literal["mlflow", "tensorboard", "wandb"]
 
 
 class Tracking(Section):
     """Where curves are kept."""
 
+    trackers: list[TrackerName] = Field(
+        ["mlflow"],
+        description="What keeps the curves besides the run folder, which holds every figure: `mlflow`, `tensorboard` (files below "
+        "tensorboard/ of MILLRACE_HOME), `wandb` (its key and mode come from the environment).",
+    )
     uri: str | None = Field(
         None, description="MLflow tracking URI; a SQLite file in MILLRACE_HOME when not given."
     )
+    system_metrics: bool = Field(
+        True, description="MLflow also gets the load of the driver's host, as system/*, a point a minute."
+    )
     samples: int = Field(
-        4, ge=0, description="Samples of each iteration shown in the Prefect artifact table."
+        4,
+        ge=0,
+        description="Samples of each iteration in the table on Prefect's page, dropped ones among them.",
     )

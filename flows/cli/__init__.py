@@ -26,6 +26,7 @@ for command in (
         tools.verify,
         tools.replay,
         look.sql,
+        look.plan,
         score.score,
         tools.branch,
         tools.discard,

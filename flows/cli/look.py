@@ -1,4 +1,4 @@
-"""Commands that show what runs hold, and change nothing: runs, show, ledger, sql."""
+"""Commands that show what runs hold, and change nothing: runs, show, ledger, sql, plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from millrace.flows.cli.tables import CsvOption, JsonOption, print_listing
-from millrace.flows.cli.terminal import RootOption, errors, guarded
+from millrace.flows.cli.terminal import (
+    ConfigArgument,
+    Overrides,
+    RootOption,
+    errors,
+    guarded,
+    print_lines,
+)
 
 
 def runs(root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False) -> None:
@@ -50,3 +57,21 @@ def sql(
     from millrace.flows.tools.sql import answer
 
     print_listing(guarded(lambda: answer(root, run, query)), json, csv)
+
+
+def plan(
+    config: ConfigArgument,
+    run: Annotated[str, typer.Option("--from", help="Run whose recorded iterations are replayed.")],
+    overrides: Overrides = None,
+    root: RootOption = "runs",
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
+    """Predict an iteration's time on shared and on split GPUs, in turns and asynchronously, from a run's recorded times."""
+    from millrace.core.config.reading.load import load_config
+    from millrace.flows.tools.plan import plan_from
+
+    made = guarded(lambda: plan_from(load_config(str(config), overrides or []), root, run))
+    print_listing(made.listing, json, csv)
+    if not (json or csv):
+        print_lines(made.verdicts)

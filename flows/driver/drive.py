@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from millrace.connectors.prefect.run_errors import log_errors_once
+from millrace.connectors.prefect.run_page import log_to_page, tags
 from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
@@ -29,6 +30,7 @@ from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
 from millrace.flows.driver.run_record import finish_run_record, open_run_record, run_id
 from millrace.flows.preflight.check import check
+from millrace.tasks.report import run_tags
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ async def drive(
     assert driver is not None
     keep_private()
     use_few_heaps()
+    log_to_page()
     log_errors_once(by_command=in_command())
     with on_signal(driver.cancel):
         return await _drive(config, iteration, flow_name, before_first)
@@ -89,7 +92,8 @@ async def _drive(
         first = await asyncio.to_thread(runtime.run_folder.take_over)
         if before_first and first == 0:
             await before_first(runtime)
-        await run_iterations(partial(iteration, runtime), flow_name, config, first)
+        with tags(*run_tags(config)):
+            await run_iterations(partial(iteration, runtime), flow_name, config, first)
         await finish_run_record(runtime)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 

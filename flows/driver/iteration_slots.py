@@ -13,6 +13,7 @@ from typing import Any
 
 from prefect import Flow
 
+from millrace.connectors.prefect.run_page import untagged
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
@@ -158,6 +159,7 @@ def _flow(
     """
 
     async def iteration(index: int) -> None:
-        await work(index, slot)
+        with untagged():
+            await work(index, slot)
 
     return Flow(iteration, name=name, flow_run_name=run_name)

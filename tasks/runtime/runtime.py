@@ -6,6 +6,8 @@ of flows.
 
 from __future__ import annotations
 
+import asyncio
+
 from millrace.connectors.prefect.record_storage import RecordStorage, save_record_storage
 from millrace.connectors.rewards.served_teacher import ServedTeacher
 from millrace.connectors.storage.lease import Lease
@@ -77,5 +79,6 @@ class Runtime:
             await self._cluster.end_actors()
         self.scoring.close()
         self.sessions.close()
+        await asyncio.to_thread(self.tracking.close)
         await self.memory.close()
         self._cluster.leave()

@@ -102,7 +102,7 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
         2,
         3,
     ]
-    assert "reward.png" in [file.path for file in client.list_artifacts(run.info.run_id)]
+    assert "curves.png" in [file.path for file in client.list_artifacts(run.info.run_id)]
 
 
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:

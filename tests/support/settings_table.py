@@ -171,7 +171,7 @@ ROWS: dict[str, Row] = {
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
     **_any_start("flows/train.py", "evaluation.every"),
-    **_any_start("tasks/runtime/tracking.py", "tracking.uri"),
+    **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
     **_any_start("tasks/report.py", "tracking.samples"),
 }
 TRAINED = {path for path, row in ROWS.items() if row.proof == TRAINED_WITH}

@@ -10,24 +10,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
-from millrace.tasks.report import _headline, _key, _name, _summary
+from millrace.tasks.report import _headline, _key, _name, run_tags
 
 
 def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     folder = RunFolder(config.storage.root, config.run.name)
-    tracking = SimpleNamespace(tracker=SimpleNamespace(url=lambda: "mlflow"))
-    runtime: Any = SimpleNamespace(run_folder=folder, tracking=tracking)
-    ctx = IterationContext(config, config.run.iterations - 1, runtime)
-    assert _name(ctx) == "iteration 2 of 2"
-    lines = _summary(ctx, {"reward/mean": 0.5, "time/rollout_s": 1.25, "other": 1.0}).splitlines()
-    assert lines[0] == "# a: iteration 2 of 2"
-    assert lines[4:6] == ["| reward/mean | 0.5 |", "| time/rollout_s | 1.25 |"]
-    assert f"Files: `{folder.store.url}/iterations/000001`" in lines  # folders keep the index
+    runtime: Any = SimpleNamespace(run_folder=folder)
+    assert _name(IterationContext(config, config.run.iterations - 1, runtime)) == "iteration 2 of 2"
+
+
+@pytest.mark.parametrize(
+    ("sections", "preset"),
+    [({}, "grpo"), ({"algorithm": {"preset": "dapo"}}, "dapo"), ({"algorithm": {"loss": "sft"}}, "sft")],
+)
+def test_flow_runs_have_tags_of_run_preset_and_model(
+    make_config: Callable[..., RunConfig], sections: dict[str, Any], preset: str
+) -> None:
+    config = make_config(model={"path": "models/Qwen3-0.6B/"}, **sections)
+    assert run_tags(config) == {"run:a", f"preset:{preset}", "model:Qwen3-0.6B"}
 
 
 def test_the_log_line_has_the_figures_that_there_are() -> None:
@@ -64,9 +71,11 @@ def test_every_artifact_has_such_a_key() -> None:
     made = [
         node
         for node in ast.walk(ast.parse(inspect.getsource(report)))
-        if isinstance(node, ast.Call) and re.match(r"acreate_\w+_artifact", ast.unparse(node.func))
+        if isinstance(node, ast.Call)
+        and re.search(r"acreate_\w+_artifact$|page\.show$", ast.unparse(node.func))
     ]
-    assert len(made) == 6
+    assert len(made) == 9
     for call in made:
-        (key,) = [ast.unparse(item.value) for item in call.keywords if item.arg == "key"]
-        assert key.startswith("_key(runtime, ")
+        keys = [ast.unparse(item.value) for item in call.keywords if item.arg == "key"]
+        key = keys[0] if keys else ast.unparse(call.args[0])
+        assert key.startswith(("_key(runtime, ", "_key(ctx.runtime, "))

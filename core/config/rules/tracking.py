@@ -10,9 +10,19 @@ from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """A URI that MLflow would not take."""
+    """A tracker that is named twice, and a URI that MLflow would not take or does not get."""
+    trackers = config.tracking.trackers
+    if len(set(trackers)) < len(trackers):
+        yield Problem("tracking.trackers", trackers, "it names one twice", "name each once")
     if config.tracking.uri is not None:
         yield from _tracking(config.tracking.uri)
+        if "mlflow" not in trackers:
+            yield Problem(
+                "tracking.uri",
+                config.tracking.uri,
+                "it is MLflow's, which is not among tracking.trackers",
+                "add mlflow there, or leave it out",
+            )
 
 
 def _tracking(uri: str) -> Iterator[Problem]:

@@ -1,0 +1,47 @@
+"""What keeps a run's curves: one small interface for every tracker.
+
+Owns no connection: connectors/mlflow, connectors/tensorboard and connectors/wandb have one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Tracker(Protocol):
+    """A started or resumed run in one tracker. Calls may block."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add one point per metric. A step that was logged before is not shown twice; values that are not finite are left out."""
+
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        """Keep the configuration, whose nested values are named as in `rollout.prompts`."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Keep tags to find the run by."""
+
+    def log_image(self, png: bytes, name: str, step: int) -> None:
+        """Keep a picture, the newest under its name."""
+
+    def url(self) -> str:
+        """Where a person looks at the curves: an address, or a folder."""
+
+    def finish(self) -> None:
+        """Mark the run complete."""
+
+    def close(self) -> None:
+        """Let go of what this process holds, whether the run is complete or not."""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested values by dotted names; items of a list of mappings by their number, as in data.sources.0.path."""
+    found: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            found += flat(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found

@@ -1,0 +1,177 @@
+"""`millrace plan CONFIG --from RUN`: how long an iteration would take otherwise, replayed from what a run recorded.
+
+Reads the run folder alone. What is replayed, and how, is core/simulation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.errors import ConfigError, StorageError
+from millrace.core.simulation.compare import Machine, Recorded, calibrated, verdicts, ways
+from millrace.core.simulation.pipeline import Mode, replay
+from millrace.core.simulation.recorded import Group, Request, Seconds, fit_speed
+from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.tools.listing import Listing
+
+NEWEST = 20  # iterations that are read
+LEAST = 2  # that follow one another under one driver
+COLUMNS = (
+    *("gpus", "layout", "ahead", "max_staleness", "select", "iteration_s"),
+    *("trainer_idle", "engines_idle", "age_mean", "age_max"),
+)
+ROLLOUTS = ["group_id", "response_length", "engine_id", "timings"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ways as a listing, and what follows of them."""
+
+    listing: Listing
+    verdicts: list[str]
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """One recorded iteration. span: seconds from the first request to the last answer."""
+
+    groups: list[Group]
+    requests: list[Request]
+    span: float
+    seconds: Seconds
+    iteration_s: float | None  # since the manifest before, by the same driver
+
+
+def plan_from(config: RunConfig, root: str, run: str) -> Plan:
+    """Replay a run's iterations with the batch of `config`, on shared and on split GPUs.
+
+    Raises StorageError if the run does not exist or has too few iterations; ConfigError for one whose phases overlap or are
+    not those of single answers.
+    """
+    record = run_record(root, run)
+    recorded = recorded_run(RunConfig.model_validate(settings_of(record)), RunFolder(root, run))
+    again = replay(recorded.groups, recorded.batch, recorded.layout, Mode())
+    p = config.pipeline
+    wanted = Mode(p.ahead, p.staleness, p.select, p.reserve, p.on_update == "finish" and p.ahead > 0)
+    rows = list(ways(recorded, config.rollout.prompts, wanted))
+    listed: list[Sequence[Any]] = [
+        (
+            *(row.gpus, row.layout, row.mode.ahead, row.mode.staleness, row.mode.select),
+            *(round(row.outcome.iteration_s, 3), round(row.outcome.trainer_idle, 3)),
+            *(round(row.outcome.engines_idle, 3), round(row.outcome.age_mean, 2), row.outcome.age_max),
+        )
+        for row in rows
+    ]
+    s, machine = recorded.seconds, recorded.machine
+    facts = {
+        "measured": f"{recorded.iteration_s:.2f} s an iteration, replayed {again.iteration_s:.2f} s",
+        "recorded on": f"{machine.engines} engines of {machine.engine_gpus} GPUs, {machine.trainer_gpus} trainer ranks, "
+        + ("shared" if machine.colocated else "apart"),
+        "of it": f"training {s.train:.2f} s, sync {s.sync:.2f} s, checkpoints {s.checkpoint:.2f} s, evaluation "
+        f"{s.evaluate:.2f} s, engines' wake {s.ready:.2f} s, no task {s.rest:.2f} s",
+    }
+    return Plan(Listing(COLUMNS, listed, facts), verdicts(rows))
+
+
+def recorded_run(config: RunConfig, folder: RunFolder) -> Recorded:
+    """What a run recorded, in the shape that a replay takes."""
+    _check_plain(config, folder)
+    done = folder.first_open_iteration()
+    found = [_read(folder, index) for index in range(max(0, done - NEWEST), done)]
+    steady = [each for each in found if each.iteration_s is not None]
+    if len(steady) < LEAST:
+        raise StorageError(
+            f"{len(steady)} iterations follow another one of the same driver",
+            where=folder.store.url,
+            remedy=f"plan from a run of at least {LEAST + 1} iterations in one go",
+        )
+    iteration_s = float(np.mean([each.iteration_s for each in steady]))
+    means = {
+        name: float(np.mean([getattr(each.seconds, name) for each in steady])) for name in vars(Seconds())
+    }
+    span = float(np.mean([each.span for each in steady]))
+    means["rest"] = max(0.0, iteration_s - span - sum(means.values()))
+    recorded = Recorded(
+        groups=[group for each in steady for group in each.groups],
+        batch=config.rollout.prompts,
+        seconds=Seconds(**means),
+        speed=fit_speed([request for each in steady for request in each.requests]),
+        machine=Machine(
+            engines=config.engines.generating,
+            engine_gpus=max(1, config.engines.gpus),
+            trainer_gpus=config.trainer.world_size,
+            colocated=config.placement.colocate,
+            places=config.rollout.max_concurrency,
+        ),
+        iteration_s=iteration_s,
+    )
+    return calibrated(recorded, span)
+
+
+def _check_plain(config: RunConfig, folder: RunFolder) -> None:
+    """Raise ConfigError unless its phases follow one another, and each sample is one answer."""
+    reasons = {
+        "algorithm.loss = sft": config.algorithm.supervised,
+        "rollout.session": config.rollout.session is not None,
+        "rollout.buffer": config.rollout.buffer is not None,
+        f"pipeline.ahead = {config.pipeline.ahead}": config.pipeline.ahead > 0,
+        "pipeline.select = finish": config.pipeline.select == "finish",
+    }
+    for where, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                "a plan is made from a run whose samples are single answers and whose phases follow one another",
+                where=f"{folder.store.url}: {where}",
+                remedy="record a few iterations without it",
+            )
+
+
+def _read(folder: RunFolder, index: int) -> _Iteration:
+    files = IterationFiles(folder, index)
+    manifest, before = folder.manifest(index), folder.manifest(index - 1) if index else None
+    assert manifest is not None, "it is committed"
+    metrics, rollout = manifest.tasks["metrics"], files.record("rollout") or {}
+    rows = files.read_parts("rollouts", ROLLOUTS).to_pylist()
+    engines_s = float(rollout.get("engines_s", 0.0))
+    times = [dict(row["timings"]) for row in rows]
+    ready = min(time["started"] for time in times) + engines_s
+    requests = [
+        Request(
+            row["engine_id"],
+            (max(time["started"], ready), max(time["started"] + time["generate_s"], ready)),
+            row["response_length"],
+        )
+        for row, time in zip(rows, times, strict=True)
+    ]
+    span = max(request.interval[1] for request in requests) - ready
+    verdict_rows = files.read_table("verdicts", ["group_id", "verdict"]).to_pylist()
+    kept = {row["group_id"] for row in verdict_rows if row["verdict"] == "kept"}
+    lengths: dict[str, list[int]] = {row["group_id"]: [] for row in verdict_rows}
+    for row in rows:
+        lengths[row["group_id"]].append(row["response_length"])
+    same = before and before.tasks.get("driver") == manifest.tasks.get("driver")
+    return _Iteration(
+        groups=[Group(tuple(each), name in kept) for name, each in lengths.items() if any(each)],
+        requests=requests,
+        span=span,
+        seconds=Seconds(
+            draw=metrics.get("time/sample_prompts_s", 0.0),
+            ready=engines_s,
+            score=max(
+                0.0,
+                max(metrics.get(f"time/{task}_s", 0.0) for task in ("rollout", "filter")) - engines_s - span,
+            ),
+            train=metrics.get("time/train_step_s", 0.0),
+            sync=metrics.get("time/sync_weights_s", 0.0),
+            checkpoint=metrics.get("time/checkpoint_s", 0.0),
+            evaluate=metrics.get("time/evaluate_s", 0.0),
+        ),
+        iteration_s=manifest.tasks["committed"] - before.tasks["committed"] if before and same else None,
+    )

@@ -1,0 +1,1 @@
+"""What pages show of a run: texts, tables and pictures, made of figures. Sends nothing."""
