@@ -205,13 +205,6 @@ class RunFolder:
                 take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
         return first
 
-    def first_undrawn_iteration(self) -> int:
-        """The first iteration whose prompts are not committed. Open ones before it may have drawn theirs."""
-        index = self.first_open_iteration()
-        while self.iteration(index).exists(DRAWN):
-            index += 1
-        return index
-
     def first_open_iteration(self, strict: bool = True) -> int:
         """The first iteration without a manifest. Unless `strict`, also where one is gone that was committed."""
         with contextlib.nullcontext() if strict else contextlib.suppress(MissingFileError):
@@ -362,3 +355,11 @@ class RunFolder:
 
     def _manifest_url(self, index: int) -> str:
         return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")
+
+
+def first_undrawn_iteration(folder: RunFolder) -> int:
+    """The first iteration whose prompts are not committed. Open ones before it may have drawn theirs."""
+    index = folder.first_open_iteration()
+    while folder.iteration(index).exists(DRAWN):
+        index += 1
+    return index

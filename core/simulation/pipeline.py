@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from millrace.core.selection import Candidate, choose
+from millrace.core.pipeline.selection import Candidate, choose
 from millrace.core.simulation.engines import Answer, Engine
 from millrace.core.simulation.recorded import Group, Seconds, Speed
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
+from millrace.connectors.storage.run_folder import first_undrawn_iteration
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION, lifted
@@ -78,7 +79,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     prints = await asyncio.to_thread(fingerprints, runtime.config)
     check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
     since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
-    undrawn = await asyncio.to_thread(runtime.run_folder.first_undrawn_iteration)
+    undrawn = await asyncio.to_thread(first_undrawn_iteration, runtime.run_folder)
     installed = versions()
     record["changes"] = taken_up(record, before, asked, prints, installed, since)
     record["fingerprints"] = prints
@@ -138,7 +139,7 @@ def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict
                 where=f"run {runtime.config.run.name}",
                 remedy="Put the files back, start under another run.name, or set data.allow_changes=true to go on with them.",
             )
-        since = runtime.run_folder.first_undrawn_iteration()
+        since = first_undrawn_iteration(runtime.run_folder)
         log.warning(
             "the data changed; from iteration %d on prompts are drawn from what it holds now: %s",
             iteration_number(since),

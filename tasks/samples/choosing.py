@@ -1,6 +1,6 @@
 """When an iteration has the groups that it trains: once the first of the draw fill the batch, or at the cut.
 
-Owns the wait for either, the release of further groups, and the commit of the cut. What is chosen, millrace.core.selection says.
+Owns the wait for either, the release of further groups, and the commit of the cut. What is chosen, millrace.core.pipeline.selection says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.run_folder import CUT
 from millrace.core.contracts.cut import Cut
-from millrace.core.selection import Candidate, choose
+from millrace.core.pipeline.selection import Candidate, choose
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.samples.joined_groups import read_cut

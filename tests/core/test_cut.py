@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.selection import Candidate, Choice, choose
+from millrace.core.pipeline.selection import Candidate, Choice, choose
 
 KEEP, DROP = True, False
 

@@ -13,8 +13,8 @@ from millrace.core.config.rules.passthrough import (
     SGLANG_ELSEWHERE,
     SGLANG_OWNED,
     SGLANG_REFUSED,
+    option_problems,
 )
-from millrace.core.config.rules.upstream_options import option_problems
 from millrace.core.config.run_config import RunConfig
 
 WITHOUT_LOGPROBS = ("DFLASH", "DSPARK")

@@ -1,6 +1,11 @@
-"""Upstream options that a configuration may not pass through, and why."""
+"""Upstream options that a configuration may not pass through, and why: millrace's own, refused, or set by another field."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from millrace.core.config.parts.problems import Problem
 
 SGLANG_OWNED = (
     "port",
@@ -86,3 +91,24 @@ ROUTER_REFUSED = {
     "max_concurrent_requests": _LIMIT,
     "rate_limit_tokens_per_second": _LIMIT,
 }
+
+
+def option_problems(
+    place: str,
+    options: Mapping[str, Any],
+    owned: Sequence[str],
+    refused: Mapping[str, str],
+    elsewhere: Mapping[str, str],
+) -> Iterator[Problem]:
+    """Upstream options that may not stand there: millrace's own, refused ones, and those that another field sets."""
+    for name, value in options.items():
+        field = f"{place}.{name}"
+        if name in owned:
+            yield Problem(field, value, "millrace sets it itself", "remove it")
+        elif name in refused:
+            shown = "***" if name in SECRETS else value
+            yield Problem(field, shown, f"not allowed: {refused[name]}", "remove it")
+        elif name in elsewhere:
+            yield Problem(
+                field, value, f"it follows from {elsewhere[name]}", "remove it and set that instead"
+            )
