@@ -50,6 +50,9 @@ def fields(*overrides: str) -> list[str]:
     [
         [],
         ["trainer.global_batch=8"],
+        ["pipeline.ahead=1", "placement.colocate=false", "algorithm.correction.max_token_age=0"],
+        ["pipeline.ahead=2", "algorithm.correction={kind: truncate, max_token_age: 1}"],
+        ["rollout.buffer={max_age: 4}", "algorithm.correction={kind: truncate, max_token_age: 3}"],
         ["trainer.world_size=8", "trainer.parallel.tensor=2", "trainer.parallel.pipeline=2"],
         ["trainer.world_size=4", "trainer.parallel.expert=4"],
         ["trainer.world_size=2", "trainer.parallel.tensor=2", "trainer.parallel.sequence=true"],
