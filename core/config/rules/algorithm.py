@@ -24,7 +24,7 @@ def problems(
     """Everything wrong with the section, all at once; empty when it makes sense.
 
     steps_per_iteration: optimizer steps on one iteration's samples.
-    ages: least and largest age of the tokens that iterations train, in published versions; None: not known.
+    ages: the age that all tokens of an iteration may have, and the largest of any, in published versions; None: not known.
     """
     return [
         *_estimator(algorithm, rollout, filter),
@@ -290,7 +290,7 @@ def _max_token_age(a: Algorithm, ages: tuple[int, int] | None) -> Iterator[Probl
         )
     if ages is None:
         return
-    least, largest = ages
+    whole, largest = ages
     if bound >= largest:
         yield Problem(
             field,
@@ -299,12 +299,13 @@ def _max_token_age(a: Algorithm, ages: tuple[int, int] | None) -> Iterator[Probl
             "so that none would be left out",
             f"set it below {largest}, or leave it out" if largest else "leave it out",
         )
-    if bound < least:
+    if bound < whole:
         yield Problem(
             field,
             bound,
-            f"with pipeline.ahead={least} and on_update=finish all tokens are {least} versions old, so that all would be left out",
-            "leave it out, or take another pipeline.on_update",
+            f"with pipeline.ahead={whole} an iteration may be made by weights that are {whole} versions old, and would have no token "
+            "to train on",
+            f"set it to at least {whole}, or lower pipeline.ahead",
         )
 
 

@@ -47,7 +47,7 @@ def problems(config: RunConfig) -> list[Problem]:
 
 
 def _ages(config: RunConfig) -> tuple[int, int]:
-    """Least and largest age of the tokens that iterations train once the pipeline is full, in published versions."""
+    """Age that all tokens of an iteration may have, and the largest of any, in published versions."""
     p, buffer = config.pipeline, config.rollout.buffer
     reused = -(-buffer.max_age // max(1, config.steps_per_iteration)) if buffer is not None else 0
-    return p.ahead if p.on_update == "finish" else 0, max(p.staleness, reused)
+    return p.ahead, max(p.staleness, reused)
