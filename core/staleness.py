@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from millrace.core.contracts.sample import PolicySpan
+
+LOW_IN_A_ROW = 3  # iterations: one batch of odd samples says nothing of the setting
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,31 @@ def staleness(policy_versions: Sequence[PolicySpan], version: int) -> int:
 def admissible(oldest: int, iteration: int, max_staleness: int, steps: int) -> bool:
     """Whether a token may be trained in an iteration. oldest: the weight version that made it. steps: of an iteration."""
     return oldest >= (iteration - max_staleness) * steps
+
+
+def token_ages(
+    policy_versions: Sequence[PolicySpan], length: int, trained: int, steps: int
+) -> npt.NDArray[np.int64]:
+    """Age of each response token [length]: published versions between the one that made it and `trained`, at least 0.
+
+    One version is published an iteration, of `steps` optimizer steps. trained: the weight version that the iteration starts from.
+    A version between two published ones, as an iteration of another number of steps leaves it, counts as the older of them.
+    Tokens that no span covers have age 0.
+    """
+    ages = np.zeros(length, np.int64)
+    ends = [*(span["first_token"] for span in policy_versions[1:]), length]
+    for span, end in zip(policy_versions, ends, strict=True) if policy_versions else ():
+        ages[span["first_token"] : end] = max(0, -((span["version"] - trained) // steps))
+    return ages
+
+
+def ahead_after(ess_history: Sequence[float | None], ahead: int, min_ess: float) -> int:
+    """How many iterations to be ahead from the next one on: `ahead`, or one less if the correction weights degenerate.
+
+    ess_history: the effective sample size as a share (`train/ess`) of each iteration since `ahead` took effect, the newest
+    last; None where it was not measured. One less if each of the last three is below `min_ess`; never below 0, and never
+    more: a setting that was too much is not tried again.
+    """
+    last = ess_history[-LOW_IN_A_ROW:]
+    low = len(last) == LOW_IN_A_ROW and all(ess is not None and ess < min_ess for ess in last)
+    return max(0, ahead - 1) if low else ahead

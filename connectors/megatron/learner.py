@@ -30,6 +30,7 @@ from millrace.connectors.megatron.packing import Row
 from millrace.connectors.megatron.policy_step import logprob_gap, policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
 from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
+from millrace.core.algorithms.ages import measured
 from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
 from millrace.core.algorithms.kl_controller import KLController
 from millrace.core.algorithms.objective import Objective, check_on_policy, derived
@@ -158,6 +159,7 @@ class Learner:
                 remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
         rewards = self._rewards(rows)
+        oldest = max((int(row.ages.max(initial=0)) for row in rows if row.ages is not None), default=0)
         batches = {}
         for step in steps:
             if step < version:
@@ -170,6 +172,7 @@ class Learner:
                 self.config,
                 self.architecture,
                 self.device,
+                oldest=oldest,
             )
             if old:
                 batch.set_per_token("old", self.passes.logprobs(batch.packs))
@@ -247,7 +250,7 @@ class Learner:
             forward_only=not self.trains_policy(version),
             on_launched=self.policy.measure_gradient,
         )
-        means = derived(_means(sum_over_ranks(sums)))
+        means = measured(derived(_means(sum_over_ranks(sums))))
         if self.objective.needs_ref:
             means["kl_coef"] = self.objective.kl_coef
         return explained_variance(means) if self.critic is not None else means

@@ -21,6 +21,7 @@ from millrace.connectors.megatron.model.context_parallel import zigzag_positions
 from millrace.core.architecture import Architecture
 from millrace.core.batching import plan_packs
 from millrace.core.config import RunConfig
+from millrace.core.staleness import token_ages
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -43,9 +44,18 @@ class Row:
     teacher_logprobs: Floats | None = None  # of a served teacher
     teacher_top_tokens: Ints | None = None  # [response tokens, k] its likeliest ones
     teacher_top_logprobs: Floats | None = None  # [response tokens, k]
-    stale: Ints | None = (
-        None  # [response tokens] 1: older weights made it than the iteration trains; None: none of them
+    ages: Ints | None = (
+        None  # [response tokens] see millrace.core.staleness.token_ages; None: the weights that are trained made all
     )
+
+    def trains(self, max_age: int | None) -> bool:
+        """Whether the loss has any token of it, where it has none of more than `max_age`."""
+        mask = (
+            self.loss_mask
+            if max_age is None or self.ages is None
+            else self.loss_mask * (self.ages <= max_age)
+        )
+        return bool(mask.any())
 
 
 @dataclass
@@ -90,9 +100,8 @@ def read_rows(table: pa.Table) -> list[Row]:
     plain = table.select(columns).to_pylist()
     asked = table.column("teacher_logprobs").is_valid().to_pylist()
     topped = table.column("teacher_top_tokens").is_valid().to_pylist()
-    trained = (
-        min((row["train_step"] for row in plain), default=0) - 1
-    )  # the version before the iteration's first step
+    steps = [row["train_step"] for row in plain]
+    first, last = min(steps, default=1), max(steps, default=1)
     return [
         Row(
             sample_id=row["sample_id"],
@@ -108,21 +117,22 @@ def read_rows(table: pa.Table) -> list[Row]:
             teacher_logprobs=teacher[i] if asked[i] else None,
             teacher_top_tokens=top_tokens[i].reshape(row["response_length"], -1) if topped[i] else None,
             teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
-            stale=_stale(row, trained),
+            ages=_ages(row, first - 1, last - first + 1),
         )
         for i, row in enumerate(plain)
     ]
 
 
-def _stale(row: dict[str, Any], trained: int) -> Ints | None:
-    """Which response tokens an older version than `trained` made. All of a reused sample."""
-    length, spans = row["response_length"], row["policy_versions"]
-    if row["reused_from"] is not None:
-        return np.ones(length, np.int64)
-    if all(span["version"] >= trained for span in spans):
+def _ages(row: dict[str, Any], trained: int, steps: int) -> Ints | None:
+    """Age of each response token under the weights `trained`, from which an iteration of `steps` starts; None: all 0.
+
+    Tokens of a reused sample are of an earlier iteration, and at least 1 old.
+    """
+    reused = row["reused_from"] is not None
+    if not reused and all(span["version"] >= trained for span in row["policy_versions"]):
         return None
-    counts = np.diff([*(span["first_token"] for span in spans), length])
-    return np.repeat([int(span["version"] < trained) for span in spans], counts)
+    ages = token_ages(row["policy_versions"], row["response_length"], trained, steps)
+    return np.maximum(ages, 1) if reused else ages
 
 
 def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

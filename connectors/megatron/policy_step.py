@@ -22,7 +22,7 @@ from millrace.connectors.megatron.forward_backward import (
 )
 from millrace.connectors.megatron.model.logprobs import TokenLogprobs
 from millrace.connectors.megatron.rank_batch import RankBatch
-from millrace.core.algorithms.kl import kl_estimate
+from millrace.core.algorithms.ages import age_metrics, ratio_metrics
 from millrace.core.algorithms.objective import Objective, TokenBatch
 from millrace.core.algorithms.packed import clean
 
@@ -45,11 +45,13 @@ def policy_step(
         metrics["loss"] = (total.detach(), torch.zeros_like(total))
         sampled = batch.sampled_logprobs
         ours = tokens.logprobs.detach() if sampled is None else sampled[spans[number]]
+        ages = batch.ages[spans[number]]
         metrics.update(logprob_gap(ours, tokens.rollout_logprobs, batch.compared[spans[number]]))
-        if batch.stale is not None:
-            stale = batch.stale[spans[number]]
-            metrics["behaviour_kl"] = _behaviour_kl(ours, tokens, stale)
-            metrics["stale_share"] = stale.sum(), tokens.mask.sum().float()
+        if not objective.supervised:
+            metrics.update(age_metrics(ages, tokens.mask))
+            metrics["staleness_max"] = maximum(ages * tokens.mask)
+        if batch.oldest:
+            metrics.update(ratio_metrics(ours, tokens.rollout_logprobs, tokens.mask, ages, batch.oldest))
         if "teacher" in batch.per_token and not objective.teacher_top_k:
             metrics["teacher_kl"] = _teacher_kl(tokens, batch.per_token["teacher"][spans[number]])
         return total, metrics
@@ -113,6 +115,7 @@ def _token_batch(
         entropy=output.entropies,
         top_logprobs=output.others,
         teacher_top_logprobs=None if top is None else top[span],
+        ages=batch.ages[span] if batch.oldest else None,
     )
 
 
@@ -120,16 +123,6 @@ def _teacher_kl(tokens: TokenBatch, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """KL of the sampling policy from the teacher, by its plain estimate on the sampled tokens."""
     mask = tokens.mask.bool()
     return clean(tokens.old_logprobs - teacher, mask).sum(), mask.sum().float()
-
-
-def _behaviour_kl(sampled: Tensor, tokens: TokenBatch, stale: Tensor) -> tuple[Tensor, Tensor]:
-    """KL of the older weights that made stale tokens from those before the iteration, by k3 on the former's tokens.
-
-    sampled [N]: log-probabilities of the latter. stale [N]: 1 on the tokens that count.
-    """
-    mask = stale.bool()
-    kl = kl_estimate(tokens.rollout_logprobs, sampled, "k3", mask=mask)
-    return kl.sum(), mask.sum().float()
 
 
 def logprob_gap(sampled: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:

@@ -159,9 +159,13 @@ class TrainerRank(RankWeights):
             raise TrainerError(
                 f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
             )
-        if not any(row.loss_mask.any() for row in rows):
+        max_age = self.config.algorithm.correction.max_token_age
+        if not any(row.trains(max_age) for row in rows):
+            bound = (
+                "" if max_age is None else f" of age {max_age} (algorithm.correction.max_token_age) or less"
+            )
             raise RefusedStepError(
-                f"step {version}: none of its {len(rows)} samples has a token to train on; nothing was applied"
+                f"step {version}: none of its {len(rows)} samples has a token to train on{bound}; nothing was applied"
             )
         apart = recorded is not None and was_whitened_apart(recorded)
         batch = self.learner.rank_batch(version, batch_url, every, batch_sha256, whiten_apart=apart)

@@ -36,9 +36,8 @@ class RankBatch:
     token_weight: float  # 1 / unmasked tokens of the whole step
     rewards: Tensor  # [B] float64
     sample_advantages: Tensor | None  # [B] float64
-    stale: (
-        Tensor | None
-    )  # [N] 1: in the loss, and of older weights than the iteration trains; None where the step has none, on any rank
+    ages: Tensor  # [N] published versions between a token's weights and those from before the iteration
+    oldest: int  # largest age in the whole iteration, over all ranks
     # [N] each, by name: "old", "sampled", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns";
     # [N, k] "teacher_top" ones
     per_token: dict[str, Tensor] = field(default_factory=dict)
@@ -66,7 +65,7 @@ class RankBatch:
     @property
     def compared(self) -> Tensor:
         """Tokens [N] whose log-probabilities engine and trainer must agree on: those that the weights before the iteration made."""
-        return self.mask if self.stale is None else self.mask - self.stale
+        return self.mask * (self.ages == 0)
 
     def set_per_token(self, name: str, values: Tensor | None) -> None:
         """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""
@@ -82,9 +81,12 @@ def make_rank_batch(
     config: RunConfig,
     architecture: Architecture,
     device: Any,
+    *,
+    oldest: int,
 ) -> RankBatch:
     """This rank's part of a step on `rows`, which are all samples of the step. `rewards`: the shaped reward of each row.
 
+    oldest: largest age of a token in the whole iteration.
     Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it, or
     lacks what a served teacher gives.
     """
@@ -109,11 +111,10 @@ def make_rank_batch(
         token_weight=1.0 / max(1.0, float(token_counts.sum())),
         rewards=torch.tensor(rewards, dtype=torch.float64)[members].to(device),
         sample_advantages=_sample_advantages(rows, rank_rows, config, device),
-        stale=_concatenate(
-            [row.loss_mask * (0 if row.stale is None else row.stale) for row in rank_rows], device
-        )
-        if any(row.stale is not None for row in rows)
-        else None,
+        ages=_concatenate(
+            [np.zeros(row.response_length) if row.ages is None else row.ages for row in rank_rows], device
+        ),
+        oldest=oldest,
     )
     if config.algorithm.teacher_server is not None:
         batch.set_per_token("teacher", _concatenate([row.teacher_logprobs for row in rank_rows], device))

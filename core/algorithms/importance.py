@@ -1,6 +1,8 @@
 """Correction of the gap between the sampler (engine) and the trainer: importance weights and what bounds them.
 
 Owns the weights w = pi_old / pi_rollout, their bounds, rejection and metrics; knows nothing of the loss they multiply.
+Where pi_old is the trainer before the iteration (the proximal policy), w times a loss that is clipped around pi_old is
+decoupled PPO, see millrace.core.algorithms.objective.
 Nothing here carries a gradient. Weights mean what they say only if rollout log-probabilities are those of the
 distribution that was sampled: millrace.core.config.rules.algorithm.truncated_sampling refuses configurations where they are not.
 """
@@ -85,6 +87,11 @@ def opsm(
     return (~(drifted & (advantages < 0))).to(gap.dtype)
 
 
+def too_old(ages: Tensor, mask: Tensor, *, oldest: int) -> Tensor:
+    """Bool [N]: unmasked tokens of more than `oldest` published versions. ages [N] as of millrace.core.staleness.token_ages."""
+    return (ages > oldest) & mask.bool()
+
+
 def correct(log_w: Tensor, correction: Correction) -> Tensor:
     """What multiplies the token loss [N], from log w [N] and the configured kind and bounds."""
     weights, low, high = log_w.exp(), correction.low, correction.high
@@ -123,3 +130,15 @@ def metrics(
         "sampler_k3": (k3.sum(), count),
         "sampler_gap": (k1.abs().sum(), count),
     }
+
+
+def applied_metrics(factor: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """First and second moment of what multiplies the token loss [N], over all unmasked tokens n, those left out too.
+
+    From them millrace.core.algorithms.objective.derived makes ess = (sum f)^2 / (n sum f^2), Kish's effective sample size as a
+    share: 1 where all tokens weigh the same, 1/n where one has all the weight, 0 where every token is left out.
+    """
+    on = mask.bool()
+    count = on.sum().float()
+    kept = clean(factor, on)
+    return {"correction_mean": (kept.sum(), count), "correction_second": (kept.square().sum(), count)}

@@ -2,6 +2,14 @@
 
 Owns the composition and its metrics; knows nothing of the model, of packs to come or of ranks. Loss and metrics are sums
 over the pack, so that sums over packs and data-parallel ranks are exact for the global batch.
+
+Tokens of older policies are trained by decoupled PPO (AReaL, arXiv:2505.24298, section 5.2; Hilton et al., arXiv:2110.00641),
+with a clip around the policy before the iteration and a weight from the one that made the token to it:
+
+    loss_t = c(pi_prox / pi_behave) max(-u_t A_t, -clip(u_t, 1 - low, 1 + high) A_t),   u_t = pi / pi_prox
+
+pi_prox: `old_logprobs`, pi_behave: `rollout_logprobs`, of whichever version made the token. c is the configured correction,
+the identity in the paper; it carries no gradient.
 """
 
 from __future__ import annotations
@@ -40,6 +48,9 @@ class TokenBatch:
         None  # [N, k] the trainer's, of the teacher's likeliest tokens; carries the gradient
     )
     teacher_top_logprobs: Tensor | None = None  # [N, k] the teacher's
+    ages: Tensor | None = (
+        None  # [N] published versions between a token's and the iteration's; None: all are of the latter
+    )
 
 
 class Objective:
@@ -99,7 +110,9 @@ class Objective:
         """
         batch = _cleaned(batch)
         count = batch.mask.sum().float()
+        total_weight = batch.weights.sum()
         metrics: Metrics = {}
+        batch = self._without_too_old(batch, metrics)
         if self.supervised:
             pg_loss = self._reduce(losses.sft_loss(batch.logprobs), batch)
         elif self.config.loss.kind == "function":
@@ -115,13 +128,22 @@ class Objective:
             metrics["entropy"] = (batch.entropy.detach().sum(), count)
         if not self.supervised:
             loss = loss + self._regularisation(batch, metrics)
-        total_weight = batch.weights.sum()
         metrics["pg_loss"] = (pg_loss.detach(), total_weight)
         metrics["loss"] = (loss.detach(), total_weight)
         return loss, metrics
 
     def _reduce(self, per_token: Tensor, batch: TokenBatch) -> Tensor:
         return reduce(per_token, batch.mask, batch.weights)
+
+    def _without_too_old(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
+        """The batch with weight 0 on tokens above correction.max_token_age: no term of the loss has them."""
+        oldest = self.config.correction.max_token_age
+        if oldest is None:
+            return batch
+        ages = torch.zeros_like(batch.weights) if batch.ages is None else batch.ages
+        left_out = importance.too_old(ages, batch.mask, oldest=oldest)
+        metrics["too_old_share"] = (left_out.sum().float(), batch.mask.sum().float())
+        return replace(batch, weights=clean(batch.weights, ~left_out))
 
     def _policy(self, batch: TokenBatch) -> losses.PolicyLoss:
         loss = self.config.loss
@@ -166,6 +188,9 @@ class Objective:
                 batch.lengths,
                 delta=c.opsm_delta,
             )
+        if c.max_token_age is not None and batch.ages is not None:
+            factor = clean(factor, ~importance.too_old(batch.ages, batch.mask, oldest=c.max_token_age))
+        metrics |= importance.applied_metrics(factor, batch.mask)
         left_out = ((factor == 0) & batch.mask).sum().float()
         metrics["left_out_share"] = (left_out, batch.mask.sum().float())
         return factor
@@ -235,9 +260,13 @@ def _policy_metrics(batch: TokenBatch, policy: losses.PolicyLoss) -> Metrics:
 def derived(means: Mapping[str, float]) -> dict[str, float]:
     """The means of a step (weighted sums over weights, by name) and what follows from several of them:
 
-    importance_std = sqrt(second moment - mean^2), importance_ess = mean^2 / second moment (effective sample size as a share).
+    importance_std = sqrt(second moment - mean^2), importance_ess = mean^2 / second moment (effective sample size as a share);
+    ess, the same of the weights that multiply the loss.
     """
     found = dict(means)
+    applied, applied_second = means.get("correction_mean"), found.pop("correction_second", None)
+    if applied is not None and applied_second is not None:
+        found["ess"] = applied * applied / applied_second if applied_second > 0 else 0.0
     mean, second = means.get("importance_mean"), means.get("importance_second")
     if mean is not None and second is not None:
         found["importance_std"] = max(0.0, second - mean * mean) ** 0.5

@@ -20,8 +20,8 @@ class _Transport(Section):
     max_logprob_gap: float = Field(
         0.02,
         gt=0,
-        description="Largest mean difference between engine and trainer log-probabilities on the samples of any step, "
-        "under the weights that sampled them; above it the run stops before the iteration's first update. Nats a token.",
+        description="Largest mean difference between engine and trainer log-probabilities on a step's tokens "
+        "that the current weights generated; above it the run stops before the iteration's first update. Nats a token.",
     )
 
     @property

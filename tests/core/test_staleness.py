@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from millrace.core.staleness import Ahead, VersionRange, admissible, staleness
+from millrace.core.contracts.sample import PolicySpan
+from millrace.core.staleness import Ahead, VersionRange, admissible, ahead_after, staleness, token_ages
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,100 @@ def test_a_token_may_be_as_old_as_the_bound_in_published_versions(
     oldest: int, iteration: int, bound: int, steps: int, may: bool
 ) -> None:
     assert admissible(oldest, iteration, bound, steps) == may
+
+
+def spans(*versions: tuple[int, int]) -> list[PolicySpan]:
+    return [PolicySpan(first_token=first, version=version) for first, version in versions]
+
+
+@pytest.mark.parametrize(
+    ("made_by", "steps", "ages"),
+    [
+        (spans(), 1, [0, 0, 0, 0, 0]),
+        (spans((0, 6)), 1, [0, 0, 0, 0, 0]),
+        (spans((0, 5), (3, 6)), 1, [1, 1, 1, 0, 0]),
+        (spans((0, 3), (1, 4), (4, 6)), 1, [3, 2, 2, 2, 0]),
+        (spans((0, 2), (2, 4)), 2, [2, 2, 1, 1, 1]),
+        (spans((0, 5)), 2, [1, 1, 1, 1, 1]),
+        (spans((0, 7)), 1, [0, 0, 0, 0, 0]),
+    ],
+    ids=[
+        "no span",
+        "on policy",
+        "crossed an update",
+        "crossed two",
+        "two steps an iteration",
+        "between two published ones",
+        "newer than asked",
+    ],
+)
+def test_ages_of_tokens_count_published_versions(
+    made_by: list[PolicySpan], steps: int, ages: list[int]
+) -> None:
+    assert token_ages(made_by, 5, 6, steps).tolist() == ages
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=5),
+    st.integers(0, 12),
+    st.integers(1, 4),
+)
+def test_the_oldest_token_of_a_sample_is_as_old_as_the_sample(
+    parts: list[tuple[int, int]], trained: int, steps: int
+) -> None:
+    length = sum(tokens for tokens, _ in parts)
+    versions = [min(version, trained) for _, version in parts]
+    starts = [sum(tokens for tokens, _ in parts[:number]) for number in range(len(parts))]
+    made_by = spans(*zip(starts, versions, strict=True))
+    ages = token_ages(made_by, length, trained, steps)
+    assert len(ages) == length
+    assert ages.max() == -(-staleness(made_by, trained) // steps)
+    assert all(
+        ages[start] == 0 for start, version in zip(starts, versions, strict=True) if version == trained
+    )
+
+
+@pytest.mark.parametrize(
+    ("history", "ahead", "after"),
+    [
+        ([], 2, 2),
+        ([0.1, 0.1], 2, 2),
+        ([0.1, 0.1, 0.1], 2, 1),
+        ([0.1, 0.1, 0.1], 1, 0),
+        ([0.1, 0.1, 0.1], 0, 0),
+        ([0.1, 0.1, 0.5], 2, 2),
+        ([0.1, 0.6, 0.1], 2, 2),
+        ([0.1, None, 0.1], 2, 2),
+        ([0.9, 0.1, 0.4, 0.2], 2, 1),
+        ([0.1, 0.1, 0.1, 0.9], 2, 2),
+    ],
+    ids=[
+        "nothing measured",
+        "too few",
+        "low three times",
+        "down to turns",
+        "in turns already",
+        "at the bound is enough",
+        "one was good",
+        "one was not measured",
+        "the newest count",
+        "it has recovered",
+    ],
+)
+def test_a_run_goes_less_far_ahead_when_its_weights_degenerate(
+    history: list[float | None], ahead: int, after: int
+) -> None:
+    assert ahead_after(history, ahead, 0.5) == after
+
+
+shares = st.floats(0, 1)
+
+
+@given(st.lists(st.none() | shares, max_size=8), st.integers(0, 8), shares, shares)
+def test_it_goes_at_most_one_down_never_up_and_a_higher_bound_never_keeps_more(
+    history: list[float | None], ahead: int, one: float, other: float
+) -> None:
+    low, high = sorted((one, other))
+    assert ahead_after(history, ahead, low) in {ahead, max(0, ahead - 1)}
+    assert ahead_after(history, ahead, high) <= ahead_after(history, ahead, low)
+    assert ahead_after([*history, 1.0], ahead, high) == ahead

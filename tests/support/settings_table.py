@@ -125,7 +125,7 @@ ROWS: dict[str, Row] = {
         *_under("algorithm.loss", FUNCTION),
         *_under("algorithm.overlong", "buffer_tokens factor"),
         *_under("algorithm.shaping", FUNCTION),
-        *_under("algorithm.correction", "kind level low high veto opsm_delta"),
+        *_under("algorithm.correction", "kind level low high veto opsm_delta max_token_age"),
         "trainer.megatron",
     ),
     **_any_start(

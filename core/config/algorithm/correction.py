@@ -35,3 +35,9 @@ class Correction(Section):
         description="Off-policy sequence masking: leave out tokens of negative advantage in sequences whose mean "
         "log-probability fell by more than this since sampling. Nats a token.",
     )
+    max_token_age: int | None = Field(
+        None,
+        ge=0,
+        description="Leave out tokens that were older than this when their iteration began, in published weight versions: no "
+        "term of the policy's loss has them, but its denominators do.",
+    )

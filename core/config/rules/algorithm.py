@@ -19,16 +19,19 @@ def problems(
     *,
     filter: Filter | None = None,
     steps_per_iteration: int = 1,
+    ages: tuple[int, int] | None = None,
 ) -> list[Problem]:
     """Everything wrong with the section, all at once; empty when it makes sense.
 
     steps_per_iteration: optimizer steps on one iteration's samples.
+    ages: the age that all tokens of an iteration may have, and the largest of any, in published versions; None: not known.
     """
     return [
         *_estimator(algorithm, rollout, filter),
         *_loss(algorithm, steps_per_iteration),
         *_kl(algorithm),
         *_correction(algorithm),
+        *_max_token_age(algorithm, ages),
         *truncated_sampling(algorithm, rollout.sampling),
     ]
 
@@ -227,6 +230,8 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
 
 def unweighed(a: Algorithm, cause: str) -> Iterator[Problem]:
     """Tokens of older weights that would be trained as if the current ones had sampled them. cause: what brings them."""
+    if a.correction.max_token_age == 0:  # none of them is trained
+        return
     against_sampler = a.old_logprobs == "rollout" and a.loss.kind != "reinforce"
     if a.correction.kind == "none" and not against_sampler and a.loss.kind != "function":
         yield Problem(
@@ -254,7 +259,7 @@ def _correction(a: Algorithm) -> Iterator[Problem]:
     if c.kind == "icepop" and (c.level != "token" or c.low == 0):
         yield Problem(
             "algorithm.correction",
-            c.model_dump(exclude={"veto", "opsm_delta"}),
+            c.model_dump(exclude={"veto", "opsm_delta", "max_token_age"}),
             "IcePop is a band on tokens with both bounds",
             "set level=token and low above 0 (0.5 and 5 are the paper's), or take kind=mask",
         )
@@ -267,6 +272,41 @@ def _correction(a: Algorithm) -> Iterator[Problem]:
         )
     if (active or c.opsm_delta is not None) and a.supervised:
         yield Problem("algorithm.correction", c.kind, "supervised rows were not sampled", "set kind=none")
+
+
+def _max_token_age(a: Algorithm, ages: tuple[int, int] | None) -> Iterator[Problem]:
+    bound, field = a.correction.max_token_age, "algorithm.correction.max_token_age"
+    if bound is None:
+        return
+    if a.supervised:
+        yield Problem(field, bound, "supervised rows were not sampled", "leave it out")
+        return
+    if a.loss.kind == "gspo":
+        yield Problem(
+            field,
+            bound,
+            "loss=gspo has one ratio a sequence, whose gradient reaches all its tokens, those left out too",
+            "leave it out, or take loss=clipped",
+        )
+    if ages is None:
+        return
+    whole, largest = ages
+    if bound >= largest:
+        yield Problem(
+            field,
+            bound,
+            f"no token is older than {largest} when it is trained, by pipeline.ahead, pipeline.max_staleness and rollout.buffer, "
+            "so that none would be left out",
+            f"set it below {largest}, or leave it out" if largest else "leave it out",
+        )
+    if bound < whole:
+        yield Problem(
+            field,
+            bound,
+            f"with pipeline.ahead={whole} an iteration may be made by weights that are {whole} versions old, and would have no token "
+            "to train on",
+            f"set it to at least {whole}, or lower pipeline.ahead",
+        )
 
 
 def truncated_sampling(algorithm: Algorithm, sampling: Sampling) -> list[Problem]:

@@ -32,6 +32,7 @@ def problems(config: RunConfig) -> list[Problem]:
             config.rollout,
             filter=config.filter,
             steps_per_iteration=max(1, config.steps_per_iteration),
+            ages=_ages(config),
         ),
         *data.problems(config),
         *evaluation.problems(config),
@@ -43,3 +44,10 @@ def problems(config: RunConfig) -> list[Problem]:
         *pipeline.problems(config),
         *sync.problems(config),
     ]
+
+
+def _ages(config: RunConfig) -> tuple[int, int]:
+    """Age that all tokens of an iteration may have, and the largest of any, in published versions."""
+    p, buffer = config.pipeline, config.rollout.buffer
+    reused = -(-buffer.max_age // max(1, config.steps_per_iteration)) if buffer is not None else 0
+    return p.ahead, max(p.staleness, reused)

@@ -36,6 +36,11 @@ CONFIGS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS
             "opsm_delta": 0.01,
         },
     },
+    "older tokens left out": {
+        "kl_coef": 0.1,
+        "entropy_coef": 0.01,
+        "correction": {"kind": "truncate", "max_token_age": 1},
+    },
     "likeliest tokens of a teacher": {
         "preset": "opd",
         "teacher_server": {"url": "http://nowhere", "top_k": 3},
@@ -64,6 +69,7 @@ def batch(config: Algorithm, seed: int = 0, dtype: torch.dtype = torch.float64) 
         entropy=rand().requires_grad_(),
         top_logprobs=tops().requires_grad_(),
         teacher_top_logprobs=tops(),
+        ages=torch.randint(0, 4, (n,), generator=g).to(dtype),
     )
 
 

@@ -146,6 +146,8 @@ CORRECTED = {"correction": {"kind": "truncate"}}
         ({"correction": {"kind": "icepop"}}, "algorithm.correction"),
         ({"correction": {"kind": "icepop", "low": 0.5, "level": "sequence_product"}}, "algorithm.correction"),
         ({"loss": "sft", **CORRECTED}, "algorithm.correction"),
+        ({"loss": "sft", "correction": {"max_token_age": 1}}, "algorithm.correction.max_token_age"),
+        ({"preset": "gspo", "correction": {"max_token_age": 1}}, "algorithm.correction.max_token_age"),
     ],
 )
 def test_senseless_combinations_are_refused(algorithm: dict[str, Any], field: str) -> None:

@@ -50,6 +50,12 @@ def fields(*overrides: str) -> list[str]:
     [
         [],
         ["trainer.global_batch=8"],
+        ["pipeline.select=finish", "pipeline.max_staleness=1", "algorithm.correction.max_token_age=0"],
+        [
+            "pipeline={select: finish, ahead: 1, max_staleness: 3}",
+            "algorithm.correction={kind: truncate, max_token_age: 2}",
+        ],
+        ["rollout.buffer={max_age: 4}", "algorithm.correction={kind: truncate, max_token_age: 3}"],
         ["trainer.world_size=8", "trainer.parallel.tensor=2", "trainer.parallel.pipeline=2"],
         ["trainer.world_size=4", "trainer.parallel.expert=4"],
         ["trainer.world_size=2", "trainer.parallel.tensor=2", "trainer.parallel.sequence=true"],
