@@ -31,9 +31,9 @@ class Row:
     """One sample of a batch, as the trainer reads it."""
 
     sample_id: str
-    tokens: Ints
+    tokens: npt.NDArray[np.int32]
     response_length: int
-    loss_mask: Ints
+    loss_mask: npt.NDArray[np.int8]
     rollout_logprobs: Floats
     advantage: float | None  # None: computed per token
     reward: float  # NaN: not scored
@@ -71,7 +71,7 @@ class Pack:
 
 def read_rows(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
-    tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
+    tokens, masks = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
     teacher = _lists(table, "teacher_logprobs", np.float32)
     top_tokens = _lists(table, "teacher_top_tokens", np.int64)
