@@ -186,9 +186,10 @@ def make_pack(
         before_response[end - row.response_length - 1 : end - 1] = True
     positions = np.concatenate([np.arange(length) for length in padded])
     flat, predicts_response = torch.from_numpy(tokens), torch.from_numpy(before_response)
-    local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
+    # without context parallelism a pack is whole here, and its tensors are views
+    local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else slice(None)
     places = predicts_response[local_positions].nonzero()[:, 0]
-    pack_places = local_positions[places]
+    pack_places = local_positions[places] if isinstance(local_positions, Tensor) else places
     slots = (predicts_response.cumsum(0) - 1)[pack_places]
     tops = [row.teacher_top_tokens for row in rows if row.teacher_top_tokens is not None] if top_k else []
     others = torch.from_numpy(np.concatenate([np.zeros((0, top_k), dtype=np.int64), *tops]))

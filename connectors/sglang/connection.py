@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from millrace.core.errors import EngineError, EngineLostError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
+LARGE = 32768  # bytes of an answer; a hundred of these at once would hold up the event loop
 Parse = Callable[[bytes], Any]
 """Reads the JSON of an answer. Raises ValueError if it is none."""
 
@@ -64,7 +66,10 @@ class Connection:
                 if answer.status in (200, 202):
                     if answer.content_type != "application/json":
                         return await answer.text()
-                    return self._parsed(await answer.read(), path, parse)
+                    content = await answer.read()
+                    if len(content) < LARGE:
+                        return self._parsed(content, path, parse)
+                    return await asyncio.to_thread(self._parsed, content, path, parse)
                 message = (await answer.text())[:500]
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLostError(
