@@ -49,6 +49,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         target = "< 5 s, < 500 MiB" if name.endswith("as drawn") else ""
         figure = f"{source['start_s']:.1f} s, {source['driver_mb']:.0f} MiB"
         yield Row(what, (figure,), target, "python -m benchmarks.large_source")
+    yield from _data_plane_rows(kept.get("cpu", "data_plane"))
     check = kept.get("cpu", "check_command")
     seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
     yield Row("`millrace check`, start to answer", (seconds,), "< 3 s", "python -m benchmarks.check_command")
@@ -83,6 +84,29 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     learning = kept.get("cpu", "learning")
     what = "learning of the one-GPU recipe on a CPU, held-out accuracy"
     yield Row(what, (_held_out(learning["curve"]["held_out"]),), "rising", learning["command"])
+
+
+def _data_plane_rows(result: Any) -> Iterator[Row]:
+    command, stages, paired = result["command"], result["stages"], result["paired"]
+    size = f"{result['samples']:,} × {result['tokens']:,} tokens"
+    for stage, what in (
+        ("end_to_end", "from engines' answers to batch.parquet and one rank's packs"),
+        ("generate", "the first part of it: requests, answers, rollout parts"),
+        ("batch", "the second: rollout parts to batch.parquet"),
+        ("packs", "the third: batch.parquet to packs"),
+    ):
+        rate = f"{stages[stage]['tokens_per_cpu_s'] / 1e6:.1f} million tokens a second of CPU"
+        target = "≥ 2 million" if stage == "end_to_end" else ""
+        yield Row(f"{what}, {size}", (rate,), target, command)
+    times = f"{paired['ratio']:.1f} times as fast"
+    yield Row(
+        "an answer's JSON to a table of rows, against Python objects for each token", (times,), "", command
+    )
+    longest = result["longest_block_s"]
+    blocked = f"{longest['wall'] * 1000:.0f} ms, of which {longest['cpu'] * 1000:.0f} ms its own CPU time"
+    yield Row(
+        f"longest block of the event loop meanwhile, on busy cores, {size}", (blocked,), "< 50 ms", command
+    )
 
 
 def gpu_rows(kept: KeptResults) -> Iterator[Row]:

@@ -6,12 +6,15 @@ packs. Both are split by the largest differencing method (Karmarkar and Karp 198
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
+from itertools import chain
 
 from millrace.core.errors import ConfigError
 
 Packs = list[list[int]]  # indices of samples
+Sets = list[tuple[float, list[int]]]  # total weights, and indices of samples
 
 
 def plan_packs(
@@ -30,7 +33,7 @@ def plan_packs(
             where=f"trainer.max_pack_tokens = {max_tokens}",
             remedy="raise it, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens",
         )
-    per_rank = max(1, -(-sum(lengths) // (max_tokens * ranks)))
+    per_rank = max(1, -(-_fewest(lengths, max_tokens) // ranks))
     while True:
         packs = karmarkar_karp(lengths, per_rank * ranks)
         if _heaviest(packs, lengths) <= max_tokens:
@@ -43,9 +46,17 @@ def plan_packs(
         if all(_heaviest(packs, lengths) <= max_tokens for packs in of_ranks):
             plans.append(of_ranks)
     work = lengths if cost is None else cost
-    best = min(plans, key=lambda plan: _heaviest([sum(packs, []) for packs in plan], work))
+    best = min(plans, key=lambda plan: _heaviest([[*chain(*packs)] for packs in plan], work))
     # heavy packs first, so that ranks that wait for each other in a pack, as expert parallel ones do, have similar packs
     return [sorted(map(sorted, packs), key=lambda pack: (-_total(pack, work), pack)) for packs in best]
+
+
+def _fewest(lengths: Sequence[int], max_tokens: int) -> int:
+    """A number of packs below which the samples cannot fit: by tokens, by samples of a pack, and by those that stand alone."""
+    if not lengths:
+        return 0
+    by_count = -(-len(lengths) // (max_tokens // min(lengths)))
+    return max(-(-sum(lengths) // max_tokens), by_count, sum(2 * length > max_tokens for length in lengths))
 
 
 def _total(samples: Sequence[int], weights: Sequence[float]) -> float:
@@ -60,11 +71,12 @@ def _dealt(packs: Packs, ranks: int, weights: Sequence[float]) -> list[Packs]:
     """Packs of each rank. Heavy ones are dealt first; the heaviest of a round goes to the rank with the least so far."""
     remaining = sorted(packs, key=lambda pack: (-_total(pack, weights), pack))
     of_ranks: list[Packs] = [[] for _ in range(ranks)]
-    while remaining:
-        order = sorted(range(ranks), key=lambda rank: _total(sum(of_ranks[rank], []), weights))
-        for rank, pack in zip(order, remaining[:ranks], strict=True):
+    totals: list[float] = [0] * ranks
+    for at in range(0, len(remaining), ranks):
+        order = sorted(range(ranks), key=totals.__getitem__)
+        for rank, pack in zip(order, remaining[at : at + ranks], strict=True):
             of_ranks[rank].append(pack)
-        remaining = remaining[ranks:]
+            totals[rank] = sum((weights[i] for i in pack), totals[rank])
     return of_ranks
 
 
@@ -74,13 +86,16 @@ def _split(samples: Sequence[int], count: int, weights: Sequence[float]) -> Pack
 
 
 def karmarkar_karp(weights: Sequence[float], bins: int) -> list[list[int]]:
-    """Indices split into `bins` sets of nearly equal total weight."""
+    """Indices split into `bins` sets of nearly equal total weight. Weights are above 0.
+
+    Sets that are empty are left out of the lists: a single sample then joins a list by insertion, and the time is about
+    n log(n) for n samples, however many sets there are.
+    """
     if bins == 1:
         return [list(range(len(weights)))]
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for index, weight in enumerate(weights):
-        sets = [(weight, [index])] + [(0.0, [])] * (bins - 1)
-        heap.append((-weight, index, sets))
+    heap: list[tuple[float, int, Sets]] = [
+        (-float(weight), index, [(float(weight), [index])]) for index, weight in enumerate(weights)
+    ]
     heapq.heapify(heap)
     if not heap:
         return [[] for _ in range(bins)]
@@ -88,10 +103,27 @@ def karmarkar_karp(weights: Sequence[float], bins: int) -> list[list[int]]:
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        merged = [
-            (a[0] + b[0], a[1] + b[1]) for a, b in zip(first, sorted(second, key=lambda s: s[0]), strict=True)
-        ]
-        merged.sort(key=lambda s: -s[0])
-        heapq.heappush(heap, (-(merged[0][0] - merged[-1][0]), order, merged))
+        merged = _merged(first, second, bins)
+        least = merged[-1][0] if len(merged) == bins else 0.0
+        heapq.heappush(heap, (-(merged[0][0] - least), order, merged))
         order += 1
-    return [members for _, members in heap[0][2]]
+    found = [members for _, members in heap[0][2]]
+    return found + [[] for _ in range(bins - len(found))]
+
+
+def _merged(first: Sets, second: Sets, bins: int) -> Sets:
+    """Both lists as one, heaviest first: where they overlap, the heaviest of one with the lightest of the other.
+
+    Both are heaviest first, without empty sets. `first` may be changed.
+    """
+    if len(second) == 1 and len(first) < bins:
+        bisect.insort_right(first, second[0], key=_lightness)
+        return first
+    rising = sorted(second, key=lambda each: each[0])
+    alone = bins - len(second)  # so many of the first meet an empty set
+    pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first[alone:], rising, strict=False)]
+    return sorted([*first[:alone], *pairs, *rising[len(pairs) :]], key=_lightness)
+
+
+def _lightness(each: tuple[float, list[int]]) -> float:
+    return -each[0]

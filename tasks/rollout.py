@@ -102,7 +102,8 @@ async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: 
             beside = False
         for group in groups[begun : ctx.stream.released]:
             begin(group)
-        begun = ctx.stream.released
+            begun += 1
+            await asyncio.sleep(0)  # its requests go out; thousands at once would hold up the loop
         await ctx.stream.wait(revision)
 
 

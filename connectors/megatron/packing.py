@@ -32,9 +32,9 @@ class Row:
     """One sample of a batch, as the trainer reads it."""
 
     sample_id: str
-    tokens: Ints
+    tokens: npt.NDArray[np.int32]
     response_length: int
-    loss_mask: Ints
+    loss_mask: npt.NDArray[np.int8]
     rollout_logprobs: Floats
     advantage: float | None  # None: computed per token
     reward: float  # NaN: not scored
@@ -81,7 +81,7 @@ class Pack:
 
 def read_rows(table: pa.Table) -> list[Row]:
     """The rows of a batch table, in its order."""
-    tokens, masks = _lists(table, "tokens", np.int64), _lists(table, "loss_mask", np.int64)
+    tokens, masks = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
     teacher = _lists(table, "teacher_logprobs", np.float32)
     top_tokens = _lists(table, "teacher_top_tokens", np.int64)
@@ -196,9 +196,10 @@ def make_pack(
         before_response[end - row.response_length - 1 : end - 1] = True
     positions = np.concatenate([np.arange(length) for length in padded])
     flat, predicts_response = torch.from_numpy(tokens), torch.from_numpy(before_response)
-    local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else torch.arange(len(flat))
+    # without context parallelism a pack is whole here, and its tensors are views
+    local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else slice(None)
     places = predicts_response[local_positions].nonzero()[:, 0]
-    pack_places = local_positions[places]
+    pack_places = local_positions[places] if isinstance(local_positions, Tensor) else places
     slots = (predicts_response.cumsum(0) - 1)[pack_places]
     tops = [row.teacher_top_tokens for row in rows if row.teacher_top_tokens is not None] if top_k else []
     others = torch.from_numpy(np.concatenate([np.zeros((0, top_k), dtype=np.int64), *tops]))

@@ -6,13 +6,16 @@ Owns requests, answers and their errors; decides nothing about where a request g
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from millrace.connectors.sglang.answer_body import OutputTokens, read_answer
 from millrace.connectors.sglang.connection import Connection
 from millrace.connectors.sglang.engine_weights import EngineWeights
 from millrace.core.config.pipeline import OnUpdate
@@ -32,12 +35,12 @@ KEEPS_REQUESTS = (
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
-    """What an engine generated for one prompt."""
+    """What an engine generated for one prompt: N tokens."""
 
-    output_ids: list[int]
-    logprobs: list[float]
+    output_ids: npt.NDArray[np.int32]  # [N]
+    logprobs: npt.NDArray[np.float64]  # [N]
     text: str
     finish: Literal["stop", "length", "abort"]
     weight_versions: list[tuple[int, int]]  # first output token, weight version
@@ -120,9 +123,8 @@ class EngineClient(Connection):
         before = self.refits_amid_requests
         self.in_flight += 1
         try:
-            posting = self.post(
-                "/generate", body, timeout_s=None, headers={SESSION: session} if session else None
-            )
+            headers = {SESSION: session} if session else None
+            posting = self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
             answer = await _watched(posting, check or self._check_progress, progress_timeout_s)
         finally:
             self.in_flight -= 1
@@ -178,19 +180,18 @@ class EngineClient(Connection):
         if finish == "abort" and meta["finish_reason"].get("status_code", 200) != 200:
             raise EngineLostError(f"{self.engine_id}: {meta['finish_reason'].get('message')}")
         spans = meta.get("weight_versions") or [{"start": 0, "version": meta["weight_version"]}]
-        pairs = meta.get("output_token_logprobs") or []
-        ids = [token for _, token, *_ in pairs]
-        for at, (value, *_) in enumerate(pairs):
-            if value is None or not math.isfinite(value):
-                raise EngineError(
-                    f"{self.engine_id}: the log-probability of output token {at} is {value}",
-                    where=f"request {rid}",
-                    remedy="look at the engine's log; its weights or its arithmetic (engines.sglang, model.dtype) give "
-                    "no finite logits",
-                )
+        tokens: OutputTokens = meta["output_token_logprobs"]
+        wrong = np.flatnonzero(~np.isfinite(tokens.logprobs))
+        if len(wrong):
+            raise EngineError(
+                f"{self.engine_id}: the log-probability of output token {wrong[0]} is {tokens.logprobs[wrong[0]]}",
+                where=f"request {rid}",
+                remedy="look at the engine's log; its weights or its arithmetic (engines.sglang, model.dtype) give "
+                "no finite logits",
+            )
         return Generation(
-            output_ids=ids,
-            logprobs=[value for value, *_ in pairs],
+            output_ids=tokens.ids,
+            logprobs=tokens.logprobs,
             text=answer["text"],
             finish=finish,
             weight_versions=[(span["start"], _version(span["version"])) for span in spans],

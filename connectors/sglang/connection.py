@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,9 @@ from millrace.core.errors import EngineError, EngineLostError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
+LARGE = 32768  # bytes of an answer; a hundred of these at once would hold up the event loop
+Parse = Callable[[bytes], Any]
+"""Reads the JSON of an answer. Raises ValueError if it is none."""
 
 
 class Connection:
@@ -34,9 +38,10 @@ class Connection:
         body: dict[str, Any],
         timeout_s: float | None = CONTROL_TIMEOUT_S,
         headers: Mapping[str, str] | None = None,
+        parse: Parse = orjson.loads,
     ) -> Any:
         """The answer to a POST. Raises as `send` does."""
-        return await self.send("POST", path, body, timeout_s, headers)
+        return await self.send("POST", path, body, timeout_s, headers, parse)
 
     async def send(
         self,
@@ -45,6 +50,7 @@ class Connection:
         body: dict[str, Any] | None,
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
+        parse: Parse = orjson.loads,
     ) -> Any:
         """The answer: parsed if it is JSON, else its text.
 
@@ -60,7 +66,10 @@ class Connection:
                 if answer.status in (200, 202):
                     if answer.content_type != "application/json":
                         return await answer.text()
-                    return self._parsed(await answer.read(), path)
+                    content = await answer.read()
+                    if len(content) < LARGE:
+                        return self._parsed(content, path, parse)
+                    return await asyncio.to_thread(self._parsed, content, path, parse)
                 message = (await answer.text())[:500]
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLostError(
@@ -70,10 +79,10 @@ class Connection:
             raise EngineLostError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
         raise EngineError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
 
-    def _parsed(self, body: bytes, path: str) -> Any:
+    def _parsed(self, body: bytes, path: str, parse: Parse) -> Any:
         try:
-            return orjson.loads(body)
-        except orjson.JSONDecodeError as error:  # NaN, for one, is no JSON
+            return parse(body)
+        except ValueError as error:  # NaN, for one, is no JSON
             raise EngineError(f"{self.engine_id}: {path} answered with no JSON: {error}") from error
 
     async def close(self) -> None:

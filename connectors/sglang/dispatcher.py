@@ -14,13 +14,16 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from millrace.connectors.sglang.answer_body import NO_TOKENS
 from millrace.connectors.sglang.client import EngineClient, Generation
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536
 ABORT_EVERY_S = 0.1  # a request that is on its way to the engine is not there to be ended
-NOTHING = Generation([], [], "", "abort", [], "", 0)
+NOTHING = Generation(NO_TOKENS.ids, NO_TOKENS.logprobs, "", "abort", [], "", 0)
 
 
 def request_id(rid: str, attempt: int) -> str:
@@ -93,7 +96,7 @@ class Dispatcher:
                 continue
             refits, found = engine.refits, len(made.output_ids)
             left = {**params, "max_new_tokens": params.get("max_new_tokens", 0) - found} if found else params
-            ids = [*input_ids, *made.output_ids]
+            ids = [*input_ids, *made.output_ids.tolist()]
             name = request_id(rid, sent)
             sent += 1
             try:
@@ -214,12 +217,12 @@ def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:
 
 def joined(before: Generation, after: Generation) -> Generation:
     """Two pieces of an answer as one."""
-    if not before.output_ids:
+    if not len(before.output_ids):
         return after
     return replace(
         after,
-        output_ids=[*before.output_ids, *after.output_ids],
-        logprobs=[*before.logprobs, *after.logprobs],
+        output_ids=np.concatenate([before.output_ids, after.output_ids]),
+        logprobs=np.concatenate([before.logprobs, after.logprobs]),
         text=before.text + after.text,
         pieces=before.pieces + after.pieces,
         weight_versions=joined_spans(before.weight_versions, after.weight_versions, len(before.output_ids)),

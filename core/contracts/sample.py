@@ -9,11 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-Int8 = Annotated[int, pa.int8()]
 Int32 = Annotated[int, pa.int32()]
 Float32 = Annotated[float, pa.float32()]
+# a list a row: Python's, or an array of the type that is stored, which Arrow takes as it is
+Int8s = Annotated[list[int] | npt.NDArray[np.int8], pa.list_(pa.int8())]
+Int32s = Annotated[list[int] | npt.NDArray[np.int32], pa.list_(pa.int32())]
+Float32s = Annotated[list[float] | npt.NDArray[np.float32], pa.list_(pa.float32())]
 Figures = Annotated[list[tuple[str, float]], pa.map_(pa.string(), pa.float64())]
 JsonText = str  # what may have any shape (messages, labels, metadata) is stored as JSON text
 
@@ -62,11 +67,11 @@ class GeneratedSample:
     prompt: JsonText
     label: JsonText | None
     metadata: JsonText | None
-    tokens: list[Int32]  # prompt and response
+    tokens: Int32s  # prompt and response
     response_length: Int32
     response: str  # decoded for reading and scoring; never tokenised again
-    loss_mask: list[Int8]  # per response token
-    rollout_logprobs: list[Float32]  # per response token
+    loss_mask: Int8s  # per response token
+    rollout_logprobs: Float32s  # per response token
     policy_versions: list[PolicySpan]
     engine_id: str
     seed: int

@@ -11,8 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.connectors.sglang.client import Generation
-from millrace.connectors.sglang.dispatcher import joined_spans
+import numpy as np
+import numpy.typing as npt
+
+from millrace.connectors.sglang.answer_body import NO_TOKENS
+from millrace.connectors.sglang.dispatcher import NOTHING, joined_spans
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
@@ -25,8 +28,8 @@ from millrace.tasks.samples.part_writer import PartWriter
 class Made:
     """What was generated of an answer in earlier iterations."""
 
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    output_ids: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS.ids)
+    logprobs: npt.NDArray[np.float64] = field(default_factory=lambda: NO_TOKENS.logprobs)
     versions: list[tuple[int, int]] = field(default_factory=list)  # first token, weight version
 
     @classmethod
@@ -36,19 +39,20 @@ class Made:
             return cls()
         spans = [(span["first_token"], span["version"]) for span in row.policy_versions]
         length = row.response_length
-        return cls(row.tokens[len(row.tokens) - length :], row.rollout_logprobs, spans)
+        ids = np.asarray(row.tokens[len(row.tokens) - length :], dtype=np.int32)
+        return cls(ids, np.asarray(row.rollout_logprobs, dtype=np.float64), spans)
 
     def then(self, answer: Answer, text_of: Callable[[Sequence[int]], str]) -> Answer:
         """The whole answer, with what was generated now. One that failed has no tokens."""
-        if not self.output_ids or answer.status == "failed":
+        if not len(self.output_ids) or answer.status == "failed":
             return answer
-        new = answer.generation or Generation([], [], "", "abort", [], "", 0)
-        output_ids = [*self.output_ids, *new.output_ids]
+        new = answer.generation or NOTHING
+        output_ids = np.concatenate([self.output_ids, new.output_ids])
         whole = replace(
             new,
             output_ids=output_ids,
-            logprobs=[*self.logprobs, *new.logprobs],
-            text=text_of(output_ids),
+            logprobs=np.concatenate([self.logprobs, new.logprobs]),
+            text=text_of(output_ids.tolist()),
             weight_versions=joined_spans(self.versions, new.weight_versions, len(self.output_ids)),
         )
         return replace(answer, generation=whole)
@@ -84,7 +88,7 @@ class Answers:
             rid=sample,
             session=group.group_id,
             own=self._own(group),
-            made=made.output_ids,
+            made=made.output_ids.tolist(),
             priority=ctx.index,
         )
         row = generated_sample(group, index, seed, made.then(answer, ctx.runtime.prompts.tokenizer.decode))
@@ -107,11 +111,11 @@ def generated_sample(group: DrawnGroup, index: int, seed: int, answer: Answer) -
         group,
         index,
         sample_id=sample_id(group.group_id, index),
-        tokens=[*group.prompt_tokens, *answer.output_ids],
+        tokens=np.concatenate([np.array(group.prompt_tokens, dtype=np.int32), answer.output_ids]),
         response_length=length,
         response=answer.text,
-        loss_mask=[1] * length,
-        rollout_logprobs=result.logprobs if result else [],
+        loss_mask=np.ones(length, dtype=np.int8),
+        rollout_logprobs=(result.logprobs if result else NO_TOKENS.logprobs).astype(np.float32),
         policy_versions=[
             {"first_token": first, "version": version}
             for first, version in (result.weight_versions if result else [])

@@ -11,6 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from millrace.connectors.sglang.answer_body import NO_TOKENS
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.core.config import RunConfig
@@ -41,9 +45,9 @@ class Answer:
         return STATUSES[self.generation.finish]
 
     @property
-    def output_ids(self) -> list[int]:
+    def output_ids(self) -> npt.NDArray[np.int32]:
         """The response's token ids; none if it failed."""
-        return self.generation.output_ids if self.generation else []
+        return self.generation.output_ids if self.generation else NO_TOKENS.ids
 
     @property
     def text(self) -> str:
@@ -119,7 +123,7 @@ class SampleGenerator:
             else:
                 self.tokens += len(generation.output_ids) if generation else 0
                 if self._text_of and generation and generation.pieces > 1 and not made:
-                    generation = replace(generation, text=self._text_of(generation.output_ids))
+                    generation = replace(generation, text=self._text_of(generation.output_ids.tolist()))
             seconds = time.time() - started
         self.samples += 1
         self.outstanding -= 1

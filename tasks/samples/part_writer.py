@@ -80,8 +80,9 @@ class PartWriter:
         if not rows:
             return
         ctx, kind = self._ctx, self._kind
-        table = schema.to_table(rows, kind)
-        entry = await asyncio.to_thread(write_part, ctx.folder, kind, table, kind)
+        entry = await asyncio.to_thread(
+            lambda: write_part(ctx.folder, kind, schema.to_table(rows, kind), kind)
+        )
         ctx.parts[kind].append(entry.record())
         await self._landed(entry)
 

@@ -305,8 +305,8 @@ class SessionRollout:
             kind="segment",
             prompt=prompt,
             new_ids=list(new_ids),
-            output_ids=generation.output_ids,
-            rollout_logprobs=generation.logprobs,
+            output_ids=generation.output_ids.tolist(),
+            rollout_logprobs=generation.logprobs.tolist(),
             policy_versions=[
                 {"first_token": first, "version": version} for first, version in generation.weight_versions
             ],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.architecture import architecture
-from millrace.core.batching import Packs, plan_packs
+from millrace.core.batching import Packs, karmarkar_karp, plan_packs
 from millrace.core.errors import ConfigError
 from tests.support.qwen3 import QWEN3_06B
 
@@ -68,3 +68,28 @@ def test_operations_grow_with_weights_and_the_square_of_the_length() -> None:
     weights = SHAPE.parameters - SHAPE.layers * 2 * SHAPE.hidden - SHAPE.hidden
     assert SHAPE.flops(1) == 2 * (weights + 28 * 2048)
     assert SHAPE.flops(4096) - 4096 * 2 * weights == 2 * 28 * 2048 * 4096**2
+
+
+@given(weights=batches | st.lists(st.integers(1, 3), max_size=40), bins=st.integers(2, 50))
+def test_sets_are_those_of_the_method_as_it_is_described(weights: list[int], bins: int) -> None:
+    """Every partial solution as a list of all its sets, the empty ones too: so it took seconds for a thousand samples."""
+    solutions = [
+        (-float(weight), at, [(float(weight), [at]), *[(0.0, [])] * (bins - 1)])
+        for at, weight in enumerate(weights)
+    ]
+    order = len(weights)
+    while len(solutions) > 1:
+        (_, _, first), (_, _, second), *rest = sorted(solutions, key=lambda each: each[:2])
+        rising = sorted(second, key=lambda each: each[0])
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, rising, strict=True)]
+        merged.sort(key=lambda each: -each[0])
+        solutions = [*rest, (merged[-1][0] - merged[0][0], order, merged)]
+        order += 1
+    expected = [members for _, members in solutions[0][2]] if solutions else [[] for _ in range(bins)]
+    assert karmarkar_karp(weights, bins) == expected
+
+
+def test_no_pack_is_tried_that_cannot_hold_its_samples() -> None:
+    """16,384 samples of one length, of which seven fill a pack: it was tried with every number from the sum of tokens on."""
+    plan = plan_packs([4224] * 16384, ranks=1, max_tokens=32768)
+    assert len(plan[0]) == -(-16384 // 7)

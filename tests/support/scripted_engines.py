@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.core.errors import EngineError
 
-FEW = Generation([7, 8], [-0.5, -0.25], "2 .", "stop", [(0, 3)], "engine-0", 0)
+
+def generation(
+    ids: Sequence[int], logprobs: Sequence[float], text: str, finish: Literal["stop", "length"] = "stop"
+) -> Generation:
+    """What an engine at version 3 generated."""
+    arrays = np.array(ids, dtype=np.int32), np.array(logprobs)
+    return Generation(*arrays, text, finish, [(0, 3)], "engine-0", 0)
+
+
+FEW = generation([7, 8], [-0.5, -0.25], "2 .")
 
 
 class ScriptedEngines(Dispatcher):

@@ -20,7 +20,7 @@ from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
 from millrace.tasks.sessions.session_rollout import Opening
 from tests.support.chat_templates import tokenizer_of
-from tests.support.scripted_engines import ScriptedEngines
+from tests.support.scripted_engines import ScriptedEngines, generation
 
 FUNCTIONS = "tests.support.session_functions"
 
@@ -53,7 +53,7 @@ class Engines(ScriptedEngines):
         text = self.texts[min(turn, len(self.texts) - 1)] + "<|im_end|>"
         ids = TOKENIZER.tokenizer(text, add_special_tokens=False)["input_ids"][: params["max_new_tokens"]]
         finish = "stop" if len(ids) < params["max_new_tokens"] else "length"
-        return Generation(ids, [-0.5] * len(ids), text, finish, [(0, 3)], "engine-0", 0)
+        return generation(ids, [-0.5] * len(ids), text, finish)
 
 
 class Place:

@@ -74,7 +74,7 @@ async def test_failures_within_the_budget_are_answers_with_a_reason(make_config:
     answers = [await made.generate([1], seed=0, rid=rid, session=None) for rid in "abc"]
     assert [answer.status for answer in answers] == ["completed", "failed", "completed"]
     failed = answers[1]
-    assert (failed.generation, failed.reason, failed.output_ids, failed.text) == (
+    assert (failed.generation, failed.reason, failed.output_ids.tolist(), failed.text) == (
         None,
         "engine-0: died",
         [],

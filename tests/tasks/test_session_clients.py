@@ -22,7 +22,7 @@ from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
 from millrace.tasks.sessions.session_rollout import Opening
-from tests.support.scripted_engines import ScriptedEngines
+from tests.support.scripted_engines import ScriptedEngines, generation
 
 TOKENIZER = PromptTokenizer(build_tokenizer())
 TURNS = {  # of the branch and the turn: what is generated
@@ -51,7 +51,7 @@ class Engines(ScriptedEngines):
         await super().generate(input_ids, params, rid=rid, session=session)
         text = TURNS[rid.partition(".")[2]] + "<eos>"
         ids = TOKENIZER.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Generation(ids, [-0.5] * len(ids), text, "stop", [(0, 3)], "engine-0", 0)
+        return generation(ids, [-0.5] * len(ids), text)
 
 
 @pytest.fixture

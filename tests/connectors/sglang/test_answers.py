@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from millrace.connectors.sglang.answer_body import OutputTokens
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
 from millrace.core.config import RunConfig
@@ -18,15 +20,16 @@ from millrace.tasks.samples.generation import SampleGenerator
 
 
 class Answering(EngineClient):
-    """Answers with these log-probabilities, as the wire gives them."""
+    """Answers with these log-probabilities."""
 
     def __init__(self, *logprobs: float | None) -> None:
         super().__init__("http://nowhere", "engine-3")
         self.logprobs = logprobs
 
     async def post(self, path: str, body: dict[str, Any], *_: Any, **__: Any) -> Any:
-        pairs = [[value, 7, None] for value in self.logprobs]
-        meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": pairs}
+        ids = np.full(len(self.logprobs), 7, dtype=np.int32)
+        tokens = OutputTokens(ids, np.array(self.logprobs, dtype=np.float64))
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": tokens}
         return {"text": "x", "meta_info": meta}
 
 
@@ -66,7 +69,7 @@ async def test_a_log_probability_that_is_not_finite_fails_its_sample_naming_engi
 
 async def test_finite_log_probabilities_are_taken_as_they_are() -> None:
     generation = await Answering(-0.5, 0.0, -80.0).generate([1], {}, rid="r", progress_timeout_s=9.0)
-    assert generation.logprobs == [-0.5, 0.0, -80.0]
+    assert generation.logprobs.tolist() == [-0.5, 0.0, -80.0]
 
 
 async def test_an_answer_that_is_no_json_is_an_error_of_its_engine() -> None:

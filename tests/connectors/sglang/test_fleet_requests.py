@@ -75,7 +75,9 @@ async def test_a_killed_engines_requests_are_made_again_and_it_is_rebuilt(
     found = await asyncio.gather(*running)
     assert dispatcher.retries == 4
     assert sum("attempt 1 of" in record.message for record in caplog.records) == 1  # not one a request
-    assert all(g.output_ids == undisturbed.output_ids for g in found)  # the same seed is the same sample
+    assert all(
+        g.output_ids.tolist() == undisturbed.output_ids.tolist() for g in found
+    )  # the same seed is the same sample
     assert {g.weight_versions[0] for g in found} == {(0, 4)}
     assert fleet.restarts == 1
     assert fleet.unconfirmed(4) == []

@@ -7,15 +7,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 import pytest
 
+from millrace.connectors.sglang.answer_body import NO_TOKENS
 from millrace.connectors.sglang.client import POLLS, EngineClient, Generation
+from millrace.connectors.sglang.connection import Parse
 from millrace.core.errors import EngineLostError, EngineStalledError
 
 TIMEOUT_S = 0.8
 ANSWER = {
     "text": "",
-    "meta_info": {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": []},
+    "meta_info": {
+        "finish_reason": {"type": "stop"},
+        "weight_version": "1",
+        "output_token_logprobs": NO_TOKENS,
+    },
 }
 
 
@@ -40,6 +47,7 @@ class Scripted(EngineClient):
         body: dict[str, Any],
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        parse: Parse = orjson.loads,
     ) -> Any:
         await asyncio.sleep(self._answers_after_s if path == "/generate" else 0)
         return ANSWER

@@ -49,7 +49,7 @@ async def test_a_seed_gives_the_tokens_that_the_own_dispatcher_gets(
     (expected,) = await generate(own, 1, SEEDED)
     routed = await serving(make_fleet(engines={"router": {"policy": policy}}), tiny_model, 31)
     for found in await generate(routed, 8, SEEDED, session="group"):
-        assert found.output_ids == expected.output_ids
+        assert found.output_ids.tolist() == expected.output_ids.tolist()
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         assert found.weight_versions == [(0, 31)]
         assert (found.text, found.finish) == (expected.text, "length")
@@ -78,7 +78,7 @@ async def test_a_killed_engines_requests_are_made_again_and_the_one_in_its_place
     handles[0].signal(signal.SIGKILL)
     found = await running
     assert dispatcher.retries == 4
-    assert all(g.output_ids == undisturbed.output_ids for g in found)
+    assert all(g.output_ids.tolist() == undisturbed.output_ids.tolist() for g in found)
     assert {g.weight_versions[0] for g in found} == {(0, 32)}
     assert fleet.restarts == 1
     assert handles[0].server.state()["url"] != before["url"]
@@ -120,7 +120,7 @@ async def test_a_killed_router_is_started_again_and_its_requests_are_made_again(
     await until_generating(dispatcher)
     (router,) = (handle for key, handle in routers.items() if "round_robin" in key)
     router.signal(signal.SIGKILL)
-    assert [g.output_ids for g in await running] == [undisturbed.output_ids] * 4
+    assert [g.output_ids.tolist() for g in await running] == [undisturbed.output_ids.tolist()] * 4
     assert dispatcher.retries == 4
     assert fleet.restarts == 1
     assert await made_by(dispatcher, 8, SEEDED) == [4, 4]

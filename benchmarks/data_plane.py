@@ -1,0 +1,380 @@
+"""Tokens a second from the engines' answers to the batch's file and the trainer's packs, and how long the event loop is held up.
+
+Engines in processes of their own answer /generate with tokens and log-probabilities that they made before. One driver process asks
+them, stores rollout parts, makes the batch and lays one rank's packs, with the parts of the project that a run uses. Reading an
+answer and storing its row is also measured the plain way, in turns: the whole JSON as Python objects, and Arrow from lists.
+
+    python -m benchmarks.data_plane [--samples 1024] [--tokens 4096] [--engines 2] [--rate 0] [--out FILE]
+
+A rate is that of the driver's own CPU time, all threads, unless it says wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+from aiohttp import web
+
+from millrace.connectors.sglang.answer_body import read_answer
+from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.store import Store
+from millrace.core.algorithms.credit import SampleCredit
+from millrace.core.batching import plan_packs
+from millrace.core.config import RunConfig
+from millrace.core.contracts import schema
+from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.tasks.context import IterationContext
+from millrace.tasks.rollout import row_writer, sample_generator
+from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.samples.answers import generated_sample
+from millrace.tasks.samples.generation import Answer
+from millrace.tasks.samples.kept_groups import KeptGroups, batch_table
+from millrace.tasks.stream import Stream
+
+GROUP = 8
+PROMPT = 128  # tokens
+BODIES = 16  # different answers of an engine
+BEAT_S = 0.005  # the event loop is asked this often whether it answers
+PACK = 32768  # tokens
+
+
+def answer_body(seed: int, tokens: int) -> bytes:
+    """An answer as SGLang writes it: log-probabilities that are float32 numbers, ids of a vocabulary of 150,000."""
+    draw = np.random.default_rng(seed)
+    logprobs = (-draw.exponential(0.5, tokens)).astype(np.float32).astype(float).tolist()
+    ids = draw.integers(0, 150_000, tokens).tolist()
+    meta = {
+        "id": "r",
+        "finish_reason": {"type": "length", "length": tokens},
+        "prompt_tokens": PROMPT,
+        "weight_version": "0",
+        "completion_tokens": tokens,
+        "cached_tokens": 0,
+        "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, ids, strict=True)],
+    }
+    words = "".join(chr(97 + letter) for letter in draw.integers(0, 26, 4 * tokens))
+    return orjson.dumps({"text": words, "output_ids": ids, "meta_info": meta})
+
+
+def serve(port: Connection, seed: int, tokens: int, rate: float) -> None:
+    """An engine: answers as often as `rate` tokens a second allow, 0 being at once. Sends its port."""
+    bodies = [answer_body(seed * BODIES + number, tokens) for number in range(BODIES)]
+    free_at, asked = 0.0, 0
+
+    async def generate(request: web.Request) -> web.Response:
+        nonlocal free_at, asked
+        await request.read()
+        asked += 1
+        body = bodies[asked % BODIES]
+        if rate:
+            free_at = max(free_at, time.monotonic()) + tokens / rate
+            await asyncio.sleep(free_at - time.monotonic())
+        return web.Response(body=body, content_type="application/json")
+
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response({"counters": {"tokens": asked}})
+
+    async def run() -> None:
+        app = web.Application(client_max_size=2**30)
+        app.add_routes([web.post("/generate", generate), web.get("/server_info", info)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+class Stages:
+    """CPU and wall seconds of this process, by stage."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.found: dict[str, dict[str, float]] = {}
+
+    def end(self, name: str, began: tuple[float, float]) -> None:
+        """Note a stage that began then."""
+        cpu, wall = time.process_time() - began[0], time.perf_counter() - began[1]
+        self.found[name] = {"cpu_s": cpu, "wall_s": wall, "tokens_per_cpu_s": self.tokens / cpu}
+
+    def add_up(self, name: str) -> None:
+        """Note all stages so far as one."""
+        cpu, wall = (sum(stage[key] for stage in self.found.values()) for key in ("cpu_s", "wall_s"))
+        self.found[name] = {"cpu_s": cpu, "wall_s": wall, "tokens_per_cpu_s": self.tokens / cpu}
+
+
+def now() -> tuple[float, float]:
+    """CPU and wall time."""
+    return time.process_time(), time.perf_counter()
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=1024, help="samples of the iteration, a multiple of 8")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a response")
+    parser.add_argument("--engines", type=int, default=2, help="processes that answer")
+    parser.add_argument("--rate", type=float, default=0.0, help="tokens a second of an engine; 0: at once")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="of the comparison with the plain way, in turns"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    args = parser.parse_args()
+    report = {
+        "benchmark": "data_plane",
+        "command": " ".join(["python -m benchmarks.data_plane", *sys.argv[1:]]),
+        **{name: value for name, value in vars(args).items() if name != "out"},
+        "paired": paired(args.tokens, args.repeats),
+        **whole(args),
+    }
+    print(json.dumps(report, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def paired(tokens: int, repeats: int) -> dict[str, float]:
+    """Tokens a CPU second from an answer's bytes to a table, ours and the plain way: medians, and that of the ratios."""
+    bodies = [answer_body(seed, tokens) for seed in range(64)]
+    group = drawn_group(0)
+    client = EngineClient("http://nowhere", "engine-0")
+
+    def ours() -> Any:
+        made = [client._generation(read_answer(body), "r") for body in bodies]
+        return schema.to_table([generated_sample(group, 0, 0, Answer(one, None, 0, 0)) for one in made], kind)
+
+    def plain() -> Any:
+        return schema.to_table([plain_row(group, orjson.loads(body)) for body in bodies], kind)
+
+    kind = "rollouts"
+    assert ours().equals(plain()), "both ways store the same"
+    rates: dict[str, list[float]] = {"ours": [], "plain": []}
+    ways: dict[str, Callable[[], Any]] = {"plain": plain, "ours": ours}
+    for _ in range(repeats):
+        for name, make in ways.items():
+            began = time.process_time()
+            make()
+            rates[name].append(len(bodies) * tokens / (time.process_time() - began))
+    ratios = [new / old for new, old in zip(rates["ours"], rates["plain"], strict=True)]
+    return {
+        **{name: statistics.median(found) for name, found in rates.items()},
+        "ratio": statistics.median(ratios),
+    }
+
+
+def plain_row(group: DrawnGroup, answer: dict[str, Any]) -> GeneratedSample:
+    """The row of an answer whose tokens are Python lists."""
+    meta = answer["meta_info"]
+    ids = [token for _, token, _ in meta["output_token_logprobs"]]
+    empty = generated_sample(group, 0, 0, Answer(None, None, 0, 0))
+    return GeneratedSample(
+        **{name: getattr(empty, name) for name in schema.SCHEMAS["rollouts"].names}
+        | {
+            "tokens": [*group.prompt_tokens, *ids],
+            "response_length": len(ids),
+            "response": answer["text"],
+            "loss_mask": [1] * len(ids),
+            "rollout_logprobs": [value for value, _, _ in meta["output_token_logprobs"]],
+            "policy_versions": [{"first_token": 0, "version": int(meta["weight_version"])}],
+            "engine_id": "engine-0",
+            "status": "truncated",
+        }
+    )
+
+
+def drawn_group(number: int) -> DrawnGroup:
+    """A drawn prompt."""
+    return DrawnGroup(
+        group_id=f"g{number}",
+        prompt_id=f"p{number}",
+        iteration=0,
+        source="s",
+        row=number,
+        epoch=0,
+        ordinal=number,
+        prompt='"1+1="',
+        prompt_tokens=[number % 100] * PROMPT,
+        label=None,
+        metadata=None,
+    )
+
+
+def whole(args: argparse.Namespace) -> dict[str, Any]:
+    """An iteration through all stages."""
+    spawn = multiprocessing.get_context("spawn")
+    engines, ports = [], []
+    try:
+        for seed in range(args.engines):
+            ours, theirs = spawn.Pipe()
+            engine = spawn.Process(target=serve, args=(theirs, seed, args.tokens, args.rate), daemon=True)
+            engine.start()
+            engines.append(engine)
+            ports.append(ours.recv())
+        with tempfile.TemporaryDirectory() as folder:
+            return asyncio.run(iteration(args, ports, Path(folder)))
+    finally:
+        for engine in engines:
+            engine.kill()
+            engine.join()
+
+
+async def iteration(args: argparse.Namespace, ports: list[int], folder: Path) -> dict[str, Any]:
+    """From requests to packs; figures of each stage."""
+    before = psutil.Process().memory_info().rss
+    ctx = context(args, folder)
+    stages, blocks = Stages(args.samples * args.tokens), Blocks()
+    began = now()
+    beating = asyncio.create_task(blocks.watch())
+    await generate(ctx, args.samples, ports)
+    stages.end("generate", began)
+    began = now()
+    url = await asyncio.to_thread(make_batch, ctx)
+    stages.end("batch", began)
+    beating.cancel()
+    driver = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lay = packer()
+    began = now()
+    lay(url)
+    stages.end("packs", began)
+    stages.add_up("end_to_end")
+    return {
+        "stages": stages.found,
+        "longest_block_s": {"wall": blocks.wall, "cpu": blocks.cpu},
+        "driver_mib": {
+            "before": before / 2**20,
+            "after_the_batch": driver[0] / 2**20,
+            "peak": driver[1] / 2**20,
+        },
+    }
+
+
+class Blocks:
+    """How long the event loop was held up at most: by the clock, and in CPU time of its own thread, which other processes do
+    not lengthen."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    async def watch(self) -> None:
+        """Look until cancelled."""
+        while True:
+            asked, used = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(BEAT_S)
+            self.wall = max(self.wall, time.perf_counter() - asked - BEAT_S)
+            self.cpu = max(self.cpu, time.thread_time() - used)
+
+
+def context(args: argparse.Namespace, folder: Path) -> IterationContext:
+    """The iteration, on a folder."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "bench", "iterations": 1},
+            "model": {"path": "none"},
+            "data": {"sources": [{"path": "none.jsonl"}]},
+            "storage": {"root": str(folder)},
+            "rollout": {
+                "prompts": args.samples // GROUP,
+                "samples_per_prompt": GROUP,
+                "sampling": {"max_new_tokens": args.tokens},
+            },
+        }
+    )
+    return IterationContext(config, 0, Runtime(config), Stream(released=args.samples // GROUP))
+
+
+async def generate(ctx: IterationContext, samples: int, ports: list[int]) -> None:
+    """Ask for all samples and store their rows, a task a sample, begun group by group as the rollout task does."""
+    clients = [EngineClient(f"http://127.0.0.1:{port}", f"engine-{port}") for port in ports]
+
+    async def nothing(version: int) -> None:
+        """No engine is lost."""
+
+    dispatcher = Dispatcher(
+        lambda: clients, nothing, lambda engine, error: None, version=0, attempts=1, progress_timeout_s=60
+    )
+
+    async def ready() -> Dispatcher:
+        return dispatcher
+
+    generator = sample_generator(ctx)
+    generator._make_ready = ready
+    writer = row_writer(ctx, "rollouts", generator)
+
+    async def sample(group: DrawnGroup, index: int) -> None:
+        rid = f"{group.group_id}-{index:04}"
+        answer = await generator.generate(group.prompt_tokens, seed=0, rid=rid, session=group.group_id)
+        assert answer.status != "failed", answer.reason
+        writer.put([generated_sample(group, index, 0, answer)])
+
+    try:
+        async with writer.open(), asyncio.TaskGroup() as running:
+            for number in range(samples // GROUP):
+                group = drawn_group(number)
+                for index in range(GROUP):
+                    running.create_task(sample(group, index))
+                await asyncio.sleep(0)
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def make_batch(ctx: IterationContext) -> tuple[Store, str]:
+    """The batch of all samples in drawing order, as the filter task stores it."""
+    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
+    ids = rollouts.column("sample_id").to_pylist()
+    order = sorted(range(len(ids)), key=lambda at: (int(ids[at].split("-")[0][1:]), ids[at]))
+    scores = [
+        ScoredSample(
+            sample_id=ids[at],
+            group_id=ids[at].split("-")[0],
+            reward=1.0,
+            reward_parts=[],
+            scoring="scored",
+            reason=None,
+            scoring_s=0.0,
+        )
+        for at in order
+    ]
+    rollouts = rollouts.take(order)
+    ones = [1.0] * len(ids)
+    table = batch_table(KeptGroups([], rollouts, scores), SampleCredit(ones, ones), dict.fromkeys(ids, 1))
+    del rollouts
+    ctx.folder.write_table("batch.parquet", table, "batch")
+    return ctx.folder, "batch.parquet"
+
+
+def packer() -> Callable[[tuple[Store, str]], None]:
+    """Lays every row of the batch in the packs of one rank. torch is loaded here: the driver of a run has none."""
+    from millrace.connectors.megatron.packing import make_pack, read_rows
+
+    def lay(place: tuple[Store, str]) -> None:
+        rows = read_rows(place[0].read_table(place[1], "batch"))
+        lengths = [len(row.tokens) for row in rows]
+        for members in plan_packs(lengths, ranks=1, max_tokens=max(PACK, *lengths))[0]:
+            make_pack([rows[i] for i in members], members, cp_size=1, cp_rank=0, align=1, device="cpu")
+
+    return lay
+
+
+if __name__ == "__main__":
+    main()
