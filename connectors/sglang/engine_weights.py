@@ -1,6 +1,6 @@
 """What an engine is asked about its weights and the memory that they take: SGLang's endpoints, typed.
 
-Owns request bodies and refusals; knows nothing of when an engine is to be updated.
+Owns request bodies, refusals, and how checksums of two engines are compared; knows nothing of when an engine is to be updated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any, Literal
 from millrace.connectors.sglang.connection import Connection
 from millrace.core.contracts.weight_bucket import TensorEntry
 from millrace.core.errors import EngineError
+
+NAMED = 5  # differing tensors that a message names
 
 
 class EngineWeights:
@@ -91,3 +93,27 @@ class EngineWeights:
         """Checksums of the tensors that the engine holds."""
         answer: dict[str, Any] = await self._connection.post("/weights_checker", {"action": "checksum"})
         return answer
+
+
+def differing_tensors(one: Any, other: Any) -> list[str]:
+    """Names of the tensors that differ in two answers with checksums; SGLang's answer has them once per GPU."""
+    left, right = _tensors(one), _tensors(other)
+    places = {**left, **right}
+    return list(dict.fromkeys(place[-1] for place in places if left.get(place) != right.get(place)))
+
+
+def describe_difference(index: int, before: Any, after: Any) -> str:
+    """The tensors of one engine that differ, in words."""
+    names = differing_tensors(before, after)
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"engine-{index} in {', '.join(names[:NAMED]) or 'tensors that it does not name'}{more}"
+
+
+def _tensors(answer: Any, *place: str) -> dict[tuple[str, ...], Any]:
+    """Every checksum of a tensor, by its place in the answer, which ends with the tensor's name."""
+    if place and place[-1] == "checksums":
+        return {(*place, name): value for name, value in answer.items()}
+    items = (
+        answer.items() if isinstance(answer, dict) else enumerate(answer) if isinstance(answer, list) else ()
+    )
+    return {key: value for name, below in items for key, value in _tensors(below, *place, str(name)).items()}

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from millrace.connectors.sglang.checksums import describe_difference
 from millrace.connectors.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.engine_weights import describe_difference
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
 from millrace.connectors.sglang.weight_update import Load, each, load_from_folder, load_from_storage

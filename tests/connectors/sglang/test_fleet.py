@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.connectors.sglang.checksums import differing_tensors
+from millrace.connectors.sglang.engine_weights import differing_tensors
 from millrace.core.errors import BudgetError, EngineError, MissingFileError
 from tests.support.engine_process import reference_logprobs
 from tests.support.fleets import LONG, PROMPT, SHORT, MakeFleet, generate, serving
