@@ -202,7 +202,7 @@ class Ledger:
         count = need + reserve
         waiting = [key for key in self.returned if self._returned[key].since < iteration - lag]
         keys = waiting[:count]
-        standing = self.progress.at(iteration - lag)
+        standing = self.standing(iteration)
         weights = self._weights(standing)
         shares = {name: replace(share) for name, share in self._shares.items()}
         cursors = {part: replace(cursor) for part, cursor in self._cursors.items()}
@@ -214,6 +214,10 @@ class Ledger:
         assert len(set(keys)) == count, "no group is drawn twice"
         return [Draw(*key, ordinal) for ordinal, key in enumerate(keys)]
 
+    def standing(self, iteration: int) -> Standing:
+        """The levels and the stage that an iteration's draws follow."""
+        return self.progress.at(iteration - self._lag(iteration))
+
     def _take_fresh(self, iteration: int, key: Key) -> None:
         """Advance a source past a fresh group that an iteration drew."""
         part, row, epoch = key
@@ -224,7 +228,7 @@ class Ledger:
                 where="data.sources",
                 remedy="put it back, or start a run under another run.name",
             )
-        standing = self.progress.at(iteration - self._lag(iteration))
+        standing = self.standing(iteration)
         _take(self._shares, self._weights(standing), source_and_level(part)[0])
         expected = self._next(self._cursors, part, iteration)
         if expected != key:

@@ -107,6 +107,16 @@ def reuse_metrics(record: SamplePromptsRecord, prompts: int) -> dict[str, float]
     }
 
 
+def curriculum_metrics(record: SamplePromptsRecord) -> dict[str, float]:
+    """The highest level drawn from of each source with levels, and the stage; nothing without any."""
+    metrics = {
+        f"curriculum/{source}/level": float(level) for source, level in record.get("levels", {}).items()
+    }
+    if "stage" in record:
+        metrics["curriculum/stage"] = float(record["stage"])
+    return metrics
+
+
 def session_metrics(rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
     """Turns, branches and calls of rollouts of several turns; nothing where there are none."""
     samples = [row for row in rollouts.select(["samples", "turns"]).to_pylist() if row["samples"]]

@@ -25,6 +25,7 @@ from millrace.core.contracts.task_records import (
     StepMetrics,
 )
 from millrace.core.metrics import (
+    curriculum_metrics,
     group_metrics,
     reuse_metrics,
     sample_metrics,
@@ -108,6 +109,7 @@ def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table
         **_train_metrics(records["train_step"]["steps"]),
         **_time_metrics(ctx),
         **_filter_metrics(ctx.fresh_groups, records["filter"]),
+        **curriculum_metrics(records["sample_prompts"]),
         **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
     }
     generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)

@@ -54,6 +54,11 @@ def _draw(ctx: IterationContext) -> SamplePromptsRecord:
         "by_source": by_source,
         "released": released,
     }
+    standing = ctx.runtime.prompts.ledger_before(ctx.index).standing(ctx.index)
+    if standing.mastery:
+        record["levels"] = {source: mastery.highest for source, mastery in standing.mastery.items()}
+    if ctx.config.data.stages:
+        record["stage"] = standing.stage
     return record if buffer is None else {**record, "reused": reused, "buffered": len(buffer.groups())}
 
 

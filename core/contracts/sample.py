@@ -105,7 +105,7 @@ class ScoredSample:
         None  # its k likeliest at each response token, one token's after another's
     )
     teacher_top_logprobs: list[Float32] | None = None
-    teacher_hint: str | None = None  # what it was told beside the prompt
+    teacher_hint: str | None = None  # given to it beside the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

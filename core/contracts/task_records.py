@@ -37,6 +37,8 @@ class SamplePromptsRecord(TypedDict):
     released: NotRequired[int]  # groups that generate from the start
     reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
     buffered: NotRequired[int]  # groups that the buffer held
+    levels: NotRequired[dict[str, int]]  # highest level drawn from, by source, of those with levels
+    stage: NotRequired[int]  # of data.stages, counted from 0
 
 
 class SampleSupervisedRecord(TypedDict):

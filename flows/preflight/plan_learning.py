@@ -126,7 +126,7 @@ def _where(a: Algorithm) -> str:
         return str(a.teacher)
     model = f", model {a.teacher_server.model}" if a.teacher_server.model else ""
     top = f", its {a.teacher_top_k} likeliest tokens" if a.teacher_top_k else ""
-    hint = f", told more by {_choice(a.teacher_server.hint)}" if a.teacher_server.hint else ""
+    hint = f", hints by {_choice(a.teacher_server.hint)}" if a.teacher_server.hint else ""
     return f"served at {a.teacher_server.url} ({a.teacher_server.protocol}{model}){top}{hint}"
 
 

@@ -26,7 +26,7 @@ class Taught(NamedTuple):
     seconds: float | None = None
     top_tokens: list[int] | None = None
     top_logprobs: list[float] | None = None
-    hint: str | None = None  # what it was told beside the prompt
+    hint: str | None = None  # given to it beside the prompt
 
 
 async def ask_teacher(teacher: ServedTeacher | None, hints: Hints | None, row: Unscored) -> Taught:

@@ -7,7 +7,15 @@ from itertools import combinations
 import pyarrow as pa
 import pytest
 
-from millrace.core.metrics import group_metrics, pass_at_k, sample_metrics, session_metrics, staleness_metrics
+from millrace.core.contracts.task_records import SamplePromptsRecord
+from millrace.core.metrics import (
+    curriculum_metrics,
+    group_metrics,
+    pass_at_k,
+    sample_metrics,
+    session_metrics,
+    staleness_metrics,
+)
 
 
 def tables() -> tuple[pa.Table, pa.Table]:
@@ -65,6 +73,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(correct: int, k: int) 
 def test_staleness_looks_at_the_oldest_token() -> None:
     assert staleness_metrics(tables()[0], 4) == {"staleness/mean": 2.0, "staleness/max": 3.0}
     assert staleness_metrics(tables()[0].slice(2), 4) == {}
+
+
+def test_a_curriculum_shows_each_level_and_the_stage() -> None:
+    plain: SamplePromptsRecord = {"files": [], "groups": 8, "by_source": {"sums": 8}}
+    assert curriculum_metrics(plain) == {}
+    drawn: SamplePromptsRecord = {**plain, "levels": {"sums": 3, "words": 0}, "stage": 0}
+    assert curriculum_metrics(drawn) == {
+        "curriculum/sums/level": 3.0,
+        "curriculum/words/level": 0.0,
+        "curriculum/stage": 0.0,
+    }
 
 
 def test_nothing_generated_gives_no_nan() -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from tests.support.flow_runs import Workplace, configuration, final_weights, wait_until
 from tests.support.growing_rows import growing_rows
+from tests.support.metric_names import unexplained
 
 
 def project(workplace: Workplace, folder: Path) -> Workplace:
@@ -71,6 +72,17 @@ def test_levels_rise_stages_change_and_unusable_rows_are_dropped(place: Workplac
     highest = [max(row["level"] for row in drawn if row["source"] == "growing") for drawn in prompts]
     assert highest[0] == 0
     assert highest[-1] > 0
+    metrics = [
+        json.loads(path.read_text())["tasks"]["metrics"]
+        for path in sorted((whole / "iterations").glob("*/manifest.json"))
+    ]
+    assert [found["curriculum/stage"] for found in metrics] == [0.0, 1.0, 1.0]
+    reached = [found["curriculum/growing/level"] for found in metrics]
+    assert reached[0] == 0.0
+    assert reached[-1] > 0.0
+    assert all(level >= drawn for level, drawn in zip(reached, highest, strict=True))
+    assert "curriculum/few/level" not in metrics[-1], "a source without levels has no level"
+    assert [name for found in metrics for name in unexplained(found)] == []
     assert all(row["level"] is None for drawn in prompts for row in drawn if row["source"] == "few")
     reasons = {row["group_id"]: (row["verdict"], row["reason"]) for judged in verdicts for row in judged}
     unusable = [row for drawn in prompts for row in drawn if row["unusable"] is not None]
