@@ -26,6 +26,7 @@ METRIC_BATCH = 1000
 SAMPLED_EVERY_S, SAMPLES_A_POINT = 10, 6  # of the host's load: a point a minute
 TAG_LIMIT = 5000  # characters of a tag's value
 FOLDER_TAG = "millrace.run_folder"
+IDENTITY_TAG = "millrace.run_identity"  # another one for each run that begins in the folder
 KIND_TAG, KIND = (
     "mlflow.experimentKind",
     "custom_model_development",
@@ -48,11 +49,12 @@ class MlflowTracker:
 
     @classmethod
     def start(
-        cls, uri: str | None, experiment: str, name: str, folder: str, run_id: str | None
+        cls, uri: str | None, experiment: str, name: str, folder: str, identity: str, run_id: str | None
     ) -> MlflowTracker:
-        """Start the MLflow run of a run folder, or resume it: by its id, or else by the folder's URL in the experiment.
+        """Start the MLflow run of a run, or resume it: by its id, or else by the run's identity in the experiment.
 
-        A copied or moved folder brings the id of a run that is its original's: it gets one of its own.
+        A copied or moved folder brings the id of a run that is its original's: it gets one of its own. So does a run that
+        begins again in a folder that was deleted.
         Raises MillraceError naming tracking.uri if the store cannot be reached.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -67,11 +69,10 @@ class MlflowTracker:
                 client = MlflowClient(tracking_uri=where)
                 experiment_id = _experiment(client, experiment, where)
             if not (run_id and _is_of(client, run_id, folder)):
-                run_id = _by_folder(client, experiment_id, folder)
+                run_id = _by_identity(client, experiment_id, identity)
             if run_id is None:
-                run_id = client.create_run(
-                    experiment_id, run_name=name, tags={FOLDER_TAG: folder}
-                ).info.run_id
+                tags = {FOLDER_TAG: folder, IDENTITY_TAG: identity}
+                run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
             else:
                 client.update_run(run_id, status="RUNNING")  # it may have been marked finished or failed
         except (MlflowException, OSError) as error:
@@ -271,9 +272,9 @@ def _is_of(client: Any, run_id: str, folder: str) -> bool:
     return same and run.info.lifecycle_stage == "active"
 
 
-def _by_folder(client: Any, experiment_id: str, folder: str) -> str | None:
-    quoted = folder.replace("'", "''")
-    condition = f"tags.`{FOLDER_TAG}` = '{quoted}'"
+def _by_identity(client: Any, experiment_id: str, identity: str) -> str | None:
+    quoted = identity.replace("'", "''")
+    condition = f"tags.`{IDENTITY_TAG}` = '{quoted}'"
     runs = client.search_runs(
         [experiment_id], filter_string=condition, order_by=["start_time ASC"], max_results=1
     )

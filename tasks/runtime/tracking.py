@@ -35,12 +35,12 @@ class Tracking:
     ) -> str | None:
         """Start the run in its trackers, or go on with it; returns the id of the MLflow run.
 
-        identity: of the run folder. first_step: the first that is logged now.
+        identity: of the run in its folder. first_step: the first that is logged now.
         """
         run, settings = self.config.run, self.config.tracking
         starts: dict[TrackerName, Callable[[], Tracker]] = {
             "mlflow": lambda: MlflowTracker.start(
-                settings.uri, run.experiment, run.name, folder_url, mlflow_run_id
+                settings.uri, run.experiment, run.name, folder_url, identity, mlflow_run_id
             ),
             "tensorboard": lambda: TensorboardTracker(run.experiment, identity, first_step),
             "wandb": lambda: WandbTracker(run.experiment, run.name, identity),

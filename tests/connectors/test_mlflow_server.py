@@ -38,7 +38,7 @@ def status(url: str, headers: dict[str, str]) -> int:
 
 def test_a_home_has_one_server_which_asks_for_the_login_and_shows_the_store(home: Path) -> None:
     assert local_page() == "http://127.0.0.1:5000"
-    tracker = MlflowTracker.start("sqlite:///curves.db", "e", "a", "/runs/a", None)
+    tracker = MlflowTracker.start("sqlite:///curves.db", "e", "a", "/runs/a", "a", None)
     page = ensure_mlflow("sqlite:///curves.db", LOGIN)
     assert page == ensure_mlflow("sqlite:///curves.db", LOGIN) == local_page()
     record = json.loads((home / "mlflow-server.json").read_text())
@@ -82,10 +82,10 @@ def test_another_store_or_port_ends_the_server_before_it(home: Path) -> None:
 
 
 def test_an_experiment_is_one_for_training_also_where_an_earlier_release_made_it(home: Path) -> None:
-    client = MlflowTracker.start("sqlite:///curves.db", "new", "a", "/runs/a", None)._client
+    client = MlflowTracker.start("sqlite:///curves.db", "new", "a", "/runs/a", "a", None)._client
     client.create_experiment("old")
     client.create_experiment("chosen", tags={KIND_TAG: "genai_development"})
     for name in ("old", "chosen"):
-        MlflowTracker.start("sqlite:///curves.db", name, "a", "/runs/a", None)
+        MlflowTracker.start("sqlite:///curves.db", name, "a", "/runs/a", "a", None)
     kinds = {name: client.get_experiment_by_name(name).tags[KIND_TAG] for name in ("new", "old", "chosen")}
     assert kinds == {"new": KIND, "old": KIND, "chosen": "genai_development"}

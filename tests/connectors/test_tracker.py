@@ -21,16 +21,23 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
 
 
+def started(
+    uri: str | None, experiment: str, name: str, folder: str, run_id: str | None, identity: str = ""
+) -> MlflowTracker:
+    """The tracker of a run; one of another identity is another run."""
+    return MlflowTracker.start(uri, experiment, name, folder, identity or f"{name}-{folder}", run_id)
+
+
 def run_of(tracker: MlflowTracker) -> Any:
     return tracker._client.get_run(tracker.run_id)
 
 
 def test_a_run_is_resumed_by_its_id(uri: str) -> None:
-    first = MlflowTracker.start(uri, "e", "by-id", "/runs/by-id", None)
+    first = started(uri, "e", "by-id", "/runs/by-id", None)
     first.log_metrics({"reward": 0.25}, 0)
     first.finish()
     assert run_of(first).info.status == "FINISHED"
-    second = MlflowTracker.start(uri, "e", "by-id", "/runs/by-id", first.run_id)
+    second = started(uri, "e", "by-id", "/runs/by-id", first.run_id)
     second.log_metrics({"reward": 0.5}, 1)
     assert second.run_id == first.run_id
     assert run_of(second).info.status == "RUNNING"
@@ -39,16 +46,13 @@ def test_a_run_is_resumed_by_its_id(uri: str) -> None:
 
 
 def test_the_same_run_folder_twice_is_one_run(uri: str) -> None:
-    first = MlflowTracker.start(uri, "e", "by-name", "/runs/by-name", None)
+    first = started(uri, "e", "by-name", "/runs/by-name", None)
     first.finish()
-    second = MlflowTracker.start(uri, "e", "by-name", "/runs/by-name", None)
+    second = started(uri, "e", "by-name", "/runs/by-name", None)
     assert second.run_id == first.run_id
     assert run_of(second).info.status == "RUNNING"
-    assert MlflowTracker.start(uri, "e", "another-name", "/runs/another-name", None).run_id != first.run_id
-    assert (
-        MlflowTracker.start(uri, "another-experiment", "by-name", "/runs/by-name", None).run_id
-        != first.run_id
-    )
+    assert started(uri, "e", "another-name", "/runs/another-name", None).run_id != first.run_id
+    assert started(uri, "another-experiment", "by-name", "/runs/by-name", None).run_id != first.run_id
 
 
 def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
@@ -56,7 +60,7 @@ def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
     code = (
         "import sys, mlflow.tracking; from millrace.connectors.mlflow.tracker import MlflowTracker\n"
         "print('imported', flush=True); sys.stdin.readline()\n"
-        "MlflowTracker.start(sys.argv[1], 'e', sys.argv[2], sys.argv[2], None).log_metrics({'reward': 1.0}, 0)"
+        "MlflowTracker.start(sys.argv[1], 'e', *3 * [sys.argv[2]], None).log_metrics({'reward': 1.0}, 0)"
     )
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     starting = [
@@ -78,20 +82,20 @@ def test_runs_that_start_at_once_make_the_database_once(tmp_path: Path) -> None:
         process.stdin.flush()
     problems = [process.communicate()[1] for process in starting]
     assert [process.returncode for process in starting] == [0, 0], problems
-    runs = MlflowTracker.start(uri, "e", "/runs/0", "/runs/0", None)
+    runs = started(uri, "e", "/runs/0", "/runs/0", None, "/runs/0")
     assert len(runs._client.search_runs([runs.experiment_id])) == 2
 
 
 def test_an_unknown_or_deleted_run_id_starts_a_new_run(uri: str) -> None:
-    first = MlflowTracker.start(uri, "e", "deleted", "/runs/deleted", "0" * 32)
+    first = started(uri, "e", "deleted", "/runs/deleted", "0" * 32)
     first._client.delete_run(first.run_id)
-    second = MlflowTracker.start(uri, "e", "deleted", "/runs/deleted", first.run_id)
+    second = started(uri, "e", "deleted", "/runs/deleted", first.run_id)
     assert second.run_id != first.run_id
     second.log_metrics({"reward": 1.0}, 0)
 
 
 def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> None:
-    tracker = MlflowTracker.start(uri, "e", "metrics", "/runs/metrics", None)
+    tracker = started(uri, "e", "metrics", "/runs/metrics", None)
     many = {f"m{n}": float(n) for n in range(1200)}
     tracker.log_metrics({**many, "nan": math.nan, "inf": math.inf, "held_out/pass@4": 0.5}, 3)
     logged = run_of(tracker).data.metrics
@@ -100,8 +104,8 @@ def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> 
 
 
 def test_the_same_name_in_another_storage_is_another_run(uri: str) -> None:
-    first = MlflowTracker.start(uri, "e", "name", "/runs/name", None)
-    assert MlflowTracker.start(uri, "e", "name", "/other/name", None).run_id != first.run_id
+    first = started(uri, "e", "name", "/runs/name", None)
+    assert started(uri, "e", "name", "/other/name", None).run_id != first.run_id
 
 
 def test_a_copied_folder_brings_the_id_of_its_original_and_gets_a_run_of_its_own(
@@ -110,22 +114,33 @@ def test_a_copied_folder_brings_the_id_of_its_original_and_gets_a_run_of_its_own
     folder, link = tmp_path / "original", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)
-    first = MlflowTracker.start(uri, "e", "name", str(folder), None)
-    copy = MlflowTracker.start(uri, "e", "name", str(tmp_path / "copy"), first.run_id)
+    first = started(uri, "e", "name", str(folder), None)
+    copy = started(uri, "e", "name", str(tmp_path / "copy"), first.run_id)
     assert copy.run_id != first.run_id
     copy.log_metrics({"reward": 1.0}, 0)
     assert first.history("reward") == []
-    assert MlflowTracker.start(uri, "e", "name", str(tmp_path / "copy"), first.run_id).run_id == copy.run_id
-    assert MlflowTracker.start(uri, "e", "name", str(tmp_path / "copy"), copy.run_id).run_id == copy.run_id
-    assert MlflowTracker.start(uri, "e", "name", str(link), first.run_id).run_id == first.run_id
+    assert started(uri, "e", "name", str(tmp_path / "copy"), first.run_id).run_id == copy.run_id
+    assert started(uri, "e", "name", str(tmp_path / "copy"), copy.run_id).run_id == copy.run_id
+    assert started(uri, "e", "name", str(link), first.run_id).run_id == first.run_id
     # an earlier release's names no folder
     client = first._client
     client.delete_tag(first.run_id, FOLDER_TAG)
-    assert MlflowTracker.start(uri, "e", "name", str(folder), first.run_id).run_id == first.run_id
+    assert started(uri, "e", "name", str(folder), first.run_id).run_id == first.run_id
+
+
+def test_a_run_that_begins_again_in_a_deleted_folder_is_another_one(uri: str) -> None:
+    """It went on with the old one's curves: its first steps were left out as logged before."""
+    first = started(uri, "e", "again", "/runs/again", None, "again-1")
+    first.log_metrics({"reward": 1.0}, 1)
+    second = started(uri, "e", "again", "/runs/again", None, "again-2")
+    assert second.run_id != first.run_id
+    second.log_metrics({"reward": 2.0}, 1)
+    assert (first.history("reward"), second.history("reward")) == ([(1, 1.0)], [(1, 2.0)])
+    assert started(uri, "e", "again", "/runs/again", None, "again-2").run_id == second.run_id
 
 
 def test_what_is_logged_again_is_there_once(uri: str) -> None:
-    tracker = MlflowTracker.start(uri, "e", "twice", "/runs/twice", None)
+    tracker = started(uri, "e", "twice", "/runs/twice", None)
     for _ in range(2):
         tracker.log_metrics({"reward": 1.0, "length": 3.0}, 1)
     tracker.log_metrics({"reward": 2.0, "length": 4.0}, 2)
@@ -135,7 +150,7 @@ def test_what_is_logged_again_is_there_once(uri: str) -> None:
 
 
 def test_params_are_flat_shortened_and_kept_when_logged_again(uri: str) -> None:
-    tracker = MlflowTracker.start(uri, "e", "params", "/runs/params", None)
+    tracker = started(uri, "e", "params", "/runs/params", None)
     tracker.log_params({"model": {"path": "p", "empty": {}}, "long": "x" * 10000, "list": [1, {"a": 2}]})
     tracker.log_params({"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]})
     tracker.log_params({f"p{n}": n for n in range(250)})
@@ -151,7 +166,7 @@ def test_params_are_flat_shortened_and_kept_when_logged_again(uri: str) -> None:
 
 
 def test_tags_and_artifacts_are_kept(uri: str, tmp_path: Path) -> None:
-    tracker = MlflowTracker.start(uri, "e", "artifacts", "/runs/artifacts", None)
+    tracker = started(uri, "e", "artifacts", "/runs/artifacts", None)
     tracker.set_tags({"prefect.flow_run": "http://127.0.0.1:4200/runs/1", "long": "x" * 20000})
     tracker.log_artifact(b"one", "curve.png")
     tracker.log_artifact(b"two", "iterations/000001/samples.md")
@@ -167,15 +182,15 @@ def test_a_store_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     where = f"sqlite:///{tmp_path / 'missing' / 'deep' / 'mlflow.db'}"
     (tmp_path / "missing").write_text("a file where a folder should be")
     with pytest.raises(MillraceError, match=r"tracking\.uri"):
-        MlflowTracker.start(where, "e", "n", "/runs/n", None)
+        started(where, "e", "n", "/runs/n", None)
 
 
 def test_a_curve_is_read_once_and_holds_what_was_logged_since(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was read for each picture of the reward, however long the run."""
-    MlflowTracker.start(uri, "e", "once", "/runs/once", None).log_metrics({"reward": 0.0, "length": 1.0}, 0)
-    tracker = MlflowTracker.start(uri, "e", "once", "/runs/once", None)
+    started(uri, "e", "once", "/runs/once", None).log_metrics({"reward": 0.0, "length": 1.0}, 0)
+    tracker = started(uri, "e", "once", "/runs/once", None)
     read: list[str] = []
     in_store = tracker._client.get_metric_history
 
@@ -188,7 +203,7 @@ def test_a_curve_is_read_once_and_holds_what_was_logged_since(
         tracker.log_metrics({"reward": step / 2, "length": 1.0}, step)
         assert len(tracker.history("reward")) == step + 1
     assert sorted(read) == ["length", "reward"]
-    again = MlflowTracker.start(uri, "e", "once", "/runs/once", None)
+    again = started(uri, "e", "once", "/runs/once", None)
     assert again.history("reward") == tracker.history("reward") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
 
 
@@ -197,7 +212,7 @@ def test_the_load_of_the_host_is_logged_until_the_run_is_closed(
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
-    tracker = MlflowTracker.start(uri, "e", "system", "/runs/system", None)
+    tracker = started(uri, "e", "system", "/runs/system", None)
     tracker.watch_system()
     wait_until(lambda: "system/cpu_utilization_percentage" in run_of(tracker).data.metrics)
     tracker.finish()

@@ -15,9 +15,10 @@ from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.storage.prompts import read_source
 from millrace.connectors.storage.sources.addressed import AddressedRows
+from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
-from millrace.core.contracts.rows.prompts import Quarantined
+from millrace.core.contracts.rows.prompts import PromptRow, Quarantined
 from millrace.core.errors import DataError
 from millrace.tasks.data.prompt_dataset import PromptDataset
 from millrace.tasks.data.rows import UsablePrompt
@@ -86,6 +87,54 @@ def test_every_row_is_the_one_of_the_source_read_whole(tmp_path: Path, kind: str
     ]  # in another order, some of them twice
     found = addressed.read(wanted)
     assert found == [whole[first + number] for number in wanted]
+
+
+LINES = b"".join(b'{"prompt": "%d+1="}\n' % number for number in range(1000, 1000 + ROWS))
+REPLACED = {
+    "other rows of the same length": LINES.replace(b"1+1=", b"1+2="),
+    "the same rows in another order": b"".join(reversed(LINES.splitlines(keepends=True))),
+    "longer rows": LINES.replace(b"+", b" + "),
+    "fewer rows": LINES[: len(LINES) // 2],
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_row_of_a_file_that_was_replaced_is_named(tmp_path: Path, how: str) -> None:
+    """Whatever stood at the row's place in the new file was taken for the row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINES)
+    addressed = AddressedRows(Source(name="a", path=str(path)))
+    whole = addressed.read(range(ROWS))
+    aside = tmp_path / "new"
+    aside.write_bytes(REPLACED[how])
+    aside.replace(path)
+    with pytest.raises(DataError, match=rf"row 2401 of {path} is not the one .* started") as error:
+        addressed.read([2401])
+    assert error.value.where == f"source a: {path}"
+    path.write_bytes(LINES)  # the first remedy
+    assert addressed.read(range(ROWS)) == whole
+    path.write_bytes(REPLACED[how])
+    assert (
+        "data.allow_changes=true" in error.value.remedy
+    )  # the second: what opens it again reads what it holds
+    again = AddressedRows(Source(name="a", path=str(path)))
+    assert len(again.read(range(len(again)))) == REPLACED[how].count(b"\n")
+
+
+def test_rows_longer_than_the_blocks_of_a_scan_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checksum goes on over blocks: those without a newline, and one that begins or ends with it."""
+    path = tmp_path / "rows.jsonl"
+    texts = ["1" * length for length in (1, 2, 40, 3, 200, 1, 17, 18, 19, 20)]
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    source = Source(name="a", path=str(path))
+    for size in range(1, 60):
+        monkeypatch.setattr(Store.blocks, "__defaults__", (size,))
+        addressed = AddressedRows(source)
+        found = addressed.read(range(len(addressed)))
+        assert [item.prompt for item in found if isinstance(item, PromptRow)] == texts
 
 
 def test_bytes_and_hashes_are_those_of_the_fingerprint(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """The rows of a source by their numbers, without reading them all: for sources that are too large to hold.
 
 Owns where each row begins. JSONL files are read where they lie; other formats are first written to a temporary file that is
-mapped into memory. Rows are parsed when they are asked for, so only then a row may prove unusable.
+mapped into memory. Rows are parsed when they are asked for, so only then a row may prove unusable. A row of a JSONL file is
+compared with its checksum of the scan: the file may be replaced meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +24,13 @@ from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.files import in_threads
 from millrace.connectors.storage.own_folders import own_folder
 from millrace.connectors.storage.sources.formats import MARK, Item, batches_of, parse_batch
-from millrace.connectors.storage.sources.locate import DataFiles, Located, located
+from millrace.connectors.storage.sources.locate import DataFiles, Located, located, where
 from millrace.core.contracts.rows.prompts import parse_line
+from millrace.core.errors import DataError
 
 NEWLINE = 10
 Offsets = NDArray[np.int64]
+Checksums = NDArray[np.uint32]
 
 
 class AddressedRows:
@@ -67,17 +72,22 @@ class AddressedRows:
 
 @dataclass
 class _Lines:
-    """A JSONL file: row n is the bytes from offsets[n] to offsets[n + 1], the newline included."""
+    """A JSONL file: row n is the bytes from offsets[n] to offsets[n + 1], the newline included.
+
+    checksums: CRC-32 of each row without its newline.
+    """
 
     source: Located
     files: DataFiles
     name: str
     offsets: Offsets
+    checksums: Checksums
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def read(self, rows: Sequence[int], first: int) -> list[Item]:
+        """These rows of the file, whose row 0 is the source's row `first`. Raises DataError if one is not as it was scanned."""
         store = self.files.store
         path, url = f"{store.root}/{self.name}", store.url_of(self.name)
         starts = [int(self.offsets[row]) for row in rows]
@@ -86,13 +96,20 @@ class _Lines:
             "read", url, lambda: store.fs.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
         )
         return [
-            parse_line(_line(data, row), row + first, self.source)
+            parse_line(self._checked(data.removesuffix(b"\n"), row), row + first, self.source)
             for row, data in zip(rows, found, strict=True)
         ]
 
-
-def _line(data: bytes, row: int) -> bytes:
-    return (data if row else data.removeprefix(MARK)).removesuffix(b"\n")
+    def _checked(self, line: bytes, row: int) -> bytes:
+        """The line of a row, without the mark of a file's start."""
+        if zlib.crc32(line) != self.checksums[row]:
+            raise DataError(
+                f"row {row} of {self.files.store.url_of(self.name)} is not the one that stood there when the run started",
+                where=where(self.source),
+                remedy="put the file back as it was and start the same command again; or start it with "
+                "data.allow_changes=true, which goes on with what the file holds then",
+            )
+        return line if row else line.removeprefix(MARK)
 
 
 class _Batches:
@@ -122,8 +139,8 @@ def _opened(source: Located, files: DataFiles, number: int) -> tuple[_Lines | _B
     """A file whose rows can be read by number, and its size and hash."""
     name = files.names[number]
     if name.endswith((".jsonl", ".json")):
-        size, sha256, offsets = _scanned(files, name)
-        return _Lines(source, files, name, offsets), (size, sha256)
+        size, sha256, offsets, checksums = _scanned(files, name)
+        return _Lines(source, files, name, offsets, checksums), (size, sha256)
     folder = own_folder("millrace-rows", tempfile.gettempdir())
     path = Path(folder) / "rows.arrow"
     writer: pa.ipc.RecordBatchFileWriter | None = None
@@ -136,15 +153,23 @@ def _opened(source: Located, files: DataFiles, number: int) -> tuple[_Lines | _B
     return _Batches(source, path), files.hashed(name)
 
 
-def _scanned(files: DataFiles, name: str) -> tuple[int, str, Offsets]:
-    """Size and hash of a JSONL file, and where its lines begin; the last offset is its size."""
+def _scanned(files: DataFiles, name: str) -> tuple[int, str, Offsets, Checksums]:
+    """Size and hash of a JSONL file, where its lines begin (the last offset is its size), and each line's checksum."""
     hashed, size = hashlib.sha256(), 0
-    found = [np.zeros(1, dtype=np.int64)]
+    offsets, checksums = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.uint32)]
+    begun = 0  # checksum of the line that the blocks so far have begun
     for block in files.store.blocks(name):
         hashed.update(block)
-        found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + size + 1)
+        offsets.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + size + 1)
         size += len(block)
-    offsets = np.concatenate(found)
-    if offsets[-1] != size:  # text after the last newline is a line too
-        offsets = np.append(offsets, size)
-    return size, hashed.hexdigest(), offsets
+        lines = block.split(b"\n")
+        last = lines.pop()
+        if lines:
+            ended = map(zlib.crc32, lines, chain([begun], repeat(0)))
+            checksums.append(np.fromiter(ended, dtype=np.uint32, count=len(lines)))
+            begun = 0
+        begun = zlib.crc32(last, begun)
+    starts = np.concatenate(offsets)
+    if starts[-1] != size:  # text after the last newline is a line too
+        starts, checksums = np.append(starts, size), [*checksums, np.array([begun], dtype=np.uint32)]
+    return size, hashed.hexdigest(), starts, np.concatenate(checksums)
