@@ -15,7 +15,7 @@ from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, MakeFleet, until_generating
 
-LENGTH = 600
+LENGTH = 1200  # far from over when the weights come, also on a busy machine
 AMID: list[OnUpdate] = ["resend", "retract", "keep"]
 
 
