@@ -30,9 +30,9 @@ import orjson
 import psutil
 from aiohttp import web
 
-from millrace.connectors.sglang.answer_body import read_answer
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.wire.answer_body import read_answer
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit

@@ -39,6 +39,7 @@ from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
 
+LARGEST = ("logprob_gap_max", "staleness_max")  # of the steps
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
     *("moe_aux_loss", "moe_z_loss"),
@@ -135,7 +136,9 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers.setdefault(name, []).append(float(value))
     metrics = {f"train/{name}": sum(values) / len(values) for name, values in numbers.items()}
-    metrics["train/logprob_gap_max"] = max(numbers["logprob_gap_max"])
+    for name in LARGEST:
+        if name in numbers:
+            metrics[f"train/{name}"] = max(numbers[name])
     metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
     return metrics

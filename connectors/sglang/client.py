@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from millrace.connectors.sglang.answer_body import OutputTokens, read_answer
 from millrace.connectors.sglang.connection import Connection
 from millrace.connectors.sglang.engine_weights import EngineWeights
+from millrace.connectors.sglang.wire.answer_body import OutputTokens, read_answer
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.connectors.sglang.answer_body import NO_TOKENS
 from millrace.connectors.sglang.client import EngineClient, Generation
+from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ class EngineWeights:
         )
 
     async def update_from_tensor(self, payloads: Sequence[str], version: int | None) -> None:
-        """Load one bucket: one payload (millrace.connectors.sglang.bucket_payload) per GPU of the engine.
+        """Load one bucket: one payload (millrace.connectors.sglang.wire.bucket_payload) per GPU of the engine.
 
         The last bucket carries the version. When this returns, the engine has copied what the payload points at.
         """

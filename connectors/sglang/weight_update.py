@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from millrace.connectors.sglang.bucket_payload import payload
 from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.wire.bucket_payload import payload
 from millrace.core.contracts.handles import BroadcastSource, EngineHandle
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import (

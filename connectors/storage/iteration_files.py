@@ -144,7 +144,7 @@ class IterationFiles:
 
 def way_out(run: str, index: int) -> str:
     """What to do where an open iteration cannot go on."""
-    return f"give the iteration up: `millrace discard {run} --iteration {iteration_number(index)}`"
+    return f"give the iteration up: `millrace discard {run} --from {iteration_number(index)}`"
 
 
 def record_path(task: str) -> str:

@@ -93,7 +93,7 @@ def _kl(a: Algorithm) -> str:
 def _more(a: Algorithm) -> Iterator[Line]:
     """What is off by default, where it is on."""
     c = a.correction
-    if c.kind != "none" or c.veto is not None or c.opsm_delta is not None:
+    if c.kind != "none" or any(bound is not None for bound in (c.veto, c.opsm_delta, c.max_token_age)):
         yield "correction", _fields(c.model_dump())
     if a.overlong:
         buffer = a.overlong.buffer_tokens

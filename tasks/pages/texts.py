@@ -60,7 +60,10 @@ def _so_far(curves: Curves) -> list[str]:
         points = curves.points(name)
         if points:
             values = [value for _, value in points]
-            return ["", f"{name} from iteration {points[0][0]}: {sparkline(values)} {values[-1]:.4g}"]
+            return [
+                "",
+                f"{name} after iteration {points[0][0]} and later: {sparkline(values)} {values[-1]:.4g}",
+            ]
     return []
 
 
@@ -71,7 +74,7 @@ def _set_row(name: str, points: list[tuple[int, float]]) -> str:
 
 
 def _when(step: int) -> str:
-    return f"iteration {step}" if step else "before training"
+    return f"after iteration {step}" if step else "before training"
 
 
 def _links(links: Mapping[str, str]) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from millrace.connectors.sglang.answer_body import NO_TOKENS
 from millrace.connectors.sglang.dispatcher import NOTHING, joined_spans
+from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from millrace.connectors.sglang.answer_body import NO_TOKENS
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status

@@ -120,7 +120,7 @@ def test_a_tripped_guard_names_discard_and_after_it_the_run_goes_on(
 ) -> None:
     short = ("run.iterations=1", "evaluation.every=9")
     out = workplace.train(tmp_path, *short, "sync.max_logprob_gap=1e-12", expect=2)
-    assert "`millrace discard a --iteration 1`" in out
+    assert "`millrace discard a --from 1`" in out
     out = workplace.call(
         "discard", "a", "--iteration", "1", "--reason", "gap", "--root", str(tmp_path), COLUMNS="300"
     )

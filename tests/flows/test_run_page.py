@@ -115,7 +115,7 @@ def test_the_run_and_each_iteration_have_their_artifacts(
     assert set(of_run) == {"progress", "run", "curves"}
     assert of_run["progress"]["data"] == 100.0
     assert "# own: 3 of 3" in of_run["run"]["data"]
-    assert "reward/mean from iteration 1:" in of_run["run"]["data"]  # of the first start too
+    assert "reward/mean after iteration 1 and later:" in of_run["run"]["data"]  # of the first start too
     assert "| held_out/reward_mean |" in of_run["run"]["data"]
     assert "(before training)" in of_run["run"]["data"]
     assert "| trained |" in of_run["run"]["data"]

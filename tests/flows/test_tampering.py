@@ -375,7 +375,7 @@ def test_a_manifest_that_cannot_be_made_again_as_it_was_is_named(stored: Path, t
     store = Store(str(tmp_path / "a" / COMMITTED))
     store.remove("manifest.json")
     removed(store, sorted(store.list("rewards"))[0], b"")
-    with pytest.raises(MissingFileError, match=r"rewards/part-.*millrace discard a --iteration 2"):
+    with pytest.raises(MissingFileError, match=r"rewards/part-.*millrace discard a --from 2"):
         commit_again(RunFolder(str(tmp_path), "a"))
 
 

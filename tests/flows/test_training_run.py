@@ -211,7 +211,7 @@ def test_a_refused_step_names_its_limit_and_with_another_limit_the_run_resumes_f
     assert out.count("RefusedStepError: step 1: engine and trainer disagree") == 1
     assert out.count("raise sync.max_logprob_gap") == 1
     assert "Traceback" not in out
-    assert out.count("discard a --iteration 1") == 1
+    assert out.count("discard a --from 1") == 1
     parts = tmp_path / "a" / "iterations" / "000000" / "rollouts"
     generated = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
     assert generated

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.connectors.sglang.answer_body import read_answer
 from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.wire.answer_body import read_answer
 from millrace.core.contracts import schema
 from millrace.tasks.samples.answers import generated_sample
 from millrace.tasks.samples.generation import Answer

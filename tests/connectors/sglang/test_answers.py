@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from millrace.connectors.sglang.answer_body import OutputTokens
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
+from millrace.connectors.sglang.wire.answer_body import OutputTokens
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.tasks.samples.failures import FailureBudget

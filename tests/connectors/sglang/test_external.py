@@ -65,7 +65,7 @@ async def test_an_external_engine_serves_only_what_this_run_gave_it(
             raise AssertionError("nothing was lost")
 
         found = await fleet.dispatcher(3, recover).generate(PROMPT, SHORT, rid="r", session=None)
-        expected = reference_logprobs(tiny_model, PROMPT, found.output_ids)
+        expected = reference_logprobs(tiny_model, PROMPT, found.output_ids.tolist())
         assert found.logprobs == pytest.approx(expected, abs=1e-4)
         await fleet.ensure(str(tiny_model))
         assert fleet.unconfirmed(3) == []

@@ -110,7 +110,7 @@ def test_an_iterations_page_has_its_figures_and_where_its_time_went() -> None:
         "a: iteration 2 of 2", metrics, OVERLAPPING, curves(), {"files": "`f`"}
     ).splitlines()
     assert lines[0] == "# a: iteration 2 of 2"
-    assert "reward/mean from iteration 1: ▁█ 0.5" in lines
+    assert "reward/mean after iteration 1 and later: ▁█ 0.5" in lines
     assert [line for line in lines if line.startswith("| ")][1:] == [
         "| reward/mean | 0.5 |", "| eval/sums/reward_mean | 0.5 |",
     ]  # fmt: skip
@@ -120,7 +120,10 @@ def test_an_iterations_page_has_its_figures_and_where_its_time_went() -> None:
 
 def test_a_runs_page_has_held_out_sets_and_the_account_of_its_tokens() -> None:
     lines = run_text("a: 2 of 2", curves(), {}).splitlines()
-    assert "| sums/reward_mean | 0.25 (before training) | 0.5 (iteration 2) | 0.5 (iteration 2) |" in lines
+    assert (
+        "| sums/reward_mean | 0.25 (before training) | 0.5 (after iteration 2) | 0.5 (after iteration 2) |"
+        in lines
+    )
     assert [line for line in lines if line.endswith("% |")] == [
         "| generated | 200 | 100.0% |", "| trained | 150 | 75.0% |", "| dropped | 50 | 25.0% |",
     ]  # fmt: skip

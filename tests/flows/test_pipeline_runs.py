@@ -1,0 +1,112 @@
+"""Runs ahead of the trainer and with deferred groups: ages within their bound, accounts that close, and runs that repeat."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.soak import forms, promises
+from tests.soak.victims import processes
+from tests.support.flow_runs import Workplace, final_weights
+
+STEPS = 2  # of an iteration
+
+
+@pytest.fixture(scope="module")
+def tailed(workplace: Workplace) -> Workplace:
+    """The workplace with sums whose answers are of very different lengths."""
+    (workplace.folder / forms.TAILED).write_text(forms.tailed_rows())
+    return workplace
+
+
+def batches(run: Path) -> list[list[dict[str, Any]]]:
+    columns = ["sample_id", "iteration", "policy_versions", "response_length", "rollout_logprobs"]
+    paths = sorted(run.glob("iterations/*/batch.parquet"))
+    return [pq.read_table(path, columns=columns).to_pylist() for path in paths]
+
+
+def ages(run: Path) -> list[int]:
+    """The age of each trained sample's oldest token, in published versions."""
+    return [
+        index - min(span["version"] for span in row["policy_versions"]) // STEPS
+        for index, rows in enumerate(batches(run))
+        for row in rows
+        if row["policy_versions"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sent_again",
+        "deferred_ahead",
+        pytest.param("retracted", marks=pytest.mark.slow),
+        pytest.param("deferred", marks=pytest.mark.slow),
+    ],
+)
+def test_no_token_is_too_old_each_is_accounted_for_and_the_run_is_its_own_replay(
+    tailed: Workplace, tmp_path: Path, name: str
+) -> None:
+    form = forms.FORMS[name]
+    ahead = form.settings.get("pipeline.ahead", 0)
+    bound = form.settings.get("pipeline.max_staleness", ahead)
+    tailed.train(tmp_path, *forms.overrides(name), "run.iterations=4")
+    run = tmp_path / "a"
+    assert form.at_work(run), "no token is older than the weights that it trains"
+    assert max(ages(run)) <= bound
+    for rows in batches(run):
+        for row in rows:
+            starts = [span["first_token"] for span in row["policy_versions"]]
+            assert len(row["rollout_logprobs"]) == row["response_length"]
+            assert starts == sorted(set(starts))
+            assert not starts or starts[0] == 0
+    assert not promises.faulted_by_commands(tailed, run)
+    assert not promises.replayed(tailed, run)
+    if "deferred" in name:
+        listing = tailed.call("ledger", "a", "--root", str(tmp_path))
+        assert "deferred  " in listing
+        assert list(run.glob("iterations/*/deferred.parquet"))
+
+
+def test_with_one_version_an_iteration_two_runs_are_equal_however_slow_the_engine(
+    tailed: Workplace, tmp_path: Path
+) -> None:
+    overrides = [*forms.overrides("ahead"), "run.iterations=4"]
+    tailed.train(tmp_path / "one", *overrides)
+    process = tailed.start("train", "run.yaml", f"storage.root={tmp_path / 'other'}", *overrides)
+    numbers = random.Random(2)
+    home = Path(tailed.environment["MILLRACE_HOME"])
+    while process.poll() is None:  # the engine stands still now and then
+        time.sleep(numbers.uniform(0.05, 0.3))
+        for pid in processes("engine", process.pid, home):
+            try:
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(numbers.uniform(0.02, 0.2))
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    one, other = tmp_path / "one" / "a", tmp_path / "other" / "a"
+    assert max(ages(one)) == 1
+    assert not promises.different_numbers(one, other)
+    assert final_weights(one) == final_weights(other)
+
+
+def test_how_far_ahead_a_run_is_may_change_when_it_goes_on(tailed: Workplace, tmp_path: Path) -> None:
+    """Iterations that were drawn keep what they were drawn under; groups that were deferred are trained first."""
+    deferring = [*forms.overrides("deferred_ahead"), "checkpoint.every=1"]
+    tailed.train(tmp_path, *deferring, "run.iterations=2")
+    plain = [text for text in forms.overrides("deferred_ahead") if not text.startswith("pipeline.")]
+    tailed.train(tmp_path, *plain, "checkpoint.every=1", "run.iterations=4")
+    assert not promises.faulted_by_commands(tailed, tmp_path / "a")
+    last = batches(tmp_path / "a")[-1]
+    assert {row["iteration"] for row in last} == {3}
+    assert "deferred" not in str(pq.read_table(tmp_path / "a/iterations/000002/verdicts.parquet")["verdict"])
