@@ -105,7 +105,7 @@ class Ledger:
         self.shuffle = shuffle
         self.iterations = first  # committed
         self._first = first
-        self.counts: Counter[str] = Counter(kept=0, dropped=0, deferred=0, returned=0)  # verdicts
+        self.counts: Counter[str] = Counter(kept=0, dropped=0, returned=0)  # verdicts
         self.dropped: Counter[str] = Counter()  # by reason
         self.progress = Progress(plans, stages, first)
         self._plans, self._stages, self._lag = plans, list(stages), ahead.at

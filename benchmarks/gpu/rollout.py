@@ -26,6 +26,7 @@ from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_na
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.config import RunConfig
+from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import rollout
 from millrace.tasks.runtime.runtime import Runtime
@@ -184,9 +185,9 @@ class _RunningEngines:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    async def for_engines(self, version: int) -> Dispatcher:
+    async def for_engines(self, versions: VersionRange) -> Dispatcher:
         """A dispatcher over the fleet."""
-        return self._fleet.dispatcher(version, self._recover)
+        return self._fleet.dispatcher(versions.newest, self._recover)
 
     async def _recover(self, version: int) -> None:
         raise RuntimeError("an engine was lost in a benchmark")

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.shapes import SGLANG, configuration, model_folder, weight_bytes
 from millrace.connectors.prefect.server import ensure_server, stop_server
 from millrace.core.config import RunConfig
+from millrace.core.staleness import VersionRange
 from millrace.tasks.runtime.runtime import Runtime
 from tests.support.gpu_workplace import server_of
 from tests.support.trainer_ranks import samples, write_batch
@@ -71,7 +72,7 @@ async def stepped(runtime: Runtime, folder: Path, version: int) -> dict[str, Any
 
 async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: Path) -> None:
     prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    engines = await runtime.memory.for_engines(0)
+    engines = await runtime.memory.for_engines(VersionRange.only(0))
     before = await engines.generate([10, 20, 30], prompt, rid="before", session=None)
     serving = used()
 
@@ -88,7 +89,7 @@ async def test_the_bytes_come_back_to_whoever_works(runtime: Runtime, tmp_path: 
     assert freed > 0.95 * STATE_BYTES * parameters
     assert training - offloaded == pytest.approx(freed, rel=0.05)
 
-    engines = await runtime.memory.for_engines(1)
+    engines = await runtime.memory.for_engines(VersionRange.only(1))
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
     assert after.weight_versions[0][1] == 1
@@ -112,13 +113,15 @@ async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_b
     runtime: Runtime, tmp_path: Path
 ) -> None:
     prompt: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    await runtime.memory.for_engines(0)  # builds the trainer
+    await runtime.memory.for_engines(VersionRange.only(0))  # builds the trainer
     serving = used()
     assert math.isfinite((await stepped(runtime, tmp_path, 1))["grad_norm"])
     server = server_of(tmp_path / "0.6b")
     assert server is not None
     server.kill()
-    engines = await runtime.memory.for_engines(1)  # a new engine, which finds as much room as the first
+    engines = await runtime.memory.for_engines(
+        VersionRange.only(1)
+    )  # a new engine, which finds as much room as the first
     assert used() == pytest.approx(serving, rel=0.1)
     after = await engines.generate([10, 20, 30], prompt, rid="after", session=None)
     assert after.weight_versions[0][1] == 1
@@ -128,7 +131,7 @@ async def test_an_engine_that_takes_nearly_all_leaves_room_for_a_trainer_to_be_b
     "runtime", [(SHARE, {"offload_engines": False, "offload_trainer": False})], indirect=True
 )
 async def test_both_keep_their_memory_where_they_are_told_to(runtime: Runtime, tmp_path: Path) -> None:
-    await runtime.memory.for_engines(0)
+    await runtime.memory.for_engines(VersionRange.only(0))
     serving = used()
     async with runtime.memory.for_trainer():
         assert used() == pytest.approx(serving, rel=0.02)
@@ -136,7 +139,7 @@ async def test_both_keep_their_memory_where_they_are_told_to(runtime: Runtime, t
     for version in (1, 2, 3):
         assert math.isfinite((await stepped(runtime, tmp_path, version))["grad_norm"])
         training = used()
-        engines = await runtime.memory.for_engines(version)
+        engines = await runtime.memory.for_engines(VersionRange.only(version))
         synced.append(used())
         assert synced[-1] == pytest.approx(training, rel=0.02)
     assert synced[-1] == pytest.approx(synced[0], rel=0.005)  # no sync adds to it

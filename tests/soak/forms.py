@@ -112,7 +112,7 @@ def tailed_rows() -> str:
 
 FORMS = {
     "ahead": _pipeline(
-        (("rollout", "in"), ("train_step", "in"), ("sync_weights", "before"), ("publish", "before")),
+        (("train_step", "in"), ("sync_weights", "before"), ("publish", "before")),
         ahead=1,
         on_update="finish",
         repeats=True,

@@ -21,6 +21,7 @@ from millrace.connectors.prefect.server import ensure_server, login_file, stop_s
 from millrace.connectors.ray import actors
 from millrace.connectors.sglang.process import EngineServer
 from millrace.core.config import RunConfig
+from millrace.core.staleness import VersionRange
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.proxies import TrainerProxy
@@ -135,7 +136,7 @@ async def test_an_engine_sleeps_from_its_start_until_it_is_needed(
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
     driver = await drivers()
-    engines = await driver.memory.for_engines(0)
+    engines = await driver.memory.for_engines(VersionRange.only(0))
     assert asleep_at_build == [BOTH]
     assert await released() == []
     before = await engines.generate([10, 20, 30], GREEDY, rid="a", session=None)
@@ -147,7 +148,9 @@ async def test_an_engine_sleeps_from_its_start_until_it_is_needed(
     phases = await driver.memory.update_engines(1)
     assert list(phases)[0] == "offload"
     assert await released() == ["kv_cache"]
-    after = await (await driver.memory.for_engines(1)).generate([10, 20, 30], GREEDY, rid="b", session=None)
+    after = await (await driver.memory.for_engines(VersionRange.only(1))).generate(
+        [10, 20, 30], GREEDY, rid="b", session=None
+    )
     assert await released() == []
     assert len(after.output_ids) == len(before.output_ids)
     assert after.weight_versions[0][1] == 1
@@ -157,7 +160,7 @@ async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_ag
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
     driver = await drivers()
-    await driver.memory.for_engines(0)
+    await driver.memory.for_engines(VersionRange.only(0))
     await sleep(driver)
     await step(driver, tmp_path, 1)
     await driver.memory.update_engines(1)
@@ -165,7 +168,9 @@ async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_ag
     record = await checkpoint.fn(IterationContext(driver.config, 0, driver))
     assert record["saved"] == "checkpoints/000001"
     assert await released() == BOTH
-    answer = await (await driver.memory.for_engines(1)).generate([10, 20, 30], GREEDY, rid="d", session=None)
+    answer = await (await driver.memory.for_engines(VersionRange.only(1))).generate(
+        [10, 20, 30], GREEDY, rid="d", session=None
+    )
     assert answer.weight_versions[0][1] == 1
 
 
@@ -173,12 +178,12 @@ async def test_engines_sleep_while_a_checkpoint_is_saved_and_take_the_weights_ag
 async def test_engines_that_an_earlier_driver_left_awake_sleep_before_ranks_work(
     drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
 ) -> None:
-    await (await drivers()).memory.for_engines(0)
+    await (await drivers()).memory.for_engines(VersionRange.only(0))
     assert await released() == []
     second = await drivers()
     await sleep(second)  # what a train step asks first; the rollout was committed
     assert await released() == BOTH
-    await second.memory.for_engines(0)
+    await second.memory.for_engines(VersionRange.only(0))
     await kill("trainer")
     third = await drivers()
     assert await released() == []
@@ -191,9 +196,9 @@ async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_wit
     drivers: Any, asleep_at_build: list[list[str]]
 ) -> None:
     driver = await drivers()
-    await driver.memory.for_engines(0)
+    await driver.memory.for_engines(VersionRange.only(0))
     await kill("trainer")
-    engines = await driver.memory.for_engines(0)
+    engines = await driver.memory.for_engines(VersionRange.only(0))
     assert asleep_at_build == [BOTH, BOTH]
     assert await released() == []
     answer = await engines.generate([10, 20, 30], GREEDY, rid="c", session=None)
