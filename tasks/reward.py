@@ -27,7 +27,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.failures import FailureBudget
-from millrace.tasks.samples.scoring import Score, score, score_group, scored_by_group
+from millrace.tasks.samples.scoring import Score, score, score_group, scored_as_one, scored_by_group
 from millrace.tasks.samples.scoring_units import ScoringUnits
 from millrace.tasks.samples.teaching import Taught, ask_teacher
 
@@ -89,6 +89,7 @@ async def reward(ctx: IterationContext) -> RewardRecord:
 async def take_back_failures(ctx: IterationContext) -> None:
     """Before the tasks that stream: have an iteration's failed and timed-out samples scored again, unless its batch is fixed.
 
+    A group that one call scores is scored again as a whole: a call for some of its samples would compare these alone.
     The parts that hold them are replaced by parts without them. The records of rollout and reward go first: with other
     scores the filter may ask for more groups.
     """
@@ -104,24 +105,43 @@ def _take_back(ctx: IterationContext) -> None:
         with contextlib.suppress(CorruptFileError):  # the task removes it
             table = ctx.folder.read_table(path, "rewards")
             whole[path] = [ScoredSample(**row) for row in table.to_pylist()]
-    failing = {path: rows for path, rows in whole.items() if any(row.scoring in UNSCORED for row in rows)}
-    if not failing:
+    failed = {row.group_id for rows in whole.values() for row in rows if row.scoring in UNSCORED}
+    if not failed:
         return
+    as_one = scored_as_one(ctx.runtime, _rows_of_parts(ctx), failed)
+
+    def again(row: ScoredSample) -> bool:
+        return row.scoring in UNSCORED or row.group_id in as_one
+
+    # a part with a failure is the last to go: it is what the next start knows the group by
+    changed = sorted(
+        (path for path, rows in whole.items() if any(map(again, rows))),
+        key=lambda path: any(row.scoring in UNSCORED for row in whole[path]),
+    )
     for task_name in ("rollout", "reward"):
         if task_name in recorded:
             ctx.folder.remove(record_path(task_name))
-    kept = {row.sample_id for path, rows in whole.items() if path not in failing for row in rows}
-    for path, rows in failing.items():
-        good = [row for row in rows if row.scoring not in UNSCORED and row.sample_id not in kept]
+    kept = {row.sample_id for path, rows in whole.items() if path not in changed for row in rows}
+    for path in changed:
+        good = [row for row in whole[path] if not again(row) and row.sample_id not in kept]
         if good:
             write_part(ctx.folder, "rewards", schema.to_table(good, "rewards"), "rewards")
         ctx.folder.remove(path)
-    again = sum(row.scoring in UNSCORED for rows in failing.values() for row in rows)
     log.warning(
-        "iteration %d: %d samples could not be scored and are scored again",
+        "iteration %d: %d samples could not be scored and are scored again%s",
         iteration_number(ctx.index),
-        again,
+        sum(row.scoring in UNSCORED for rows in whole.values() for row in rows),
+        ", with the others of their prompts where one call scores them together" if as_one else "",
     )
+
+
+def _rows_of_parts(ctx: IterationContext) -> list[Unscored]:
+    """All samples that the iteration generated, as far as a reward reads them."""
+    rows: list[Unscored] = []
+    for path in list_parts(ctx.folder, "rollouts"):
+        with contextlib.suppress(CorruptFileError):  # the rollout task removes it
+            rows += _read_unscored(ctx, path)
+    return rows
 
 
 def _carried(ctx: IterationContext, rows: Sequence[Unscored], done: set[str]) -> list[ScoredSample]:

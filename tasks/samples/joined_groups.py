@@ -19,6 +19,7 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
 from millrace.tasks.context import IterationContext
+from millrace.tasks.samples.scoring import scored_as_one
 from millrace.tasks.stream import Joined
 
 UNFINISHED = "aborted"  # the status of a sample that goes on in a later iteration
@@ -50,13 +51,16 @@ def join(ctx: IterationContext) -> Joined:
         return Joined()
     drawn = {group.group_id: group for group in _groups_of(before)}
     groups = [replace(drawn[group_id], deferrals=times) for group_id, times in deferred.items()]
-    rows = [GeneratedSample(**row) for row in before.read_table("rollouts", path=DEFERRED).to_pylist()]
+    stored: list[Any] = before.read_table("rollouts", path=DEFERRED).to_pylist()
+    rows = [GeneratedSample(**row) for row in stored]
     finished = {row.sample_id: row for row in rows if row.status != UNFINISHED}
     scores = [
         ScoredSample(**row)
         for row in before.read_parts("rewards").to_pylist()
         if row["sample_id"] in finished
     ]
+    failed = {score.group_id for score in scores if score.scoring in ("failed", "timed_out")}
+    again = scored_as_one(ctx.runtime, stored, failed)
     if ctx.folder.exists(record_path("rollout")):  # which names the file
         entry = ctx.folder.entry(JOINED)
     else:
@@ -65,7 +69,11 @@ def join(ctx: IterationContext) -> Joined:
         groups,
         finished,
         {row.sample_id: row for row in rows if row.status == UNFINISHED},
-        {score.sample_id: score for score in scores if score.scoring == "scored"},
+        {
+            score.sample_id: score
+            for score in scores
+            if score.scoring == "scored" and score.group_id not in again
+        },
         [entry],
     )
 

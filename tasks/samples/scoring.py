@@ -6,11 +6,11 @@ A sample whose generation or scoring failed has no reward and says why: that is 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.connectors.workers.pool import Outcome
-from millrace.core.contracts.sample import Figures, Scorable, Scoring
+from millrace.core.contracts.sample import Figures, Scorable, Scoring, Unscored
 from millrace.core.rewards.scoring import Scored
 from millrace.core.rewards.selection import Selected, UnknownRewardError
 from millrace.tasks.runtime.runtime import Runtime
@@ -33,6 +33,16 @@ def scored_by_group(runtime: Runtime, sample: Scorable, own: Selected | None) ->
         return runtime.scoring.selected(sample, own).function.group
     except UnknownRewardError:
         return False
+
+
+def scored_as_one(runtime: Runtime, rows: Iterable[Unscored], groups: Collection[str]) -> set[str]:
+    """Those of these groups whose samples one call scores together: their scores belong together. rows: of samples."""
+    return {
+        row["group_id"]
+        for row in rows
+        if row["group_id"] in groups
+        and scored_by_group(runtime, row, runtime.scoring.of_source(row["source"]))
+    }
 
 
 async def score(runtime: Runtime, sample: Scorable, own: Selected | None) -> Score:

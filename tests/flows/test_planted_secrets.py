@@ -1,4 +1,7 @@
-"""Secrets in every place of a configuration that takes one are in nothing that a run and its servers leave or print."""
+"""Secrets of a run's functions and servers are in nothing that the run and its servers leave or print.
+
+That every place of a configuration that takes one is treated alike, tests/core/config/test_secrets.py says.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,33 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, quote_plus
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from millrace.core.config import RunConfig
 from millrace.core.config.rules.secrets import is_replaced
+from millrace.core.contracts.references import references
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, make_workplace
+from tests.support.flow_runs import configuration as run_values
 from tests.support.secret_places import PLACES, path
 
-FIELDS = sorted({path(place) for place, _ in PLACES if is_replaced(path(place))})
 KEY, TEACHER = KEYS = (
     "engines.key",
     "algorithm.teacher_server.key",
 )  # of servers; the others are of functions
+FIELDS = sorted(  # those that one run without sessions can have; a set's reward lies in a list
+    [
+        *KEYS,
+        *("run.prepare.options", "reward.options", "evaluation.sets.0.reward.options"),
+        *("filter.group_filter.options", "algorithm.shaping.options"),
+        *("algorithm.advantage.options", "algorithm.loss.options"),
+    ]
+)
 ELSEWHERE = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN")  # where libraries look for them
 FUNCTIONS = """
 import base64, hashlib
@@ -110,9 +124,9 @@ def configuration(values: dict[str, object], url: str, teacher: str) -> dict[str
     functions = {field.removesuffix(".options") for field in FIELDS if field not in KEYS}
     for field in functions:
         *above, last = field.split(".")
-        section: dict[str, object] = values
+        section: Any = values
         for name in above:
-            section = section.setdefault(name, {})  # type: ignore[assignment]
+            section = section[int(name)] if isinstance(section, list) else section.setdefault(name, {})
         options = {
             "env": f"${{env:{variable(f'{field}.options')}}}",
             "block": f"${{prefect:{name_of(field)}-options}}",
@@ -120,7 +134,7 @@ def configuration(values: dict[str, object], url: str, teacher: str) -> dict[str
         made = {"function": f"planted:{last}", "options": options}
         if field in ("algorithm.loss", "algorithm.advantage"):
             made["kind"] = "function"
-        section[last] = {**section.get(last, {}), **made}  # type: ignore[dict-item]
+        section[last] = {**section.get(last, {}), **made}
     values["engines"] = {"kind": "external", "addresses": [url], "key": f"${{prefect:{name_of(KEY)}}}"}
     server = {"url": teacher, "key": f"${{prefect:{name_of(TEACHER)}}}"}
     values["algorithm"] |= {"distillation_coef": 0.1, "teacher_server": server}  # type: ignore[operator]
@@ -210,9 +224,20 @@ def save_blocks(place: Workplace) -> str:
     return done.stdout + done.stderr
 
 
+def test_the_run_is_one_and_its_fields_take_references() -> None:
+    """No run could be made of the fields once some of them lay in lists."""
+    values = configuration(run_values(), "http://127.0.0.1:1", "http://127.0.0.1:2")
+    stored = RunConfig.model_validate(values).model_dump()
+    assert set(FIELDS) <= {path(place) for place, _ in PLACES if is_replaced(path(place))}
+    for field in FIELDS:
+        found: Any = stored
+        for name in field.split("."):
+            found = found[int(name)] if isinstance(found, list) else found[name]
+        assert list(references(found)), field
+
+
 @pytest.mark.slow
 def test_no_secret_of_a_run_stays_anywhere_or_is_said(place: Workplace) -> None:
-    assert {"reward.options", "run.prepare.options", "algorithm.loss.options", *KEYS} <= set(FIELDS)
     home, runs, ray = place.folder / "home", place.folder / "runs", Path(place.environment["RAY_TMPDIR"])
     key, log = SECRETS["block", KEY], place.folder / "engine.log"
     model, teachers = place.folder / "model", SECRETS["block", TEACHER]
@@ -236,7 +261,7 @@ def test_no_secret_of_a_run_stays_anywhere_or_is_said(place: Workplace) -> None:
     assert not traces(place.folder, ray, said=said)
     for field in set(FIELDS) - set(KEYS):  # and each function had its own
         both = (SECRETS["env", field] + SECRETS["block", field]).encode()
-        assert (place.folder / "seen" / f"{field}.{hashlib.sha256(both).hexdigest()}").exists(), field
+        assert list((place.folder / "seen").glob(f"*.{hashlib.sha256(both).hexdigest()}")), field
     for place_of_it in (home / "prefect", home, runs):
         assert holds(place_of_it, "${env:PLANTED_REWARD_OPTIONS}"), place_of_it
     assert holds(home, "${prefect:reward-options}")

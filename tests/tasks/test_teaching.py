@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import read_parts, write_part
+from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
+from millrace.core.contracts.cut import Cut
+from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import BudgetError
 from millrace.core.metrics import teacher_metrics
 from millrace.tasks.context import IterationContext
@@ -19,6 +24,7 @@ from millrace.tasks.filter import filter_groups
 from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.runtime.hints import with_hint
 from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.samples.joined_groups import join
 from millrace.tasks.stream import Stream
 from tests.support.engine_process import CLOSE, peaked_model, reference_logits, reference_logprobs
 from tests.support.stored_samples import drawn_group, sample_of
@@ -162,6 +168,99 @@ async def test_a_sample_without_an_answer_has_failed_and_is_asked_about_again(
     assert record["scored"] == 8
     assert len(server.asked) == 8 - len(kept)
     assert {name: stored(second)[name] for name in kept} == kept
+
+
+RANKED = {"function": "tests.support.reward_forms:rank", "group": True, "max_failed_share": 0.25}
+RANKS = [0.0, 0.0, 2.0, 2.0]  # of the responses 8, 9, 10, 11, by length
+
+
+async def test_a_group_that_one_call_scores_is_scored_again_as_a_whole(
+    start: Callable[..., IterationContext], server: TeacherServer
+) -> None:
+    """The sample that the teacher had failed on was scored again in a call of its own: the first among itself."""
+    server.spoil = lambda answer: {"error": "no"} if server.asked[-1]["prompt"][0] == BAD else answer
+    first = start(**RANKED)
+    generate(first, 0, 1, 2, 3, 8, 9, 10, 11, bad=(10,))
+    assert (await reward.fn(first))["failed"] == 1
+    first.runtime.scoring.close()
+    others = {name: row for name, row in stored(first).items() if row["group_id"] == "g0"}
+    assert len(others) == 4
+
+    server.spoil = None
+    for _ in range(2):  # the second time nothing is left to take back
+        second = start(**RANKED)
+        await take_back_failures(second)
+        assert {name: row for name, row in stored(second).items() if row["group_id"] == "g0"} == others
+        assert (await reward.fn(second))["scored"] == 8
+        second.runtime.scoring.close()
+        again = [row["reward"] for _, row in sorted(stored(second).items()) if row["group_id"] == "g2"]
+        assert again == RANKS
+
+
+async def test_a_group_of_which_a_kill_has_left_a_part_is_taken_back_too(
+    start: Callable[..., IterationContext], server: TeacherServer
+) -> None:
+    """Parts without a failure go first: the one with the failure says which group it is."""
+    ctx = start(**RANKED)
+    generate(ctx, 8, 9, 10, 11)
+    await reward.fn(ctx)
+    ctx.runtime.scoring.close()
+    rows = [ScoredSample(**row) for _, row in sorted(stored(ctx).items())]
+    for path in ctx.folder.list("rewards"):
+        ctx.folder.remove(path)
+    failed = replace(rows[2], scoring="failed", reward=None, reason="no answer")
+    for part in ([*rows[:2], failed], rows[3:]):
+        write_part(ctx.folder, "rewards", schema.to_table(part, "rewards"), "rewards")
+    removed: list[int] = []
+    remove = type(ctx.folder).remove
+
+    def counted(store: Store, path: str) -> None:
+        removed.append(store.read_table(path, "rewards").num_rows)
+        remove(store, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "remove", counted)
+        await take_back_failures(ctx)
+    assert removed == [1, 3]
+    assert stored(ctx) == {}
+
+
+@pytest.mark.parametrize("group", [False, True])
+async def test_a_deferred_group_brings_no_scores_where_one_call_scores_it_and_a_sample_failed(
+    start: Callable[..., IterationContext], group: bool
+) -> None:
+    ctx = start(
+        **RANKED | ({} if group else {"function": "millrace.core.rewards.text:contains", "group": False})
+    )
+    ctx.runtime.scoring.close()
+    before = ctx.run_folder.iteration(0)
+    rows = [sample_of(drawn_group(2, iteration=0), index, str(8 + index)) for index in range(4)]
+    scores = [
+        ScoredSample(
+            sample_id=row.sample_id,
+            group_id=row.group_id,
+            reward=None if row.index == 2 else 1.0,
+            reward_parts=[],
+            scoring="failed" if row.index == 2 else "scored",
+            reason="no answer" if row.index == 2 else None,
+            scoring_s=0.0,
+        )
+        for row in rows
+    ]
+    cut = Cut(trained=[], deferred={"g2": 1}, parts=[])
+    files = [
+        before.write_table(
+            "prompts.parquet", schema.to_table([drawn_group(2, iteration=0)], "prompts"), "prompts"
+        ),
+        write_part(before, "rewards", schema.to_table(scores, "rewards"), "rewards"),
+        before.write_table("deferred.parquet", schema.to_table(rows, "rollouts"), "rollouts"),
+        before.write_sealed("cut.json", cut.model_dump()),
+    ]
+    record = {"metadata": {}, "result": json.dumps({"files": [file.record() for file in files]})}
+    before.write_sealed(record_path("rollout"), record)
+    joined = join(ctx)
+    assert set(joined.finished) == {row.sample_id for row in rows}
+    assert set(joined.scores) == (set() if group else {row.sample_id for row in rows if row.index != 2})
 
 
 PROMPTS = {  # a prompt, and what the teacher reads in its place

@@ -13,7 +13,7 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import CLOSE, reference_logprobs
-from tests.support.fleets import LONG, PROMPT, MakeFleet, until_generating
+from tests.support.fleets import LONG, PROMPT, MakeFleet
 
 LENGTH = 1200  # far from over when the weights come, also on a busy machine
 AMID: list[OnUpdate] = ["resend", "retract", "keep"]
@@ -48,6 +48,16 @@ def begin(dispatcher: Dispatcher, seeds: range, length: int = LENGTH) -> list[as
     ]
 
 
+async def until_all_generate(dispatcher: Dispatcher, count: int) -> None:
+    """Wait until engines have made a token of each request."""
+    async with asyncio.timeout(60):
+        while True:
+            infos = [await engine.server_info() for engine in dispatcher._engines()]
+            if sum(info["load"]["running"] for info in infos) == count:
+                return
+            await asyncio.sleep(0.01)
+
+
 def assert_made_by(models: dict[int, Path], answer: Generation, *, exact: bool = True) -> None:
     """Each span's log-probabilities are those of its version's weights; the spans cover the answer in order."""
     starts = [first for first, _ in answer.weight_versions]
@@ -68,7 +78,7 @@ async def test_requests_go_on_under_new_weights_and_say_which_made_what(
     fleet = make_fleet(pipeline={"on_update": on_update})
     dispatcher = await open_dispatcher(fleet, tiny_model, 4, 5)
     running = begin(dispatcher, range(6))
-    await until_generating(dispatcher)
+    await until_all_generate(dispatcher, 6)
     await fleet.update_weights(str(other_model), 5, on_update=on_update)
     answers = await asyncio.gather(*running)
     assert dispatcher.retries == 0, "an update is no failure"
@@ -89,7 +99,7 @@ async def test_what_is_sent_again_is_as_if_it_had_not_been_cut(
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 4)
     running = begin(dispatcher, range(4))
     for version in (2, 3, 4):
-        await until_generating(dispatcher)
+        await until_all_generate(dispatcher, 4)
         await fleet.update_weights(str(tiny_model), version, on_update="resend")
     for got, expected in zip(await asyncio.gather(*running), wanted, strict=True):
         assert got.output_ids.tolist() == expected.output_ids.tolist()
@@ -103,7 +113,7 @@ async def test_a_token_of_a_version_out_of_range_is_never_returned(
     fleet = make_fleet()
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 1)
     running = begin(dispatcher, range(2))
-    await until_generating(dispatcher)
+    await until_all_generate(dispatcher, 2)
     await fleet.update_weights(str(other_model), 2, on_update="resend")
     assert not dispatcher._engines(), "none serves what is allowed"
     assert not any(task.done() for task in running)
@@ -120,8 +130,8 @@ async def test_stopped_requests_answer_with_what_they_have_and_go_on_elsewhere(
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 1)
     (wanted,) = await asyncio.gather(*begin(dispatcher, range(7, 8)))
     first = await open_dispatcher(fleet, tiny_model, 1, 1)
-    running = begin(first, range(7, 9), length=1200)
-    await until_generating(first)
+    running = begin(first, range(7, 9))
+    await until_all_generate(first, 2)
     await first.stop()
     cut, _ = await asyncio.gather(*running)
     assert cut.finish == "abort"

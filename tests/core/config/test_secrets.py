@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -20,10 +21,11 @@ from millrace.core.config.parts.restart import changes
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reading.load import load_config, validate
 from millrace.core.config.reading.stored import lifted
+from millrace.core.config.rules.secrets import is_replaced
 from millrace.core.contracts.references import blocks, pass_on, references, resolved, scrubbed, variables
 from millrace.core.errors import ConfigError
 from millrace.core.rewards.scoring import score_sample
-from tests.support.secret_places import PLACES, Place
+from tests.support.secret_places import PLACES, Place, path
 
 SECRET = "s3cr3t-Planted-0123456789"
 LEAST: dict[str, Any] = {
@@ -81,6 +83,19 @@ def test_there_are_places_of_each_kind() -> None:
     }
     assert len(PLACES) > 30
     assert {what for _, what in PLACES} == {"text", "mapping", "list"}
+
+
+def test_the_page_of_security_names_every_place_that_takes_a_reference() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    for field in sorted({path(place) for place, _ in PLACES if is_replaced(path(place))}):
+        last = field.rpartition(".")[2]
+        if last == "options":
+            named = "the options of your functions"
+        elif ".mcp." in field:
+            named = "`env` and `headers` of an MCP server"
+        else:
+            named = f"`{field}`"
+        assert named in page, field
 
 
 @pytest.mark.parametrize(("place", "kind"), PLACES, ids=[".".join(map(str, place)) for place, _ in PLACES])
