@@ -31,7 +31,7 @@ def plan_packs(
         raise ConfigError(
             f"a sample has {longest} tokens",
             where=f"trainer.max_pack_tokens = {max_tokens}",
-            remedy="raise it, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens",
+            remedy="raise it; a branch may lower rollout.sampling.max_new_tokens instead",
         )
     per_rank = max(1, -(-_fewest(lengths, max_tokens) // ranks))
     while True:

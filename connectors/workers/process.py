@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import described
@@ -97,10 +98,9 @@ class WorkerProcess:
             raise self._death() from None
 
     def kill(self) -> None:
-        """End it at once, with the processes that it started and did not put into a session of their own."""
+        """End it at once, with the processes that it started, those in sessions of their own too."""
         if self._process.is_alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
-                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            kill_with_descendants(self._process.pid or 0)
             self._process.kill()
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class WorkerProcess:
             if left <= 0:
                 return None
             most = self._limits.max_processes
-            if most is not None and processes_of(self._process.pid or 0) > most + 1:
+            if most is not None and len(processes_of(self._process.pid or 0)) > most + 1:
                 self.kill()
                 raise TooManyProcessesError(most)
             if not self._process.is_alive() and not self._pipe.poll():
@@ -190,15 +190,36 @@ def limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def processes_of(leader: int) -> int:
-    """Processes of a session, by its leader; 0 where the system does not show them."""
-    found = 0
-    with contextlib.suppress(FileNotFoundError):  # no Linux
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(ProcessLookupError):
-                    found += os.getsid(int(name)) == leader
+def processes_of(leader: int) -> set[int]:
+    """The processes of a session, by its leader, and all that descend from them; none where the system does not show them.
+
+    One in a session of its own whose parent has ended is not found: nothing in it names where it came from.
+    """
+    if not os.path.isdir("/proc/self"):  # no Linux
+        return set()
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                status = Path("/proc", name, "stat").read_text(errors="replace")
+                _, parent, _, session = status.rpartition(")")[2].split()[:4]
+                parents[int(name)] = int(parent)
+                if int(session) == leader:
+                    found.add(int(name))
+    while below := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= below
     return found
+
+
+def kill_with_descendants(leader: int) -> None:
+    """Kill the group that a process leads, and what descends from it outside the group."""
+    outside = processes_of(leader) - {leader}
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
+        os.killpg(leader, signal.SIGKILL)
+    for pid in outside:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def detach() -> None:

@@ -14,14 +14,13 @@ import itertools
 import json
 import logging
 import multiprocessing
-import os
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from millrace.connectors.workers.process import processes_of
+from millrace.connectors.workers.process import kill_with_descendants, processes_of
 from millrace.connectors.workers.session_worker import LINE, serve
 from millrace.core.config.rollout import Session as Settings
 from millrace.core.errors import MillraceError
@@ -182,8 +181,7 @@ class _SessionProcess:
             self._why = why
         process = getattr(self, "_process", None)
         if process is not None and process.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_with_descendants(process.pid)
             process.kill()
         self.ended = True
 
@@ -250,7 +248,7 @@ class _SessionProcess:
             await asyncio.sleep(LOOK_S)
             if not self._ready.done():
                 continue  # its start has a limit of its own
-            if processes_of(self._process.pid or 0) > self._settings.max_processes + 1:
+            if len(processes_of(self._process.pid or 0)) > self._settings.max_processes + 1:
                 self._blame_running(
                     f"it started more than rollout.session.max_processes = {self._settings.max_processes} processes"
                 )

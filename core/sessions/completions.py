@@ -67,7 +67,7 @@ def read_request(
                 raise BadRequestError(
                     key,
                     f"it is {value!r}, the run samples with {sampling[key]!r}. Leave it out, or set rollout.sampling.{key}"
-                    " (of an evaluation: its set's sampling): other samples would be off policy",
+                    " in a branch or a new run (of an evaluation: its set's sampling): other samples would be off policy",
                 )
         elif key not in FIXED:
             raise BadRequestError(key, "it is not known here")

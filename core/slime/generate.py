@@ -122,7 +122,8 @@ class SlimeRollout:
                 if value != self._sampling[key]:
                     raise BadRequestError(
                         f"sampling_params.{key}",
-                        f"it is {value!r}, the run samples with {self._sampling[key]!r}: set rollout.sampling.{key}",
+                        f"it is {value!r}, the run samples with {self._sampling[key]!r}: set rollout.sampling.{key}"
+                        " in a branch or a new run",
                     )
             elif key not in (*OF_SAMPLING, *UNUSED) and value not in (None, [], {}, ""):
                 raise BadRequestError(f"sampling_params.{key}", "it is not known here")

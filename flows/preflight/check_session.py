@@ -86,7 +86,7 @@ def _reads_calls(model: Checkpoint) -> Iterator[Problem]:
             "model.chat_template",
             None,
             "it does not show the model any tools",
-            "name a template that writes `tools`, or describe them in data.sources.system and call them from "
+            "name a template that writes `tools`, or describe them in data.sources[].system and call them from "
             "rollout.session.function",
         )
     elif not model.reads_answers and template_for(template.text) is None:

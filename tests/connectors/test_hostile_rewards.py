@@ -18,6 +18,7 @@ ENDS: dict[str, tuple[str, str, float]] = {  # by response: kind, a part of the 
     "loops": ("timed_out", "no answer within 2 s", DEADLINE_S),
     "memory": ("failed", "MemoryError", PLENTY_S),
     "forks": ("died", "it started more than 8 processes (reward.max_processes)", PLENTY_S),
+    "forks into sessions": ("died", "it started more than 8 processes (reward.max_processes)", PLENTY_S),
     "power": ("timed_out", "no answer within 2 s", DEADLINE_S),
     "regex": ("timed_out", "no answer within 2 s", DEADLINE_S),
     "raises": ("failed", "KeyError: 'points' in reward_forms.py", PLENTY_S),

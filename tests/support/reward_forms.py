@@ -94,6 +94,10 @@ def by_response(response: str) -> float:
         for _ in range(200):
             subprocess.Popen(["sleep", "60"])
         time.sleep(60)
+    if response == "forks into sessions":
+        for _ in range(200):
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
+        time.sleep(60)
     if response == "power":
         return float(9**9**9)
     if response == "regex":
