@@ -39,6 +39,7 @@ from tests.support.run_readers import (
     Evaluation,
     Numbers,
     branch,
+    ledger,
     replay,
     resume,
     sql,
@@ -133,7 +134,14 @@ def readers(
     log = tmp_path_factory.mktemp("engine") / "log"
     with embedded_engine(stored / "exports" / "000003", log=log) as (url, _):
         evaluate = Evaluation(url, workplace.folder)
-        yield {"resume": resume, "replay": replay, "branch": branch, "evaluate": evaluate, "sql": sql}
+        yield {
+            "resume": resume,
+            "replay": replay,
+            "branch": branch,
+            "evaluate": evaluate,
+            "sql": sql,
+            "ledger": ledger,
+        }
 
 
 # what is done to a file

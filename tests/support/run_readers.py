@@ -26,6 +26,7 @@ from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.flows.tools.branch import branch_run
 from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.ledger import accounts_of_run
 from millrace.flows.tools.replay import export_folder
 from millrace.flows.tools.sql import connect
 from millrace.tasks.context import IterationContext
@@ -124,6 +125,11 @@ def stored_evaluations(root: str) -> Numbers:
     folder = RunFolder(root, "a")
     kept = [IterationFiles(folder, index).record("evaluate") for index in range(OPEN)]
     return {"rows": repr(rows), "records": kept}
+
+
+def ledger(root: str) -> Numbers:
+    """What `millrace ledger` accounts for of the committed iterations; an open one's account grows with its records."""
+    return {str(row[0]): row for row in accounts_of_run(root, "a").listing.rows if row[0] <= OPEN}
 
 
 class Evaluation:
