@@ -57,7 +57,7 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             streaming.create_task(receive_deferred(ctx, slot.may_join))
             streaming.create_task(run_recorded(rollout, ctx))
             streaming.create_task(run_recorded(reward, ctx))
-            streaming.create_task(run_recorded(filter_groups, ctx))
+            streaming.create_task(_until_filled(ctx))
             streaming.create_task(report.rollout_progress(ctx))
     await slot.reach(Stage.GENERATED)
     await slot.may_train()
@@ -74,6 +74,13 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     await slot.may_publish()
     await run_recorded(publish, ctx)
     await slot.reach(Stage.DONE)
+
+
+async def _until_filled(ctx: IterationContext) -> None:
+    """Filter; where an earlier start left its record, the others still learn that the batch is filled."""
+    await run_recorded(filter_groups, ctx)
+    assert ctx.stream is not None
+    await ctx.stream.settle()
 
 
 async def evaluate_untrained(runtime: Runtime) -> None:

@@ -185,7 +185,7 @@ def test_steps_and_weights_are_those_of_plain_hugging_face(
         group.call("export", str(tmp_path / "export"), STEPS)
     steps, weights = expected(kind, name)
     for ours, plain in zip(found, steps, strict=True):
-        assert {key: ours[key] for key in plain} == pytest.approx(plain, rel=2e-5, abs=2e-6)
+        assert {key: ours[key] for key in plain} == pytest.approx(plain, rel=3e-5, abs=2e-6)
     exported = {
         k: v for path in (tmp_path / "export").glob("*.safetensors") for k, v in load_file(path).items()
     }
