@@ -29,7 +29,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     overhead = kept.get("cpu", "iteration_overhead")
     share = f"{overhead['overhead']:.2f} s of {overhead['iteration']:.1f} s; at most {overhead['overhead_max']:.2f} s"
     what = "an iteration's overhead: neither generation nor training nor sync"
-    yield Row(what, (share,), "< 0.5 s", "python -m benchmarks.iteration_overhead --iterations 16")
+    yield Row(what, (share,), "< 0.5 s", "python -m benchmarks.whole_runs.iteration_overhead --iterations 16")
     engine = kept.get("cpu", "embedded_engine")
     ratio = f"{engine['ratio']:.1f} times; {engine['ratio_on_busy_cores']:.1f} on busy cores"
     what = "embedded engine, 64 requests at once, against one `generate` after the other"
@@ -65,7 +65,12 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     yield Row(what, (learnt,), "", "python -m benchmarks.presets --seed 0")
     for case in kept.get("cpu", "recovery_time")[1::2]:
         what = f"everything killed, replay of {case['iterations replayed']}: until the run works again"
-        yield Row(what, (f"{case['ready']:.0f} s",), "", "python -m benchmarks.recovery_time --replay 1 4")
+        yield Row(
+            what,
+            (f"{case['ready']:.0f} s",),
+            "",
+            "python -m benchmarks.whole_runs.recovery_time --replay 1 4",
+        )
     points = kept.get("cpu", "soak_matrix")
     held = sum(not point["problems"] for point in points)
     yield Row(

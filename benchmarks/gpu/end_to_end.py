@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
-from benchmarks.iteration_overhead import iteration_split
+from benchmarks.whole_runs.iteration_overhead import iteration_split
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import iteration_overhead, recovery_time
 from benchmarks.figures import cpu_rows, gpu_rows
 from benchmarks.gpu.shapes import configuration
 from benchmarks.kept import RESULTS, KeptResults
 from benchmarks.page import PAGE, benchmark_modules, page
+from benchmarks.whole_runs import iteration_overhead, recovery_time
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 

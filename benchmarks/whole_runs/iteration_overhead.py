@@ -1,6 +1,6 @@
 """Where an iteration's time goes: generation, training, weight sync, and everything else.
 
-    python -m benchmarks.iteration_overhead [--iterations 8] [--root s3://bucket/x] [--out FILE]
+    python -m benchmarks.whole_runs.iteration_overhead [--iterations 8] [--root s3://bucket/x] [--out FILE]
 
 Runs `millrace train` on a random tiny model with iterations of a few seconds, on two cores where the system can pin a
 process, and prints the mean split as a table and as JSON, without the first two iterations, which import and tidy up,

@@ -1,6 +1,6 @@
 """How long a run takes from its start after a kill until it works again, and what that time goes to.
 
-    python -m benchmarks.recovery_time [--replay 1 4] [--out FILE]
+    python -m benchmarks.whole_runs.recovery_time [--replay 1 4] [--out FILE]
 
 Kills a run on a random tiny model right before it generates, then starts it again: with its driver dead only (trainer
 and engine are found as they were), and with everything dead (Ray head too), so that the trainer is built, loads the

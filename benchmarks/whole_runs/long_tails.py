@@ -1,0 +1,207 @@
+"""Iterations whose answers are of very different lengths, in each mode of the pipeline, beside the plain loop.
+
+    python -m benchmarks.whole_runs.long_tails [--modes sync partial] [--iterations 10]                        # a tiny model on CPU
+    python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 [--modes partial]   # on a shared GPU
+
+Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode.
+Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each; on a GPU they
+share it, and the modes that run ahead are left out.
+
+Figures are means over the iterations after the second: seconds, samples and trained tokens a second, the mean length that was
+trained and its 99th percentile beside those of the draw, the share of trained tokens by age in weight versions, tokens that
+were cut and not used, and on a GPU how busy it was. JSON to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu.end_to_end import Busy
+from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, laid_over, versions
+from benchmarks.gpu.shapes import model_folder as shape_folder
+from millrace.connectors.huggingface.tiny import build_tiny_model
+from millrace.connectors.storage.run_folder import RunFolder
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "partial": {"select": "finish", "reserve": 0.5, "max_staleness": 3},
+    "ahead": {"ahead": 1},
+    "both": {"ahead": 1, "select": "finish", "reserve": 0.5, "max_staleness": 3},
+}
+WARM_UP = 2
+POLL_S = 0.1
+
+
+def main() -> None:
+    """Run each mode, read what it stored, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=None)
+    parser.add_argument("--shape", help="of the model, on a GPU; a tiny model on CPU when not given")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--median", type=int, default=60, help="length of an answer, tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of its logarithm")
+    parser.add_argument("--longest", type=int, default=800)
+    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory for the engine")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    options = parser.parse_args()
+    modes = options.modes or [
+        name for name, fields in MODES.items() if not (options.shape and "ahead" in fields)
+    ]
+    report: dict[str, Any] = {"command": command_line(), "modes": {}}
+    if options.shape:
+        report |= {"device": device_name(), "versions": versions()}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        models = options.models or folder
+        if options.shape:
+            model = shape_folder(options.shape, models / options.shape)
+        else:  # with so many tokens the one that ends an answer is rarely drawn
+            model = build_tiny_model(folder / "model", vocab_size=16384, max_positions=4096)
+        (folder / "prompts.jsonl").write_text(_rows(options))
+        for mode in modes:
+            report["modes"][mode] = _measured(options, model, folder, mode)
+            if options.out:
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
+    plain = report["modes"].get("sync")
+    for figures in report["modes"].values() if plain else ():
+        figures["times_sync"] = round(figures["trained_tokens_s"] / plain["trained_tokens_s"], 3)
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def _lengths(options: argparse.Namespace, count: int) -> list[int]:
+    draw, middle = random.Random(options.seed), float(options.median)
+    return [
+        max(4, min(options.longest, round(middle * draw.lognormvariate(0, options.sigma))))
+        for _ in range(count)
+    ]
+
+
+def _rows(options: argparse.Namespace) -> str:
+    """Prompts, each with the length of its answers, as JSON lines."""
+    count = 2 * options.prompts * options.iterations
+    return "".join(
+        json.dumps(
+            {"prompt": f"{number}+{number}=", "label": "0", "sampling": {"max_new_tokens": length}},
+        )
+        + "\n"
+        for number, length in enumerate(_lengths(options, count))
+    )
+
+
+def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
+    count = options.prompts * options.group
+    pack = max(16384 if options.shape else 2048, options.longest + 64)
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"name": mode, "iterations": options.iterations + 100},  # ended before
+        "data": {
+            "sources": [
+                {"name": "tails", "path": str(folder / "prompts.jsonl"), "sampling_key": "sampling"},
+            ],
+            "max_prompt_tokens": 64,
+            "shuffle": False,
+        },
+        "rollout": {
+            "prompts": options.prompts,
+            "samples_per_prompt": options.group,
+            "max_concurrency": 2 * count,
+            "part_groups": 4,
+            "sampling": {"max_new_tokens": options.longest},
+        },
+        "algorithm": {"preset": "grpo", "correction": {"kind": "truncate"}},
+        "pipeline": MODES[mode],
+        "trainer": {"max_pack_tokens": pack, "global_batch": count},
+        "checkpoint": {"every": 10_000},
+    }
+    if options.shape:
+        engines = {
+            "sglang": {**SGLANG, "mem_fraction_static": options.memory, "cuda_graph_max_bs_decode": 384}
+        }
+        return laid_over(configuration(model, folder), {**settings, "engines": engines})
+    alone = {"model": {"path": str(model)}, "storage": {"root": str(folder / "runs")}}
+    return {**alone, **settings, "reward": {"function": "benchmarks.gpu.shapes:coin"}}
+
+
+def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
+    (folder / f"{mode}.yaml").write_text(yaml.safe_dump(_settings(options, model, folder, mode)))
+    millrace = [sys.executable, "-m", "millrace.flows.cli"]
+    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
+    run = RunFolder(str(folder / "runs"), mode)
+    with contextlib.ExitStack() as stack:
+        busy = stack.enter_context(Busy()) if options.shape else None
+        try:
+            command = [*millrace, "train", f"{mode}.yaml"]
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
+            while run.manifest(options.iterations - 1) is None:
+                if process.poll() is not None:
+                    raise SystemExit(f"the run ended with {process.returncode}")
+                time.sleep(POLL_S)
+            process.send_signal(signal.SIGINT)  # its last iteration would save a checkpoint
+            process.wait(timeout=120)
+        finally:
+            subprocess.run(
+                [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
+            )
+    return _figures(options, run, busy)
+
+
+def _figures(options: argparse.Namespace, run: RunFolder, busy: Busy | None) -> dict[str, Any]:
+    manifests = [run.manifest(index) for index in range(options.iterations)]
+    times = [manifest.tasks["committed"] for manifest in manifests if manifest]
+    metrics = [manifest.tasks["metrics"] for manifest in manifests[WARM_UP:] if manifest]
+    seconds = times[-1] - times[WARM_UP - 1]
+    lengths = [
+        length
+        for index in range(WARM_UP, options.iterations)
+        for length in run.iteration(index)
+        .read_table("batch.parquet", "batch", columns=["response_length"])["response_length"]
+        .to_pylist()
+    ]
+    drawn = sorted(_lengths(options, 2 * options.prompts * options.iterations))
+    ages = sorted({name for row in metrics for name in row if name.startswith("train/share_age_")})
+    return {
+        "iteration_s": round(seconds / len(metrics), 3),
+        "each_s": [round(after - before, 2) for before, after in zip(times, times[1:], strict=False)],
+        "samples_s": round(len(lengths) / seconds, 2),
+        "trained_tokens_s": round(sum(lengths) / seconds, 1),
+        "trained_length": {"mean": round(sum(lengths) / len(lengths), 1), "p99": _p99(sorted(lengths))},
+        "drawn_length": {"mean": round(sum(drawn) / len(drawn), 1), "p99": _p99(drawn)},
+        "rollout_s": _mean(metrics, "time/rollout_s"),
+        "train_step_s": _mean(metrics, "time/train_step_s"),
+        "share_by_age": {name.removeprefix("train/share_age_"): _mean(metrics, name) for name in ages},
+        "ess": _mean(metrics, "train/ess"),
+        "tokens_returned": _mean(metrics, "tokens/returned"),
+        **({"gpu_busy": busy.mean(times[WARM_UP - 1], times[-1])} if busy else {}),
+    }
+
+
+def _p99(values: list[int]) -> int:
+    return values[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+def _mean(metrics: list[dict[str, float]], name: str) -> float | None:
+    """Mean of a metric over iterations; 0 where one lacks it, null where all do."""
+    found = [row[name] for row in metrics if name in row]
+    return round(sum(found) / len(metrics), 4) if found else None
+
+
+if __name__ == "__main__":
+    main()
