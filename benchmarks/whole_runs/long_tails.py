@@ -143,7 +143,7 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
 def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
     (folder / f"{mode}.yaml").write_text(yaml.safe_dump(_settings(options, model, folder, mode)))
     millrace = [sys.executable, "-m", "millrace.flows.cli"]
-    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home")}
+    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": _with_this_folder()}
     run = RunFolder(str(folder / "runs"), mode)
     with contextlib.ExitStack() as stack:
         busy = stack.enter_context(Busy()) if options.shape else None
@@ -161,6 +161,11 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
                 [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
             )
     return _figures(options, run, busy)
+
+
+def _with_this_folder() -> str:
+    """The module search path with the repository, which has the reward."""
+    return os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _figures(options: argparse.Namespace, run: RunFolder, busy: Busy | None) -> dict[str, Any]:
