@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,20 @@ from aiohttp import web
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.wire.answer_body import read_answer
-from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.batching import plan_packs
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
+from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.answers import generated_sample
 from millrace.tasks.samples.generation import Answer
-from millrace.tasks.samples.kept_groups import KeptGroups, batch_table
+from millrace.tasks.samples.kept_groups import batch_pieces, read_kept
+from millrace.tasks.samples.scored_group import ScoredGroup
 from millrace.tasks.stream import Stream
 
 GROUP = 8
@@ -248,7 +250,7 @@ async def iteration(args: argparse.Namespace, ports: list[int], folder: Path) ->
     await generate(ctx, args.samples, ports)
     stages.end("generate", began)
     began = now()
-    url = await asyncio.to_thread(make_batch, ctx)
+    url = await asyncio.to_thread(make_batch, ctx, args.samples)
     stages.end("batch", began)
     beating.cancel()
     driver = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -338,29 +340,33 @@ async def generate(ctx: IterationContext, samples: int, ports: list[int]) -> Non
             await client.close()
 
 
-def make_batch(ctx: IterationContext) -> tuple[Store, str]:
+def make_batch(ctx: IterationContext, samples: int) -> tuple[Store, str]:
     """The batch of all samples in drawing order, as the filter task stores it."""
-    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
-    ids = rollouts.column("sample_id").to_pylist()
-    order = sorted(range(len(ids)), key=lambda at: (int(ids[at].split("-")[0][1:]), ids[at]))
+    groups = [scored_group(number) for number in range(samples // GROUP)]
+    kept = read_kept(ctx.folder, groups, lambda group: list(group.scores))
+    ones, steps = [1.0] * samples, dict.fromkeys((score.sample_id for score in kept.scores), 1)
+    assert len(kept.scores) == samples, "every sample is in a part"
+    pieces = partial(batch_pieces, kept, SampleCredit(ones, ones), steps)
+    ctx.folder.write_pieces("batch.parquet", pieces, "batch")
+    return ctx.folder, "batch.parquet"
+
+
+def scored_group(number: int) -> ScoredGroup:
+    """A group all of whose samples have a reward."""
+    group_id = drawn_group(number).group_id
     scores = [
         ScoredSample(
-            sample_id=ids[at],
-            group_id=ids[at].split("-")[0],
+            sample_id=sample_id(group_id, index),
+            group_id=group_id,
             reward=1.0,
             reward_parts=[],
             scoring="scored",
             reason=None,
             scoring_s=0.0,
         )
-        for at in order
+        for index in range(GROUP)
     ]
-    rollouts = rollouts.take(order)
-    ones = [1.0] * len(ids)
-    table = batch_table(KeptGroups([], rollouts, scores), SampleCredit(ones, ones), dict.fromkeys(ids, 1))
-    del rollouts
-    ctx.folder.write_table("batch.parquet", table, "batch")
-    return ctx.folder, "batch.parquet"
+    return ScoredGroup(group_id, f"p{number}", number, {score.sample_id: score for score in scores})
 
 
 def packer() -> Callable[[tuple[Store, str]], None]:

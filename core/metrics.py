@@ -7,11 +7,12 @@ from math import comb
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.task_records import SamplePromptsRecord
 from millrace.core.group_filters import zero_variance
-from millrace.core.staleness import staleness
+from millrace.core.staleness import oldest_versions
 
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")  # of metrics
 MOST_PARTS = 200  # that become metrics
@@ -134,10 +135,12 @@ def session_metrics(rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
 
 def staleness_metrics(rollouts: pa.Table, version: int) -> dict[str, float]:
     """Versions between the oldest token of each sample and the trainer's weights `version`: mean and maximum."""
-    ages = [staleness(spans, version) for spans in rollouts.column("policy_versions").to_pylist() if spans]
-    if not ages:
+    spans = rollouts.column("policy_versions")
+    covered = rollouts.filter(pc.greater(pc.list_value_length(spans), 0)).column("policy_versions")
+    ages = version - oldest_versions(covered, version)
+    if not len(ages):
         return {}
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

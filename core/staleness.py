@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from millrace.core.contracts.sample import PolicySpan
 
@@ -64,9 +65,19 @@ class Ahead:
         return kept if kept.at(iteration) == ahead else Ahead((*before, (iteration, ahead)))
 
 
-def staleness(policy_versions: Sequence[PolicySpan], version: int) -> int:
-    """Versions between a sample's oldest token and the weights `version` that are about to be trained; 0 if it has no token."""
-    return version - min((span["version"] for span in policy_versions), default=version)
+def oldest_versions(policy_versions: pa.ChunkedArray, none: int) -> npt.NDArray[np.int64]:
+    """Weight version that made the oldest token of each sample; `none` for one that no span covers."""
+    found = np.full(len(policy_versions), none, np.int64)
+    first = 0
+    for lists in policy_versions.chunks:
+        counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        versions = lists.flatten().field("version").to_numpy(zero_copy_only=False)
+        covered = np.flatnonzero(counts)
+        starts = (np.cumsum(counts) - counts)[covered]
+        if len(covered):
+            found[first + covered] = np.minimum.reduceat(versions, starts)
+        first += len(lists)
+    return found
 
 
 def admissible(oldest: int, iteration: int, max_staleness: int, steps: int) -> bool:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import way_out
-from millrace.connectors.storage.parts import read_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
@@ -33,7 +33,7 @@ from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.choosing import until_cut, until_filled
 from millrace.tasks.samples.judging import Judging, reward_of
-from millrace.tasks.samples.kept_groups import KeptGroups, batch_table, check_ages, with_reused
+from millrace.tasks.samples.kept_groups import KeptGroups, batch_pieces, check_ages, read_kept, with_reused
 from millrace.tasks.samples.reused_groups import REUSED, read_reused, reused_samples
 from millrace.tasks.samples.scored_group import ScoredGroup
 
@@ -55,7 +55,8 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     else:
         entries, groups = [], await until_filled(ctx, judging, need)
     await ctx.stream.settle()
-    kept = await asyncio.to_thread(_read_kept, ctx, _keep(ctx, groups, need))
+    chosen = _keep(ctx, groups, need)
+    kept = await asyncio.to_thread(read_kept, ctx.folder, chosen, partial(_sample_ids, ctx))
     if ctx.reused:
         kept = with_reused(kept, await asyncio.to_thread(read_reused, ctx))
     await loading
@@ -117,22 +118,6 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
     return kept
 
 
-def _read_kept(ctx: IterationContext, kept: list[ScoredGroup]) -> KeptGroups:
-    """The kept groups with the rollouts and scores of their scored samples."""
-    rollouts = read_parts(ctx.folder, "rollouts", "rollouts")
-    named = zip(rollouts.column("sample_id").to_pylist(), rollouts.column("turns").to_pylist(), strict=True)
-    order = {
-        sid: at for at, (sid, turns) in enumerate(named) if turns
-    }  # what generated nothing is not trained
-    scores = [
-        group.scores[sid]
-        for group in kept
-        for sid in _sample_ids(ctx, group)
-        if group.scores[sid].scoring == "scored" and sid in order
-    ]
-    return KeptGroups(kept, rollouts.take([order[score.sample_id] for score in scores]), scores)
-
-
 def _sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:
     """The group's samples, rollout by rollout; of one that was not made, the one that it would have been."""
     return [
@@ -148,8 +133,8 @@ async def _credit(ctx: IterationContext, kept: KeptGroups) -> SampleCredit:
         rewards=[reward_of(score) for score in kept.scores],
         group_ids=_numbered([(score.group_id, score.role) for score in kept.scores]),
         units=_numbered([(rollout_of(score.sample_id), score.role) for score in kept.scores]),
-        lengths=kept.rollouts.column("response_length").to_pylist(),
-        truncated=[status == "truncated" for status in kept.rollouts.column("status").to_pylist()],
+        lengths=kept.rows.column("response_length").to_pylist(),
+        truncated=[status == "truncated" for status in kept.rows.column("status").to_pylist()],
     )
     algorithm, budget = ctx.config.algorithm, ctx.config.rollout.longest_response
     outcome = await ctx.runtime.scoring.credit_worker.call(
@@ -203,9 +188,9 @@ def _write(
         counts[REUSED] = len(again)
     table = schema.to_table(judged + again, "verdicts")
     entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
-    batch = batch_table(kept, credit, steps)
-    check_ages(ctx, batch)
-    entries.append(ctx.folder.write_table("batch.parquet", batch, "batch"))
+    check_ages(ctx, kept)
+    pieces = partial(batch_pieces, kept, credit, steps)
+    entries.append(ctx.folder.write_pieces("batch.parquet", pieces, "batch"))
     deferred = sum(group.cut == "deferred" for group in groups)
     record: FilterRecord = {
         "files": [entry.record() for entry in entries],

@@ -39,6 +39,14 @@ from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
 
+READ = {  # columns of parts: those of the account, and those of the metrics. Tokens and log-probabilities stay in storage
+    "rollouts": [*COLUMNS["rollouts"], "source", "response_length", "turns"],
+    "turns": [*COLUMNS["turns"], "failed"],
+    "rewards": [
+        *("sample_id", "group_id", "scoring", "reward", "reward_parts"),
+        *("teacher_s", "teacher_logprobs"),
+    ],
+}
 LARGEST = ("logprob_gap_max", "staleness_max")  # of the steps
 SUPERVISED = (
     *("loss", "grad_norm", "lr", "version", "samples", "tokens", "tokens_per_second", "entropy"),
@@ -90,7 +98,7 @@ def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
 def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
     """Every figure of the iteration, and its account, from one reading of its parts."""
     records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
-    rollouts, turns = (_parts(ctx, kind, records["rollout"]) for kind in ("rollouts", "turns"))
+    rollouts, turns = (_parts(ctx, kind, records["rollout"], READ[kind]) for kind in ("rollouts", "turns"))
     verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
@@ -101,7 +109,7 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
 def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
     """Every figure of the iteration but those of its account, by name: the same names in MLflow, the artifacts and the manifest."""
     records = ctx.records
-    rewards = _parts(ctx, "rewards", records["reward"])
+    rewards = _parts(ctx, "rewards", records["reward"], READ["rewards"])
     metrics = {
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
@@ -122,10 +130,12 @@ def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
-def _parts(ctx: IterationContext, kind: str, record: RolloutRecord | RewardRecord) -> pa.Table:
+def _parts(
+    ctx: IterationContext, kind: str, record: RolloutRecord | RewardRecord, columns: list[str]
+) -> pa.Table:
     """The parts that a record names; those of an earlier release's record are all in the folder."""
     entries = [FileEntry.model_validate(file) for file in record["files"]] if "files" in record else None
-    return read_parts(ctx.folder, kind, kind, entries=entries)
+    return read_parts(ctx.folder, kind, kind, columns=columns, entries=entries)
 
 
 def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:

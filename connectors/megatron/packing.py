@@ -137,11 +137,12 @@ def _ages(row: dict[str, Any], trained: int, steps: int) -> Ints | None:
 
 def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:
     """Each row's list as an array, without a Python object per element."""
-    lists = table.column(column).combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    values = lists.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    bounds = lists.offsets.to_numpy()
-    return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    found: list[npt.NDArray[Any]] = []
+    for lists in table.column(column).chunks:
+        values = lists.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+        bounds = lists.offsets.to_numpy()
+        found += (values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True))
+    return found
 
 
 def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architecture, device: Any) -> list[Pack]:
@@ -181,28 +182,34 @@ def make_pack(
 ) -> Pack:
     """Lay samples end to end, each padded to a multiple of `align` tokens. No rows: a pack of padding alone.
 
-    top_k: how many of a teacher's likeliest tokens each row has at each response token.
+    top_k: how many of a teacher's likeliest tokens each row has at each response token. Laid in numpy: PyTorch's threads spin
+    between operations that are too small for several.
     """
     padded = [-(-len(row.tokens) // align) * align for row in rows] or [align]
     bounds = [0, *np.cumsum(padded).tolist()]
     tokens = np.zeros(bounds[-1], dtype=np.int64)
-    before_response = np.zeros(bounds[-1], dtype=bool)
     samples = np.full(bounds[-1], -1, dtype=np.int64)
+    before_response = [np.zeros(0, dtype=np.int64)]  # positions whose next token is a response token
     for number, (row, start) in enumerate(zip(rows, bounds, strict=False)):
         assert row.response_length < len(row.tokens), f"sample {row.sample_id} has no prompt token"
         end = start + len(row.tokens)
         tokens[start:end] = row.tokens
         samples[start:end] = number
-        before_response[end - row.response_length - 1 : end - 1] = True
-    positions = np.concatenate([np.arange(length) for length in padded])
-    flat, predicts_response = torch.from_numpy(tokens), torch.from_numpy(before_response)
-    # without context parallelism a pack is whole here, and its tensors are views
-    local_positions = zigzag_positions(bounds, cp_size, cp_rank) if cp_size > 1 else slice(None)
-    places = predicts_response[local_positions].nonzero()[:, 0]
-    pack_places = local_positions[places] if isinstance(local_positions, Tensor) else places
-    slots = (predicts_response.cumsum(0) - 1)[pack_places]
+        before_response.append(np.arange(end - row.response_length - 1, end - 1))
+    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], padded)
+    predicts = np.concatenate(before_response)
+    count = len(predicts)
+    places, pack_places, slots = predicts, predicts, np.arange(count)
+    local: Any = slice(None)  # positions of this rank
+    if cp_size > 1:  # without context parallelism the pack is whole here
+        local = zigzag_positions(bounds, cp_size, cp_rank).numpy()
+        slot_of = np.full(bounds[-1], -1)
+        slot_of[predicts] = slots
+        places = np.flatnonzero(slot_of[local] >= 0)
+        pack_places = local[places]
+        slots = slot_of[pack_places]
     tops = [row.teacher_top_tokens for row in rows if row.teacher_top_tokens is not None] if top_k else []
-    others = torch.from_numpy(np.concatenate([np.zeros((0, top_k), dtype=np.int64), *tops]))
+    others = np.concatenate([np.zeros((0, top_k), dtype=np.int64), *tops])
     cu = torch.tensor(bounds, dtype=torch.int32, device=device)
     params = PackBounds(
         qkv_format="thd",
@@ -212,17 +219,17 @@ def make_pack(
         max_seqlen_kv=max(padded),
         bounds=bounds,
         samples=len(rows),
-        sample_of_token=torch.from_numpy(samples)[local_positions].to(device),
+        sample_of_token=torch.from_numpy(samples[local]).to(device),
     )
     return Pack(
         rows=list(rows),
         members=members,
-        input_ids=flat[local_positions][None].to(device),
-        position_ids=torch.from_numpy(positions)[local_positions][None].to(device),
+        input_ids=torch.from_numpy(tokens[local])[None].to(device),
+        position_ids=torch.from_numpy(positions[local])[None].to(device),
         params=params,
-        places=places.to(device),
-        targets=flat[pack_places + 1].to(device),
-        slots=slots.to(device),
-        count=int(predicts_response.sum()),
-        others=others[slots].to(device) if top_k else None,
+        places=torch.from_numpy(places).to(device),
+        targets=torch.from_numpy(tokens[pack_places + 1]).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        count=count,
+        others=torch.from_numpy(others[slots]).to(device) if top_k else None,
     )

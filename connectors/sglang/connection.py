@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,11 @@ from millrace.core.errors import EngineError, EngineLostError
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 LARGE = 32768  # bytes of an answer; a hundred of these at once would hold up the event loop
+READ_BYTES = 1 << 20  # of an answer that are taken before the socket waits
+JSON = {"Content-Type": "application/json"}
+READING = ThreadPoolExecutor(
+    1, "answers"
+)  # several would wait for one another; what stores rows has threads of its own
 Parse = Callable[[bytes], Any]
 """Reads the JSON of an answer. Raises ValueError if it is none."""
 
@@ -61,7 +67,9 @@ class Connection:
             raise EngineLostError(f"{self.engine_id}: this connection is closed")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            request = self._http.request(verb, self.url + path, json=body, timeout=timeout, headers=headers)
+            data = None if body is None else orjson.dumps(body)
+            headers = {**JSON, **(headers or {})} if data is not None else headers
+            request = self._http.request(verb, self.url + path, data=data, timeout=timeout, headers=headers)
             async with request as answer:
                 if answer.status in (200, 202):
                     if answer.content_type != "application/json":
@@ -69,7 +77,8 @@ class Connection:
                     content = await answer.read()
                     if len(content) < LARGE:
                         return self._parsed(content, path, parse)
-                    return await asyncio.to_thread(self._parsed, content, path, parse)
+                    loop = asyncio.get_running_loop()
+                    return await loop.run_in_executor(READING, self._parsed, content, path, parse)
                 message = (await answer.text())[:500]
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLostError(
@@ -95,5 +104,7 @@ class Connection:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             headers = {"Authorization": f"Bearer {self.key}"} if self.key else None
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=headers, read_bufsize=READ_BYTES
+            )
         return self._session

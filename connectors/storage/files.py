@@ -117,6 +117,22 @@ class Files:
         """
         return self._write(path, data, unique=unique)
 
+    def write_blocks(self, path: str, blocks: Callable[[], Iterable[bytes]]) -> FileEntry:
+        """Write a whole file or nothing, a block at a time; it need not fit in memory on a local disk.
+
+        blocks: makes them; called again after a failure. The fence is asked once they are written.
+        """
+        if not self.local:
+            return self.write(path, b"".join(blocks()))
+
+        def put() -> FileEntry:
+            hashed = HashedBlocks(blocks())
+            with local.written_aside(Path(self._full(path)), hashed) as replace, self._writing():
+                replace()
+            return FileEntry(path=path, sha256=hashed.sha256.hexdigest(), size=hashed.size)
+
+        return self._retried("write", path, put)
+
     def create(self, path: str, data: bytes) -> bool:
         """Write a new file; False if one is there that holds something else. Of several at once, one succeeds.
 
@@ -193,14 +209,18 @@ class Files:
         except MissingFileError:
             return
 
-    def sweep(self, older_than_s: float) -> Names:
-        """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none."""
+    def sweep(self, older_than_s: float, leave: Iterable[str] = ()) -> Names:
+        """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none.
+
+        leave: folders that are not looked through.
+        """
         if not self.local:
             return []
         root = Path(self.root)
+        left = {str(root / folder) for folder in leave}
         return [
             file.relative_to(root).as_posix()
-            for file in self._retried("remove", "", lambda: local.sweep(root, older_than_s))
+            for file in self._retried("remove", "", lambda: local.sweep(root, older_than_s, left))
         ]
 
     def check_writable(self, field: str = "storage.root") -> None:
@@ -296,6 +316,20 @@ def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
         return [call(item) for item in listed]
     with ThreadPoolExecutor(min(THREADS, len(listed))) as pool:
         return list(pool.map(call, listed))
+
+
+class HashedBlocks:
+    """Blocks of a file that are hashed and counted as they pass."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self.sha256, self.size = hashlib.sha256(), 0
+        self._blocks = blocks
+
+    def __iter__(self) -> Iterator[bytes]:
+        for block in self._blocks:
+            self.sha256.update(block)
+            self.size += len(block)
+            yield block
 
 
 def entry_of(path: str, data: bytes) -> FileEntry:

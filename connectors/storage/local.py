@@ -15,7 +15,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from millrace.core.errors import ConfigError
@@ -33,15 +33,25 @@ IN_USE_S = 86_400.0  # logs younger than this stay: their run may be at work
 
 def write_whole(target: Path, blocks: Iterable[bytes]) -> None:
     """Write the blocks as one file. After a crash at any moment the file is the old one or the new one."""
+    with written_aside(target, blocks) as put:
+        put()
+
+
+@contextlib.contextmanager
+def written_aside(target: Path, blocks: Iterable[bytes]) -> Iterator[Callable[[], None]]:
+    """Write the blocks as a file beside its place; within, what is yielded gives it that place. If nobody calls it, it goes."""
     make_folder(target.parent)
     aside = target.with_name(f"{ASIDE}{uuid.uuid4().hex}")
+
+    def put() -> None:
+        aside.replace(target)
+        _sync_folder(target.parent)
+
     try:
         _write_synced(aside, blocks, "wb")
-        aside.replace(target)
-    except BaseException:
+        yield put
+    finally:
         aside.unlink(missing_ok=True)
-        raise
-    _sync_folder(target.parent)
 
 
 def create_whole(target: Path, data: bytes) -> bool:
@@ -107,13 +117,13 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, PRIVATE_FILE)
 
 
-def sweep(folder: Path, older_than_s: float) -> list[Path]:
+def sweep(folder: Path, older_than_s: float, leave: Collection[str] = ()) -> list[Path]:
     """Remove temporary files of interrupted writes below a folder; returns their paths.
 
-    Keeps files younger than `older_than_s`: another process may still write them.
+    Keeps files younger than `older_than_s`: another process may still write them. leave: folders that are not looked through.
     """
     removed = []
-    for aside in folder.rglob(f"{ASIDE}*"):
+    for aside in _asides(folder, leave):
         try:
             if time.time() - aside.stat().st_mtime >= older_than_s:
                 aside.unlink()
@@ -121,6 +131,12 @@ def sweep(folder: Path, older_than_s: float) -> list[Path]:
         except FileNotFoundError:
             continue  # its writer finished
     return removed
+
+
+def _asides(folder: Path, leave: Collection[str]) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if os.path.join(place, name) not in leave]
+        yield from (Path(place, name) for name in files if name.startswith(ASIDE))
 
 
 def home() -> Path:

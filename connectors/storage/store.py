@@ -5,11 +5,13 @@ Owns what is checked when a file is read: its kind, its hash, its rows. Knows no
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -19,6 +21,8 @@ from millrace.connectors.storage.sealed import check_seal, sealed
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
+
+LARGE = 64 << 20  # bytes of a table that is not read whole where it need not be
 
 Entries = list[FileEntry]
 
@@ -65,6 +69,20 @@ class Store(Files):
         entry = self.write(path, tables.encode(table, kind))
         return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
+    def write_pieces(self, path: str, pieces: Callable[[], Iterable[pa.Table]], kind: str) -> FileEntry:
+        """Write a table whose rows come in pieces, each a row group. pieces: makes them; called again after a failure."""
+        rows = 0
+
+        def counted() -> Iterator[pa.Table]:
+            nonlocal rows
+            rows = 0
+            for piece in pieces():
+                rows += piece.num_rows
+                yield piece
+
+        entry = self.write_blocks(path, lambda: tables.encode_pieces(counted(), kind))
+        return entry.model_copy(update={"rows": rows, "table": kind})
+
     def read_table(
         self,
         path: str,
@@ -77,13 +95,13 @@ class Store(Files):
 
         Raises MissingFileError or CorruptFileError, naming file and remedy.
         """
-        data = self.read(path)
-        actual = self._check_name(entry_of(path, data))
-        if entry:
-            self._check(path, actual, entry)
-        if sha256:
-            self._check(path, actual, actual.model_copy(update={"sha256": sha256}))
-        table = tables.decode(data, kind, self.url_of(path), columns)
+        with self.opened(path) as (data, found):
+            actual = self._check_name(found)
+            if entry:
+                self._check(path, actual, entry)
+            if sha256:
+                self._check(path, actual, actual.model_copy(update={"sha256": sha256}))
+            table = tables.decode(data, kind, self.url_of(path), columns)
         if entry and entry.rows is not None and table.num_rows != entry.rows:
             raise CorruptFileError(
                 f"holds {table.num_rows} rows, what committed it says {entry.rows}",
@@ -92,15 +110,30 @@ class Store(Files):
             )
         return table
 
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[tuple[bytes | BinaryIO, FileEntry]]:
+        """A file's content and entry; a large file on a local disk stays there, open, so that only what is asked of it is read."""
+        full = Path(self._full(path)) if self.local else None
+        if full is None or not full.is_file() or full.stat().st_size < LARGE:
+            data = self.read(path)
+            yield data, entry_of(path, data)
+            return
+        handle = self._retried("read", path, lambda: full.open("rb"))
+        with handle:
+            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+            size = handle.tell()
+            handle.seek(0)
+            yield handle, FileEntry(path=path, sha256=digest, size=size)
+
     # entries
 
     def entry(self, path: str) -> FileEntry:
         """The entry of an existing file; with rows and kind for millrace's tables."""
         if not path.endswith(".parquet"):
             return self._hashed(path)
-        data = self.read(path)
-        actual = self._check_name(entry_of(path, data))
-        rows, kind = tables.describe(data, self.url_of(path))
+        with self.opened(path) as (data, found):
+            actual = self._check_name(found)
+            rows, kind = tables.describe(data, self.url_of(path))
         return actual.model_copy(update={"rows": rows, "table": kind})
 
     def entries(self, paths: Iterable[str]) -> Entries:

@@ -6,6 +6,10 @@ and version.
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -16,27 +20,64 @@ REMEDY = "restore the file"
 
 
 def encode(table: pa.Table, kind: str) -> bytes:
-    """A table as Parquet bytes. Raises ValueError or KeyError for a table that does not fit its schema: that is a defect."""
-    wanted = schema.schema(kind)
-    cast = table.select(wanted.names).cast(wanted)
-    for name, column in zip(wanted.names, cast.columns, strict=True):
-        if column.null_count and not wanted.field(name).nullable:
-            raise ValueError(f"{kind}.{name}: {column.null_count} nulls in a column that may hold none")
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        cast,
-        sink,
+    """A table as Parquet bytes, in one row group. Raises as `encode_pieces` does."""
+    return b"".join(encode_pieces([table], kind))
+
+
+def encode_pieces(tables: Iterable[pa.Table], kind: str) -> Iterator[bytes]:
+    """Tables as the bytes of one Parquet file, each a row group: no more than one is in memory.
+
+    Raises ValueError or KeyError for a table that does not fit its schema: that is a defect.
+    """
+    wanted, sink = schema.schema(kind), _Passing()
+    with pq.ParquetWriter(
+        pa.PythonFile(sink, mode="w"),
+        wanted,
         compression="zstd",
         compression_level=1,
         use_dictionary=False,
         use_byte_stream_split=_floats(wanted),
         write_page_checksum=True,
-    )
-    return bytes(sink.getvalue())
+    ) as writer:
+        for table in tables:
+            writer.write_table(_fitting(table, wanted, kind), row_group_size=max(1, table.num_rows))
+            yield from sink.passed()
+    yield from sink.passed()
 
 
-def decode(data: bytes, kind: str | None, name: str, columns: list[str] | None = None) -> pa.Table:
-    """A table from Parquet bytes, of any of millrace's kinds if `kind` is None.
+def _fitting(table: pa.Table, wanted: pa.Schema, kind: str) -> pa.Table:
+    cast = table.select(wanted.names).cast(wanted)
+    for name, column in zip(wanted.names, cast.columns, strict=True):
+        if column.null_count and not wanted.field(name).nullable:
+            raise ValueError(f"{kind}.{name}: {column.null_count} nulls in a column that may hold none")
+    return cast
+
+
+class _Passing(io.RawIOBase):
+    """What is written to it, until it is taken away."""
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+        self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._blocks.append(bytes(data))
+        self._size += len(self._blocks[-1])
+        return len(self._blocks[-1])
+
+    def tell(self) -> int:
+        return self._size
+
+    def passed(self) -> list[bytes]:
+        blocks, self._blocks = self._blocks, []
+        return blocks
+
+
+def decode(data: bytes | BinaryIO, kind: str | None, name: str, columns: list[str] | None = None) -> pa.Table:
+    """A table from Parquet bytes or an open file, of any of millrace's kinds if `kind` is None.
 
     Raises CorruptFileError naming the file and the problem.
     """
@@ -70,7 +111,7 @@ def decode(data: bytes, kind: str | None, name: str, columns: list[str] | None =
         raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
 
 
-def describe(data: bytes, name: str) -> tuple[int, str | None]:
+def describe(data: bytes | BinaryIO, name: str) -> tuple[int, str | None]:
     """Rows and kind of a table file. Raises CorruptFileError naming it."""
     try:
         file = _open(data)
@@ -92,8 +133,9 @@ def _with_nulls(table: pa.Table, wanted: pa.Schema, added: list[str], columns: l
     return table.select(columns or wanted.names).replace_schema_metadata(wanted.metadata)
 
 
-def _open(data: bytes) -> pq.ParquetFile:
-    return pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+def _open(data: bytes | BinaryIO) -> pq.ParquetFile:
+    source = pa.BufferReader(data) if isinstance(data, bytes) else pa.PythonFile(data, mode="r")
+    return pq.ParquetFile(source, page_checksum_verification=True)
 
 
 def _kind(stored: pa.Schema) -> str:

@@ -20,6 +20,7 @@ COLUMNS = {  # that are read of each kind of table
     "verdicts": ["sample_id", "verdict", "dropped_by", "reused_from"],
     "batch": ["sample_id", "loss_mask", "policy_versions", "samples", "reused_from"],
 }
+AT_ONCE = 128  # rows whose tokens are summed at once
 SUPERSEDED = "superseded"  # turns that a rollout which was run again did not take up
 Outcome = tuple[Fate, str]
 """What became of a sample, and what dropped it."""
@@ -61,11 +62,11 @@ class _Counting:
 
     def done(self, rollouts: pa.Table, batch: pa.Table | None) -> Account:
         failed: set[str] = set()
-        for rows in rollouts.to_batches():
+        for rows in rollouts.to_batches(max_chunksize=AT_ONCE):
             failed |= self._samples(rows)
         self._carry()
         self._turns(failed)
-        for rows in batch.to_batches() if batch is not None else ():
+        for rows in batch.to_batches(max_chunksize=AT_ONCE) if batch is not None else ():
             self._trained(rows)
         return self._account
 

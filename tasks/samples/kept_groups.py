@@ -5,20 +5,27 @@ Owns the order of the batch and its columns. Knows nothing of why a group was ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from millrace.connectors.storage.files import in_threads
+from millrace.connectors.storage.parts import list_parts
+from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.buffer.choice import spread
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
-from millrace.core.staleness import admissible
+from millrace.core.staleness import admissible, oldest_versions
 from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.reused_groups import Reuse
+from millrace.tasks.samples.row_sources import Place, RowSources
 from millrace.tasks.samples.scored_group import ScoredGroup
+
+ASKED = ["sample_id", "turns", "response_length", "status", "iteration", "policy_versions"]
+"""Columns of rollouts that are read of all rows at once: none with a value a token."""
 
 
 @dataclass
@@ -26,11 +33,41 @@ class KeptGroups:
     """The groups that are trained on, in drawing order, and what is stored of their scored samples, row by row."""
 
     groups: list[ScoredGroup]
-    rollouts: pa.Table
+    rows: pa.Table  # the columns ASKED
     scores: list[ScoredSample]
+    places: list[Place] = field(default_factory=list)  # where each row's other columns are
+    sources: RowSources = field(default_factory=RowSources)
     reused: dict[str, Reuse] = field(
         default_factory=dict
     )  # those that an earlier iteration generated, by group
+
+
+def read_kept(
+    folder: Store, groups: list[ScoredGroup], ids_of: Callable[[ScoredGroup], list[str]]
+) -> KeptGroups:
+    """The kept groups with the scored samples of theirs that generated something. ids_of: a group's samples, in order."""
+    sources = RowSources()
+    paths = list_parts(folder, "rollouts")
+    tables = in_threads(lambda path: folder.read_table(path, "rollouts", columns=ASKED), paths)
+    places: dict[str, Place] = {}
+    where: dict[str, int] = {}  # among the rows of all parts
+    first = 0
+    for path, table in zip(paths, tables, strict=True):
+        source = sources.add(partial(folder.read_table, path, "rollouts"))
+        named = zip(table.column("sample_id").to_pylist(), table.column("turns").to_pylist(), strict=True)
+        for at, (sid, turns) in enumerate(named):
+            if turns:  # what generated nothing is not trained
+                places[sid], where[sid] = (source, at), first + at
+        first += len(table)
+    scores = [
+        group.scores[sid]
+        for group in groups
+        for sid in ids_of(group)
+        if group.scores[sid].scoring == "scored" and sid in places
+    ]
+    empty = schema.schema("rollouts").empty_table().select(ASKED)
+    rows = pa.concat_tables([empty, *tables]).take([where[score.sample_id] for score in scores])
+    return KeptGroups(groups, rows, scores, [places[score.sample_id] for score in scores], sources)
 
 
 def with_reused(kept: KeptGroups, reused: list[Reuse]) -> KeptGroups:
@@ -38,27 +75,53 @@ def with_reused(kept: KeptGroups, reused: list[Reuse]) -> KeptGroups:
     fresh = len(kept.groups)
     groups = [*kept.groups, *(item.group for item in reused)]
     scores = [*kept.scores, *(score for item in reused for score in item.group.scores.values())]
-    rows: dict[str, list[int]] = {}
+    places = list(kept.places)
+    for item in reused:
+        source = kept.sources.add(partial(_whole, item))
+        places += ((source, at) for at in range(len(item.rollouts)))
+    by_id: dict[str, list[int]] = {}
     for at, score in enumerate(scores):
-        rows.setdefault(score.group_id, []).append(at)
+        by_id.setdefault(score.group_id, []).append(at)
     ordered = [groups[at] for at in spread(fresh, len(reused))]
-    order = [at for group in ordered for at in rows.get(group.group_id, ())]
-    rollouts = pa.concat_tables([kept.rollouts, *(item.rollouts for item in reused)])
-    by_group = {item.group.group_id: item for item in reused}
-    return KeptGroups(ordered, rollouts.take(order), [scores[at] for at in order], by_group)
+    order = [at for group in ordered for at in by_id.get(group.group_id, ())]
+    rows = pa.concat_tables([kept.rows, *(item.rollouts.select(ASKED) for item in reused)])
+    return KeptGroups(
+        ordered,
+        rows.take(order),
+        [scores[at] for at in order],
+        [places[at] for at in order],
+        kept.sources,
+        {item.group.group_id: item for item in reused},
+    )
 
 
-def batch_table(kept: KeptGroups, credit: SampleCredit, steps: dict[str, int]) -> pa.Table:
-    """The scored samples' rollouts with reward, credit and step, in drawing order."""
-    scores = kept.scores
+def _whole(item: Reuse) -> pa.Table:
+    return item.rollouts
+
+
+def batch_pieces(kept: KeptGroups, credit: SampleCredit, steps: dict[str, int]) -> Iterator[pa.Table]:
+    """The scored samples' rollouts with reward, credit and step, in drawing order, some million tokens at a time."""
+    wanted = schema.schema("batch")
+    lengths = kept.rows.column("response_length").to_pylist()
+    for span, table in kept.sources.pieces(kept.places, lengths):
+        for name, values in _added(kept, credit, steps, span).items():
+            table = table.append_column(wanted.field(name), pa.array(values, wanted.field(name).type))
+        yield table.select(wanted.names).cast(wanted)
+
+
+def _added(
+    kept: KeptGroups, credit: SampleCredit, steps: dict[str, int], span: slice
+) -> dict[str, Sequence[object]]:
+    """The columns that a batch has beside those of rollouts, of some of its rows."""
+    scores = kept.scores[span]
     reuses = [kept.reused.get(score.group_id) for score in scores]
-    added: dict[str, Sequence[object]] = {
+    return {
         "reward": [score.reward for score in scores],
         "reward_parts": [score.reward_parts for score in scores],
         "scoring": [score.scoring for score in scores],
         "verdict": ["kept"] * len(scores),
-        "shaped_reward": credit.shaped_rewards,
-        "advantage": credit.advantages or [None] * len(scores),
+        "shaped_reward": credit.shaped_rewards[span],
+        "advantage": credit.advantages[span] if credit.advantages else [None] * len(scores),
         "train_step": [steps[score.sample_id] for score in scores],
         "teacher_logprobs": [score.teacher_logprobs for score in scores],
         "reused_from": [reuse.iteration if reuse else None for reuse in reuses],
@@ -66,25 +129,20 @@ def batch_table(kept: KeptGroups, credit: SampleCredit, steps: dict[str, int]) -
         "teacher_top_tokens": [score.teacher_top_tokens for score in scores],
         "teacher_top_logprobs": [score.teacher_top_logprobs for score in scores],
     }
-    table = kept.rollouts
-    wanted = schema.schema("batch")
-    for name, values in added.items():
-        table = table.append_column(wanted.field(name), pa.array(values, wanted.field(name).type))
-    return table.select(wanted.names).cast(wanted)
 
 
-def check_ages(ctx: IterationContext, batch: pa.Table) -> None:
+def check_ages(ctx: IterationContext, kept: KeptGroups) -> None:
     """Assert that no token of a batch is older than pipeline.max_staleness, or than what its group was deferred under.
 
     Iterations open and groups are deferred so that this holds; nothing is dropped for its age.
     """
-    fresh = batch.filter(pc.is_null(batch.column("reused_from")))
     steps, ahead = ctx.config.steps_per_iteration, ctx.runtime.prompts.ahead
-    for origin, spans in zip(
-        fresh.column("iteration").to_pylist(), fresh.column("policy_versions").to_pylist(), strict=True
-    ):
+    oldest = oldest_versions(kept.rows.column("policy_versions"), ctx.version_before).tolist()
+    origins = kept.rows.column("iteration").to_pylist()
+    fresh = (score.group_id not in kept.reused for score in kept.scores)
+    made = {(origin, version) for origin, version, new in zip(origins, oldest, fresh, strict=True) if new}
+    for origin, version in made:
         allowed = max(ctx.config.pipeline.staleness, ctx.index - origin + ahead.at(origin))
-        oldest = min((span["version"] for span in spans), default=ctx.version_before)
-        assert admissible(oldest, ctx.index, allowed, steps), (
-            f"a token of version {oldest} in iteration {ctx.index}"
+        assert admissible(version, ctx.index, allowed, steps), (
+            f"a token of version {version} in iteration {ctx.index}"
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.connectors.sglang.client import EngineClient
+from millrace.connectors.sglang.wire import answer_body
 from millrace.connectors.sglang.wire.answer_body import read_answer
 from millrace.core.contracts import schema
 from millrace.tasks.samples.answers import generated_sample
@@ -45,15 +47,26 @@ def spans_of(count: int, cuts: list[int]) -> list[dict[str, int]]:
     return [{"start": start, "version": 3 + at} for at, start in enumerate(starts)]
 
 
-@given(TEXTS, TOKENS, st.lists(st.integers(0, 99), max_size=3), st.booleans())
+AS_COLUMNS, AS_ONE_LIST = 0, 1 << 30  # bytes from which pairs are read as columns
+
+
+@settings(deadline=None)
+@given(
+    TEXTS,
+    TOKENS,
+    st.lists(st.integers(0, 99), max_size=3),
+    st.booleans(),
+    st.sampled_from([AS_COLUMNS, AS_ONE_LIST]),
+)
 def test_a_row_of_an_answer_is_stored_as_plain_reading_of_its_json_stores_it(
-    text: str, tokens: list[tuple[float, int]], cuts: list[int], spaced: bool
+    text: str, tokens: list[tuple[float, int]], cuts: list[int], spaced: bool, long: int
 ) -> None:
     """Over all columns, types among them; texts that look like the keys, no tokens, several weight versions."""
     sent = answer(text, tokens, spans_of(len(tokens), cuts))
     body = json.dumps(sent).encode() if spaced else orjson.dumps(sent)
     client, group = EngineClient("http://nowhere", "engine-0"), drawn_group(0)
-    made = client._generation(read_answer(body), "r")
+    with patch.object(answer_body, "LONG", long):
+        made = client._generation(read_answer(body), "r")
     row = generated_sample(group, 1, 7, Answer(made, None, 1.0, 2.0))
     plain = json.loads(body)
     pairs = plain["meta_info"]["output_token_logprobs"]
@@ -107,9 +120,23 @@ def test_rows_with_arrays_and_rows_with_lists_make_one_table() -> None:
 
 @pytest.mark.parametrize(
     "pairs",
-    ["[[-0.5,7]]", '[[-0.5,7,"a"]]', "[[-0.5,7,null],[1,null]]", "[[-0.5,9999999999,null]]", "[[-0.5,7,null"],
+    [
+        "[[-0.5,7],[1,2,3,4]]",
+        "[[-0.5,7,null]",
+        "[[-0.5,7,null] 3]",
+        "[[-0.5,null,null]]",
+        "[[-0.5,7]]",
+        '[[-0.5,7,"a"]]',
+        "[[-0.5,7,null],[1,null]]",
+        "[[-0.5,9999999999,null]]",
+        "[[-0.5,7,null",
+    ],
 )
-def test_log_probabilities_of_another_form_are_refused(pairs: str) -> None:
+@pytest.mark.parametrize("long", [AS_COLUMNS, AS_ONE_LIST])
+def test_log_probabilities_of_another_form_are_refused(
+    monkeypatch: pytest.MonkeyPatch, pairs: str, long: int
+) -> None:
+    monkeypatch.setattr(answer_body, "LONG", long)
     with pytest.raises(ValueError, match="log-probabilit"):
         read_answer(b'{"text":"","meta_info":{"output_token_logprobs":' + pairs.encode() + b"}}")
 
@@ -120,6 +147,17 @@ def test_an_answer_without_tokens_has_none(pairs: str) -> None:
     assert len(found["meta_info"]["output_token_logprobs"].ids) == 0
 
 
-def test_a_log_probability_that_is_null_is_seen_as_no_number() -> None:
+@pytest.mark.parametrize("long", [AS_COLUMNS, AS_ONE_LIST])
+def test_a_log_probability_that_is_null_is_seen_as_no_number(
+    monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
+    monkeypatch.setattr(answer_body, "LONG", long)
     found = read_answer(b'{"meta_info":{"output_token_logprobs":[[-1,7,null],[null,8,null]]}}')
     assert np.isnan(found["meta_info"]["output_token_logprobs"].logprobs).tolist() == [False, True]
+
+
+def test_long_answers_are_read_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_body, "_read_flat", None)  # which makes an object of each number
+    tokens = [(-at / 7, at) for at in range(answer_body.LONG // 8)]
+    found = read_answer(orjson.dumps(answer("a", tokens, [])))["meta_info"]["output_token_logprobs"]
+    assert list(zip(found.logprobs.tolist(), found.ids.tolist(), strict=True)) == tokens

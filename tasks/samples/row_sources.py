@@ -1,0 +1,65 @@
+"""Rows of several stored tables in one order, a bounded part of them in memory.
+
+Owns which table is read when, and how many stay decoded. Knows nothing of what the rows are for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import pyarrow as pa
+
+Place = tuple[int, int]  # number of a source, row there
+PIECE_TOKENS = 1 << 20  # of a piece, unless one row has more
+PIECE_ROWS = 4096
+KEPT_BYTES = 256 << 20  # of decoded tables
+
+
+class RowSources:
+    """Tables of one schema, each with a number."""
+
+    def __init__(self) -> None:
+        self._reads: list[Callable[[], pa.Table]] = []
+        self._kept: OrderedDict[int, pa.Table] = OrderedDict()  # the last used one last
+
+    def add(self, read: Callable[[], pa.Table]) -> int:
+        """Take a table in; returns its number. read: is called whenever its rows are wanted and it was let go."""
+        self._reads.append(read)
+        return len(self._reads) - 1
+
+    def pieces(self, places: Sequence[Place], tokens: Sequence[int]) -> Iterator[tuple[slice, pa.Table]]:
+        """The rows at these places, in this order, in pieces of some million tokens: which of the places, and their rows.
+
+        tokens: of each row.
+        """
+        start = 0
+        while start < len(places):
+            end, size = start + 1, tokens[start]
+            while end < len(places) and size + tokens[end] <= PIECE_TOKENS and end - start < PIECE_ROWS:
+                size += tokens[end]
+                end += 1
+            yield slice(start, end), self._rows(places[start:end])
+            start = end
+
+    def _rows(self, places: Sequence[Place]) -> pa.Table:
+        by_source: dict[int, list[int]] = {}
+        for at, (source, _) in enumerate(places):
+            by_source.setdefault(source, []).append(at)
+        taken = [
+            self._table(source).take([places[at][1] for at in here]) for source, here in by_source.items()
+        ]
+        if len(taken) == 1:
+            return taken[0]
+        order = [0] * len(places)
+        for now, at in enumerate(at for here in by_source.values() for at in here):
+            order[at] = now
+        rows = pa.concat_tables(taken)
+        return rows if order == sorted(order) else rows.combine_chunks().take(order)
+
+    def _table(self, source: int) -> pa.Table:
+        table = self._kept.pop(source, None)
+        self._kept[source] = table = self._reads[source]() if table is None else table
+        while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return table
