@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from millrace.connectors.sglang.client import EngineClient, Generation
+from millrace.connectors.sglang.least_load import LeastLoad
 from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.errors import EngineError, EngineLostError
 
@@ -67,6 +68,7 @@ class Dispatcher:
         self._failing: set[tuple[str, type]] = set()  # engines that answered nothing since they so failed
         self._keyed = keyed
         self._stopped = False
+        self._least = LeastLoad(())
         self._in_flight: dict[str, EngineClient] = {}  # by request id of the attempt
 
     async def generate(
@@ -147,6 +149,7 @@ class Dispatcher:
             yield
         finally:
             del self._in_flight[name]
+            self._least.ended(engine)
 
     async def _abort(self, name: str, engine: EngineClient) -> None:
         with contextlib.suppress(EngineError):  # its request finds that the engine is lost
@@ -196,13 +199,15 @@ class Dispatcher:
         await asyncio.shield(self._recovering)
 
     def _choose(self, session: str | None) -> EngineClient | None:
-        engines = {engine.engine_id: engine for engine in self._engines()}
+        engines = self._engines()
         if not engines:
             return None
-        held = self._sessions.get(session) if session else None
-        if held in engines:
-            return engines[held]
-        chosen = least_loaded(engines.values())
+        if self._least.engines is not engines:
+            self._least = LeastLoad(engines)
+        held = self._least.by_id.get(self._sessions.get(session, "")) if session else None
+        if held is not None:
+            return held
+        chosen = self._least.choose()
         if session:
             self._sessions[session] = chosen.engine_id
             if len(self._sessions) > SESSIONS:

@@ -16,6 +16,8 @@ from typing import Any
 from millrace.connectors.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.engine_weights import describe_difference
+from millrace.connectors.sglang.launch import no_room
+from millrace.connectors.sglang.least_load import until_changed
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
 from millrace.connectors.sglang.weight_update import Load, each, load_from_folder, load_from_storage
@@ -57,6 +59,7 @@ class Fleet:
         self._handles: dict[int, EngineHandle] = {}
         self._clients: dict[int, EngineClient] = {}
         self._health = {index: EngineHealth() for index in range(config.engines.count)}
+        self._changes = 0  # of any engine's health; one that gets another client has been unhealthy
         self._released: dict[int, list[str]] = {}  # tags of GPU memory that engines have given back
         self._model = config.model.path
         self._router = Router(router, self._restarts.count) if router and config.engines.router else None
@@ -185,6 +188,7 @@ class Fleet:
 
     def _record_event(self, index: int, event: Event, version: int | None = None) -> None:
         self._health[index] = self._health[index].after(event, version)
+        self._changes += 1
 
     # weights
 
@@ -232,6 +236,7 @@ class Fleet:
     ) -> None:
         usable = [i for i in engines if i in self._clients and self._health[i].state is not State.DEAD]
         clients = {index: self._clients[index] for index in usable}
+        numbers = {client: index for index, client in clients.items()}
         for index, client in clients.items():
             self._record_event(index, Event.REFIT)
             client.refits += 1
@@ -239,7 +244,7 @@ class Fleet:
         confirmed: dict[int, int | None] = {}
 
         async def confirm(client: EngineClient) -> None:
-            confirmed[next(i for i, c in clients.items() if c is client)] = await client.weight_version()
+            confirmed[numbers[client]] = await client.weight_version()
 
         calls: dict[str, Load] = {
             "wake": each(lambda client: self._take_memory(client, WEIGHTS)),
@@ -338,18 +343,8 @@ class Fleet:
             try:
                 await client.weights.resume_memory(wanted)
             except EngineLostError as error:
-                raise EngineLostError(f"{error}{self._no_room(wanted)}") from None
+                raise EngineLostError(f"{error}{no_room(self.config, CACHE in wanted)}") from None
             await self._note_released(index, [tag for tag in self._released[index] if tag not in wanted])
-
-    def _no_room(self, wanted: list[str]) -> str:
-        """A hint that SGLang, which ends when too little memory is free, does not give."""
-        ways = []
-        if CACHE in wanted:
-            share = self.config.engines.sglang.get("mem_fraction_static", "its default")
-            ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
-        if not self.config.placement.offload_trainer:
-            ways.append("set placement.offload_trainer to true")
-        return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""
 
     async def _note_released(self, index: int, tags: list[str]) -> None:
         self._released[index] = tags
@@ -369,7 +364,10 @@ class Fleet:
         allowed = range(version if oldest is None else oldest, (version if newest is None else newest) + 1)
 
         def of(engines: range) -> Callable[[], list[EngineClient]]:
-            return lambda: [self._clients[i] for i in engines if any(map(self._health[i].serves, allowed))]
+            def find() -> list[EngineClient]:
+                return [self._clients[i] for i in engines if any(map(self._health[i].serves, allowed))]
+
+            return until_changed(lambda: self._changes, find)
 
         settings: dict[str, Any] = {
             "version": version,
@@ -392,6 +390,7 @@ class Fleet:
         """Close connections; processes are left to their actors."""
         clients, self._clients = list(self._clients.values()), {}
         self._health = {index: EngineHealth() for index in self._health}
+        self._changes += 1
         await asyncio.gather(*(client.close() for client in clients))
         if self._router:
             await self._router.close()
