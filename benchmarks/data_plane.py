@@ -45,8 +45,8 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.answers import generated_sample
+from millrace.tasks.samples.batch.kept_groups import batch_pieces, read_kept
 from millrace.tasks.samples.generation import Answer
-from millrace.tasks.samples.kept_groups import batch_pieces, read_kept
 from millrace.tasks.samples.scored_group import ScoredGroup
 from millrace.tasks.stream import Stream
 

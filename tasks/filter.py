@@ -31,10 +31,16 @@ from millrace.core.group_filters import KINDS, Judgement
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.batch.kept_groups import (
+    KeptGroups,
+    batch_pieces,
+    check_ages,
+    read_kept,
+    with_reused,
+)
+from millrace.tasks.samples.batch.reused_groups import REUSED, read_reused, reused_samples
 from millrace.tasks.samples.choosing import until_cut, until_filled
 from millrace.tasks.samples.judging import Judging, reward_of
-from millrace.tasks.samples.kept_groups import KeptGroups, batch_pieces, check_ages, read_kept, with_reused
-from millrace.tasks.samples.reused_groups import REUSED, read_reused, reused_samples
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes longer than a moment

@@ -117,22 +117,6 @@ class Files:
         """
         return self._write(path, data, unique=unique)
 
-    def write_blocks(self, path: str, blocks: Callable[[], Iterable[bytes]]) -> FileEntry:
-        """Write a whole file or nothing, a block at a time; it need not fit in memory on a local disk.
-
-        blocks: makes them; called again after a failure. The fence is asked once they are written.
-        """
-        if not self.local:
-            return self.write(path, b"".join(blocks()))
-
-        def put() -> FileEntry:
-            hashed = HashedBlocks(blocks())
-            with local.written_aside(Path(self._full(path)), hashed) as replace, self._writing():
-                replace()
-            return FileEntry(path=path, sha256=hashed.sha256.hexdigest(), size=hashed.size)
-
-        return self._retried("write", path, put)
-
     def create(self, path: str, data: bytes) -> bool:
         """Write a new file; False if one is there that holds something else. Of several at once, one succeeds.
 
@@ -293,6 +277,23 @@ class Files:
 
     def _retried(self, verb: str, path: str, call: Callable[[], Result]) -> Result:
         return retried(verb, self.url_of(path), call)
+
+
+def write_blocks(files: Files, path: str, blocks: Callable[[], Iterable[bytes]]) -> FileEntry:
+    """Write a whole file or nothing, a block at a time; it need not fit in memory on a local disk.
+
+    blocks: makes them; called again after a failure. The fence is asked once they are written.
+    """
+    if not files.local:
+        return files.write(path, b"".join(blocks()))
+
+    def put() -> FileEntry:
+        hashed = HashedBlocks(blocks())
+        with local.written_aside(Path(files._full(path)), hashed) as replace, files._writing():
+            replace()
+        return FileEntry(path=path, sha256=hashed.sha256.hexdigest(), size=hashed.size)
+
+    return retried("write", files.url_of(path), put)
 
 
 def move_file(files: Files, path: str, target: str) -> None:

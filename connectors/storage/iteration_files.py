@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from millrace.connectors.storage.files import FileEntry, in_threads
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
@@ -26,7 +27,7 @@ from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import CorruptFileError, MissingFileError
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
-OF_SOME = (JOINED, CUT, DEFERRED)  # where groups are deferred
+OF_SOME = (JOINED, CUT, DEFERRED, SUMMARY)  # the first three where groups are deferred
 log = logging.getLogger(__name__)
 
 PUBLISH = "publish"  # its record comes after the manifest
@@ -185,6 +186,8 @@ def manifest_from_records(
             named |= {entry.path: entry for entry in files.folder.entries(list_parts(files.folder, folder))}
     trained = records["train_step"]
     assert trained is not None, "train_step comes before the manifest"
+    if has_summary(index):
+        named[SUMMARY] = run_folder.summaries.write(index)
     files.check(list(named.values()))
     order = [
         *TABLES,

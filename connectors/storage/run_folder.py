@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry, in_threads
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.storage.manifests.summaries import EVERY, Committed, Summaries
 from millrace.connectors.storage.parts import PART_FOLDERS, take_over_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
@@ -97,6 +98,7 @@ class RunFolder:
         self.owner = Owner(self.store)
         self._hashes: dict[int, bytes] = {}  # of the committed manifests that were read, by iteration
         self._newest: Manifest | None = None  # of those
+        self.summaries = Summaries(self.iteration, self.manifest)
 
     def identity(self, run_id: str | None) -> str:
         """What the run's actors and temporary files are named by. run_id: of its run.json; those of earlier releases have none."""
@@ -131,7 +133,7 @@ class RunFolder:
             log.info("iteration %d was committed before", iteration_number(index))
             return committed
         if manifest.history is None and any(entry.path == "verdicts.parquet" for entry in manifest.files):
-            manifest = manifest.model_copy(update={"history": self.outcomes(index, manifest)})
+            manifest = manifest.model_copy(update={"history": self._outcomes(index, manifest)})
         before = self.manifest(index - 1) if index else None
         manifest = manifest.after(before).sealed()
         if expected and manifest.sha256 != expected:
@@ -208,7 +210,7 @@ class RunFolder:
     def first_open_iteration(self, strict: bool = True) -> int:
         """The first iteration without a manifest. Unless `strict`, also where one is gone that was committed."""
         with contextlib.nullcontext() if strict else contextlib.suppress(MissingFileError):
-            for _ in self._from(len(self._hashes)):
+            for _ in self.committed(len(self._hashes)):
                 continue
         return len(self._hashes)
 
@@ -217,9 +219,25 @@ class RunFolder:
 
         Errors as of `manifests`, where the reader comes to them.
         """
-        return (manifest.history for manifest in self._from(since) if manifest.history)
+        return (item.history for item in self.committed(since) if item.history)
 
-    def outcomes(self, index: int, manifest: Manifest) -> IterationHistory:
+    def committed(self, since: int = 0) -> Iterator[Committed]:
+        """What is read again and again of each iteration from `since` on that is committed.
+
+        Where summaries stand for manifests, these are not read: whether each is there, `verify` says. Errors as of `manifests`.
+        """
+        if not self._hashes:
+            numbers = numbers_of(self.store, "iterations")
+            if numbers and numbers[-1] >= EVERY:
+                self.summaries.find(numbers)
+        for item in self.summaries.read(min(since, len(self._hashes))):
+            self.owner.check(item.run, self._manifest_url(item.iteration))
+            self._hashes.setdefault(item.iteration, bytes.fromhex(item.sha256))
+            if item.iteration >= since:
+                yield item
+        yield from map(Committed.of, self._from(max(since, self.summaries.until)))
+
+    def _outcomes(self, index: int, manifest: Manifest) -> IterationHistory:
         """The history of one iteration, from its prompts and verdicts, which its manifest names."""
         folder = self.iteration(index)
         tables = [
@@ -308,14 +326,21 @@ class RunFolder:
         self.store.remove(self.checkpoint_path(done), recursive=True)
 
     def clean(self) -> list[str]:
-        """Remove temporary files of interrupted writes, with a log line each; returns the paths."""
-        removed = self.store.sweep(ABANDONED_S)
+        """Remove temporary files of interrupted writes, with a log line each; returns the paths.
+
+        Of committed iterations the newest ones are looked through: older ones were when they were new.
+        """
+        numbers = numbers_of(self.store, "iterations") if self.store.local else []
+        removed = self.store.sweep(ABANDONED_S, [self.iteration_path(number) for number in numbers[:-EVERY]])
         for path in removed:
             log.warning("removed %s: an interrupted write left it", self.store.url_of(path))
         return removed
 
     def _from(self, since: int) -> Iterator[Manifest]:
         """The committed manifests from iteration `since` on, a few of them in memory. Errors as of `manifests`."""
+        if 0 < len(self._hashes) <= since:
+            yield from self._since_then(since)
+            return
         first = min(since, len(self._hashes))  # what was not read yet is read in order
         numbers = [number for number in numbers_of(self.store, "iterations") if number >= first]
         for start in range(0, len(numbers), READ_AHEAD):
@@ -328,6 +353,16 @@ class RunFolder:
                         yield manifest
                 elif manifest or (number == first and self.iteration(first).exists(PUBLISHED)):
                     raise self._gone(first)
+
+    def _since_then(self, since: int) -> Iterator[Manifest]:
+        """The same of what was committed since the last look, without a listing of thousands of folders."""
+        while manifest := self.manifest(first := len(self._hashes)):
+            self._keep(manifest)
+            if first >= since:
+                yield manifest
+        follower = f"{self.iteration_path(first + 1)}/{MANIFEST}"
+        if self.iteration(first).exists(PUBLISHED) or self.store.exists(follower):
+            raise self._gone(first)
 
     def _gone(self, index: int) -> MissingFileError:
         return MissingFileError(

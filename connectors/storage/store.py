@@ -16,7 +16,15 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from millrace.connectors.storage import local, tables
-from millrace.connectors.storage.files import FileEntry, Files, Names, entry_of, file_blocks, in_threads
+from millrace.connectors.storage.files import (
+    FileEntry,
+    Files,
+    Names,
+    entry_of,
+    file_blocks,
+    in_threads,
+    write_blocks,
+)
 from millrace.connectors.storage.sealed import check_seal, sealed
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
@@ -80,7 +88,7 @@ class Store(Files):
                 rows += piece.num_rows
                 yield piece
 
-        entry = self.write_blocks(path, lambda: tables.encode_pieces(counted(), kind))
+        entry = write_blocks(self, path, lambda: tables.encode_pieces(counted(), kind))
         return entry.model_copy(update={"rows": rows, "table": kind})
 
     def read_table(

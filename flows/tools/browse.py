@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.connectors.storage.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config.reading.stored import lifted
@@ -39,14 +38,15 @@ def runs_listing(root: str) -> Listing:
         except MissingFileError:
             continue
         folder = RunFolder(root, name)
-        manifests = folder.manifests()
-        reward = manifests[max(manifests)].tasks["metrics"].get("reward/mean") if manifests else None
+        done, metrics = 0, {}
+        for item in folder.committed():
+            done, metrics = item.iteration + 1, item.metrics
         row = (
             name,
-            len(manifests),
+            done,
             settings_of(record)["run"]["iterations"],
             " ".join(str(number) for number in folder.complete_checkpoints()) or "none",
-            reward,
+            metrics.get("reward/mean"),
             record["attempts"][-1]["started"][:19].replace("T", " ") if record["attempts"] else None,
             "complete" if record.get("completed") else "open",
         )
@@ -60,20 +60,25 @@ def run_listing(root: str, run: str) -> Listing:
     Iteration 0 is the model before training, where it was evaluated.
     """
     folder, record = RunFolder(root, run), run_record(root, run)
-    manifests = folder.manifests()
-    evaluated = evaluations(folder, manifests)
+    metrics_of = {item.iteration + 1: item.metrics for item in folder.committed()}
+    evaluated = evaluations(folder, metrics_of)
     sets = sorted({name for values in evaluated.values() for name in values})
     rows: list[Sequence[Any]] = []
-    for number in range(0 if 0 in evaluated else 1, len(manifests) + 1):
-        metrics = manifests[number - 1].tasks["metrics"] if number else {}
+    for number in range(0 if 0 in evaluated else 1, len(metrics_of) + 1):
+        metrics = metrics_of.get(number, {})
         values = evaluated.get(number, {})
         figures = [metrics.get(name) for name in COLUMNS.values()]
         rows.append([number, *figures, *(values.get(name) for name in sets)])
     return Listing(["iteration", *COLUMNS, *(f"eval/{name}" for name in sets)], rows, _facts(folder, record))
 
 
-def evaluations(folder: RunFolder, manifests: Mapping[int, Manifest]) -> dict[int, dict[str, float]]:
-    """Mean reward by iterations trained, and by set; of supervised runs loss and perplexity. 0: before training."""
+def evaluations(
+    folder: RunFolder, metrics_of: Mapping[int, Mapping[str, float]]
+) -> dict[int, dict[str, float]]:
+    """Mean reward by iterations trained, and by set; of supervised runs loss and perplexity. 0: before training.
+
+    metrics_of: those of committed iterations, which are counted from 1.
+    """
     files = IterationFiles(folder, 0)
     found: dict[int, dict[str, float]] = {0: {}}
     for name, held_out in (files.record("evaluate_before") or {"sets": {}})["sets"].items():
@@ -81,9 +86,8 @@ def evaluations(folder: RunFolder, manifests: Mapping[int, Manifest]) -> dict[in
             found[0][name] = held_out["reward_mean"]
     for name, held_out in (files.record("held_out_loss_before") or {"sets": {}})["sets"].items():
         found[0] |= {f"{name}/{figure}": held_out[figure] for figure in ("loss", "perplexity")}
-    for index, manifest in sorted(manifests.items()):
-        metrics = manifest.tasks["metrics"]
-        found[index + 1] = {
+    for done, metrics in sorted(metrics_of.items()):
+        found[done] = {
             match["set"] or match["loss"]: value
             for name, value in metrics.items()
             if (match := EVALUATION.match(name))

@@ -36,7 +36,8 @@ def _best(config: RunConfig, folder: RunFolder) -> list[str]:
     names = [held_out.name for held_out in config.evaluation.sets]
     files = [PurePosixPath(path).stem for name in names for path in folder.store.list(f"eval/{name}")]
     manifests = {int(done) - 1: folder.manifest(int(done) - 1) for done in set(files) if int(done)}
-    found = evaluations(folder, {index: manifest for index, manifest in manifests.items() if manifest})
+    metrics_of = {index + 1: manifest.tasks["metrics"] for index, manifest in manifests.items() if manifest}
+    found = evaluations(folder, metrics_of)
     lines = []
     for name in names:
         values = {done: of_sets[name] for done, of_sets in found.items() if name in of_sets}

@@ -64,7 +64,7 @@ def verify_run(root: str, run: str) -> Verdict:
     record, folder, verdict = run_record(root, run), RunFolder(root, run), Verdict()
     config = RunConfig.model_validate(settings_of(record))
     try:
-        committed = range(folder.first_open_iteration())
+        committed = range(len(folder.manifests()))  # which reads each, and no summary
         if committed:
             check_newest(folder, committed[-1])
     except StorageError as error:
@@ -77,6 +77,7 @@ def verify_run(root: str, run: str) -> Verdict:
         assert manifest is not None
         verdict.files += len(manifest.files)
         if not broken:
+            verdict.problems += _problems(lambda: folder.summaries.check(index))  # noqa: B023 - called at once
             verdict.problems += _lineage(folder, config, index, verdict)
         verdict.iterations += 1
     verdict.problems += _ledger(folder, record, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from millrace.connectors.storage.files import in_threads
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.account.account import FATES
 
@@ -13,7 +12,6 @@ SHOWN = re.compile(
     r"^(reward/mean|train/loss|train/grad_norm|train/entropy|rollout/response_length_mean|tokens/[a-z]+|time/iteration_s"
     r"|eval/.+/(reward_mean|loss))$"
 )
-AT_ONCE = 64  # manifests in memory
 
 
 class Curves:
@@ -24,11 +22,8 @@ class Curves:
 
     def read(self, folder: RunFolder) -> None:
         """Add what the run's committed iterations hold."""
-        committed = range(folder.first_open_iteration())
-        for start in range(0, len(committed), AT_ONCE):
-            for manifest in in_threads(folder.manifest, committed[start : start + AT_ONCE]):
-                assert manifest is not None, "it was committed"
-                self.add(manifest.tasks["metrics"], manifest.iteration + 1)
+        for item in folder.committed():
+            self.add(item.metrics, item.iteration + 1)
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Add an iteration's."""

@@ -112,8 +112,8 @@ class Prompts:
     def deferred_before(self, iteration: int) -> list[Key]:
         """Groups that the newest iteration deferred which must be committed before this one is drawn."""
         newest = iteration - 1 - self.ahead.at(iteration)
-        history = next(iter(self._run_folder.history(since=newest)), None) if newest >= 0 else None
-        return history.deferred_keys() if history and history.iteration == newest else []
+        manifest = self._run_folder.manifest(newest) if newest >= 0 else None
+        return manifest.history.deferred_keys() if manifest and manifest.history else []
 
     def ledger_before(self, iteration: int) -> Ledger:
         """The ledger over the committed manifests and the open iterations before one, whose draws are committed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.connectors.storage.lease import Lease, LeaseHeldError
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION

@@ -20,7 +20,7 @@ import pytest
 from millrace.connectors.storage.checkpoint_files import check_marker, checkpoint_files
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.sealed import PLACE, check_seal, sealed
 from millrace.connectors.storage.store import Store

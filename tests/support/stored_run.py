@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from millrace.connectors.storage.iteration_files import record_path
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store

@@ -17,7 +17,7 @@ from millrace.core.errors import BudgetError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import _steps
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.samples.kept_groups import KeptGroups
+from millrace.tasks.samples.batch.kept_groups import KeptGroups
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 MakeConfig = Callable[..., RunConfig]

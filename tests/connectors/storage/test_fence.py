@@ -16,7 +16,7 @@ from millrace.connectors.prefect.record_storage import RecordStorage
 from millrace.connectors.storage import lease as leases
 from millrace.connectors.storage.files import move_file
 from millrace.connectors.storage.lease import Lease
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store

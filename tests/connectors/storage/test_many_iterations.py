@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millrace.connectors.storage.files import FileEntry
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import READ_AHEAD, RunFolder
 from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.errors import CorruptFileError, MissingFileError

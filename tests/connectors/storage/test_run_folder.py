@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millrace.connectors.storage.manifest import Manifest
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError

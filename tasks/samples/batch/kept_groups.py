@@ -20,8 +20,8 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.staleness import admissible, oldest_versions
 from millrace.tasks.context import IterationContext
-from millrace.tasks.samples.reused_groups import Reuse
-from millrace.tasks.samples.row_sources import Place, RowSources
+from millrace.tasks.samples.batch.reused_groups import Reuse
+from millrace.tasks.samples.batch.row_sources import Place, RowSources
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 ASKED = ["sample_id", "turns", "response_length", "status", "iteration", "policy_versions"]

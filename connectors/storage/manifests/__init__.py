@@ -1,0 +1,1 @@
+"""What an iteration leaves for good: its manifest, and summaries of many manifests."""
