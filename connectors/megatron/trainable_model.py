@@ -100,7 +100,7 @@ class TrainableModel:
     @property
     def checkpoint_bytes(self) -> int:
         """About what this rank saves: main parameters and two moments of its share, and rank 0 the model."""
-        share = sum(
+        share: int = sum(
             parameter.numel()
             for part in parts_of(self.optimizer)
             for group in part.optimizer.param_groups
