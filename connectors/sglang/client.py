@@ -32,6 +32,7 @@ KEEPS_REQUESTS = (
     5,
     23,
 )  # the first SGLang that flushes its cache while requests wait, and tells spans of versions
+ENDED_AS_ASKED = (None, 200)  # status of an aborted request; SGLang gives another only for a failure
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
@@ -177,7 +178,7 @@ class EngineClient(Connection):
         """Raises EngineError for a log-probability that is no finite number: no step may be trained on it."""
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
-        if finish == "abort" and meta["finish_reason"].get("status_code", 200) != 200:
+        if finish == "abort" and meta["finish_reason"].get("status_code") not in ENDED_AS_ASKED:
             raise EngineLostError(f"{self.engine_id}: {meta['finish_reason'].get('message')}")
         spans = meta.get("weight_versions") or [{"start": 0, "version": meta["weight_version"]}]
         tokens: OutputTokens = meta["output_token_logprobs"]

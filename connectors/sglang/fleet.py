@@ -7,6 +7,7 @@ serves only after it has confirmed the version it is meant to have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -305,7 +306,7 @@ class Fleet:
                 continue
             health = self._health[index]
             held = [tag for tag in (WEIGHTS, CACHE) if tag not in self._released.get(index, [])]
-            if health.state not in (State.SERVING, State.REFITTING) or not held:
+            if not health.holds_memory or not held:
                 continue
             try:
                 await idle(client)
@@ -313,7 +314,11 @@ class Fleet:
                 await self._note_released(index, [WEIGHTS, CACHE])
                 await client.weights.release_memory(held)
             except EngineLostError as error:
-                self.mark_suspect(client, error)
+                log.warning("%s; its memory is wanted, so it is ended", error)
+                self._lost[index] = str(error)
+                with contextlib.suppress(ActorLostError):
+                    await self._handles[index].kill()
+                await self._drop(index)
                 continue
             self._record_event(index, Event.REFIT)
 
