@@ -32,6 +32,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.choosing import until_cut, until_filled
+from millrace.tasks.samples.joined_groups import is_cut
 from millrace.tasks.samples.judging import Judging, reward_of
 from millrace.tasks.samples.kept_groups import KeptGroups, batch_table, check_ages, with_reused
 from millrace.tasks.samples.reused_groups import REUSED, read_reused, reused_samples
@@ -50,7 +51,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     judging = Judging(ctx)
     await judging.open()
     judging.add(await asyncio.to_thread(_read_groups, ctx))
-    if ctx.config.pipeline.select == "finish":
+    if await asyncio.to_thread(is_cut, ctx):
         entries, groups = await until_cut(ctx, judging, need)
     else:
         entries, groups = [], await until_filled(ctx, judging, need)

@@ -357,6 +357,13 @@ class RunFolder:
         return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")
 
 
+def open_iterations(folder: RunFolder) -> list[int]:
+    """The iterations that are begun and not committed, in order. There are several where a run is ahead of its trainer."""
+    first = folder.first_open_iteration()
+    begun = [index for index in numbers_of(folder.store, "iterations") if index >= first]
+    return [index for index in begun if folder.iteration(index).list()]
+
+
 def first_undrawn_iteration(folder: RunFolder) -> int:
     """The first iteration whose prompts are not committed. Open ones before it may have drawn theirs."""
     index = folder.first_open_iteration()

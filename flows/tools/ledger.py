@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.core.account.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
@@ -44,8 +44,7 @@ def accounts_of_run(root: str, run: str, at: int | None = None) -> Accounts:
             remedy=f"`millrace show {run}` lists what it trained",
         )
     committed = folder.first_open_iteration()
-    opened = bool(folder.store.list(folder.iteration_path(committed)))
-    indices = range(committed + opened)
+    indices = [*range(committed), *open_iterations(folder)]
     if at is not None:
         if at - 1 not in indices:
             raise StorageError(

@@ -1,0 +1,86 @@
+"""A run that is ahead of its trainer has several open iterations: what reads a run sees all of them, and checks them alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from millrace.connectors.storage.iteration_files import record_path
+from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, RunFolder, open_iterations
+from millrace.core.errors import CorruptFileError
+from millrace.flows.tools.ledger import accounts_of_run
+from millrace.flows.tools.sql import answer
+from millrace.flows.tools.verify import verify_run
+from tests.support.stored_run import write_run
+
+AHEAD = 3  # index of the iteration beyond the first open one
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Two iterations are committed, two are open; the second of those has what runs that defer groups have."""
+    folder = write_run(str(tmp_path))
+    path = Path(folder.store.root) / "iterations"
+    shutil.copytree(path / "000002", path / f"{AHEAD:06d}")
+    ahead = folder.iteration(AHEAD)
+    prompts = ahead.read_table("prompts.parquet", "prompts")
+    rollouts = read_parts(ahead, "rollouts", "rollouts")
+    made = [ahead.entry("prompts.parquet"), ahead.write(CUT, b"the cut")]
+    made += [ahead.write_table(JOINED, prompts, "prompts"), ahead.write_table(DEFERRED, rollouts, "rollouts")]
+    files = [entry.record() for entry in made]
+    ahead.write_json(record_path("sample_prompts"), {"result": json.dumps({"files": files, "groups": 2})})
+    held = {"path": "p", "size": 1, "sha256": "", "rows": 1, "usable": 1, "usable_sha256": ""}
+    record = folder.store.read_sealed("run.json")
+    data = [{"since": 0, "sources": dict.fromkeys(("sums", "chats"), held)}]
+    folder.store.write_sealed("run.json", {**record, "data": data})
+    return folder
+
+
+def root(folder: RunFolder) -> str:
+    return str(Path(folder.store.root).parent)
+
+
+def test_files_of_later_open_iterations_are_no_strangers(folder: RunFolder) -> None:
+    assert open_iterations(folder) == [2, AHEAD]
+    verdict = verify_run(root(folder), "a")
+    assert verdict.open_iterations == [2, AHEAD]
+    assert [path for path in verdict.strangers if path.startswith("iterations/00000")] == []
+    folder.iteration(AHEAD).write("new.json", b"")
+    assert f"iterations/{AHEAD:06d}/new.json" in verify_run(root(folder), "a").strangers
+
+
+@pytest.mark.parametrize("name", ["prompts.parquet", CUT, DEFERRED, JOINED])
+def test_a_changed_file_of_a_later_open_iteration_is_named(folder: RunFolder, name: str) -> None:
+    """Only the first open iteration was looked at."""
+    store = folder.iteration(AHEAD)
+    before = verify_run(root(folder), "a").problems
+    data = bytearray(store.read(name))
+    data[len(data) // 2] ^= 1
+    store.write(name, bytes(data))
+    (problem,) = set(verify_run(root(folder), "a").problems) - set(before)
+    assert f"iterations/{AHEAD:06d}/{name}" in problem
+    if name == "prompts.parquet":
+        with pytest.raises(CorruptFileError, match=f"iterations/{AHEAD:06d}/{name}"):
+            answer(root(folder), "a", "select * from prompts")
+
+
+def test_tables_and_the_ledger_have_the_rows_of_every_open_iteration(folder: RunFolder) -> None:
+    found = answer(root(folder), "a", "select count(*) from samples where not committed").rows
+    assert [tuple(row) for row in found] == [(8,)]  # of both, which hold the same rows here
+    shutil.rmtree(Path(folder.iteration(AHEAD).root))
+    found = answer(root(folder), "a", "select count(*) from samples where not committed").rows
+    assert [tuple(row) for row in found] == [(4,)]
+    with pytest.raises(CorruptFileError):  # of the account: what was deferred to it is no table
+        shutil.copytree(Path(folder.iteration(2).root), Path(folder.iteration(AHEAD).root))
+        _deferral(folder)
+        accounts_of_run(root(folder), "a")
+
+
+def _deferral(folder: RunFolder) -> None:
+    ahead = folder.iteration(AHEAD)
+    files = [ahead.entry("prompts.parquet").record(), ahead.write(DEFERRED, b"no table").record()]
+    ahead.write_json(record_path("sample_prompts"), {"result": json.dumps({"files": files, "groups": 2})})
