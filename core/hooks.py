@@ -260,15 +260,15 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
             f"it raised {failure_of(error, function)}",
             where=f"{field_name}.function = {function.function}",
             remedy="correct the function and start the run again",
-        ) from (error if story == _clean(story, function) else None)
+        ) from (error if story == cleaned(story, function) else None)
 
 
 def failure_of(error: Exception, function: UserFunction) -> str:
     """What a user's function raised, in one text: type, message and line, without the secrets of its options."""
-    return _clean(described(error), function)
+    return cleaned(described(error), function)
 
 
-def _clean(text: str, function: UserFunction) -> str:
+def cleaned(text: str, function: UserFunction) -> str:
     """What a user's function said, without the secrets of its options and those that a text shows by their place."""
     from millrace.core.config.parts.redaction import shown_text  # here: names of hooks load no library
 

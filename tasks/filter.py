@@ -69,8 +69,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
 
 def _read_groups(ctx: IterationContext) -> list[ScoredGroup]:
     columns = ["group_id", "prompt_id", "ordinal", "unusable"]
-    rows = ctx.folder.read_table("prompts.parquet", "prompts", columns=columns).sort_by("ordinal").to_pylist()
-    return [_group(**row) for row in rows]
+    return [_group(**row) for row in ctx.read_prompts(columns).to_pylist()]
 
 
 def _group(unusable: str | None, **row: Any) -> ScoredGroup:

@@ -136,8 +136,7 @@ def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileR
 
 
 def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
-    table = ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal")
-    return [DrawnGroup(**row) for row in table.to_pylist()]
+    return [DrawnGroup(**row) for row in ctx.read_prompts().to_pylist()]
 
 
 def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = ()) -> SampleGenerator:

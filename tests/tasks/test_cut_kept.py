@@ -17,7 +17,7 @@ from millrace.core.contracts.cut import Cut
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.rollout import _deferral
+from millrace.tasks.rollout import _deferral, _read_groups
 from millrace.tasks.run_recorded import _check_found
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.joined_groups import join, read_cut
@@ -115,6 +115,21 @@ async def test_a_cut_that_had_its_effect_is_not_made_again(cut: IterationContext
     for read in (lambda: _check_found(cut, "rollout"), lambda: join(context(cut.config, 2))):
         with pytest.raises(error, match=rf"iterations/000001/{CUT}.*millrace discard a --from 2"):
             read()
+
+
+async def test_prompts_that_are_not_those_that_were_recorded_are_neither_judged_nor_answered(
+    cut: IterationContext,
+) -> None:
+    """A file that was replaced while the run lived went into its rollouts."""
+    entry = cut.folder.entry("prompts.parquet")
+    cut.records["sample_prompts"] = {"files": [entry.record()], "groups": DRAWN, "by_source": {}}
+    assert len(_read_groups(cut)) == DRAWN
+    others = [drawn(number) for number in reversed(range(DRAWN))]
+    cut.folder.write_table("prompts.parquet", schema.to_table(others[1:], "prompts"), "prompts")
+    with pytest.raises(CorruptFileError, match=r"prompts\.parquet"):
+        _read_groups(cut)
+    with pytest.raises(CorruptFileError, match=r"prompts\.parquet"):
+        await trained(cut)
 
 
 def test_a_cut_of_another_run_of_the_name_is_named(cut: IterationContext) -> None:

@@ -45,9 +45,7 @@ def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
             yield from _problems(f"{path}.{number}", item, field)
     elif isinstance(value, str):
         if is_known_secret(value):
-            yield Problem(
-                path, shown_text(value), STORED, EXPORT if is_replaced(field) else "leave it out"
-            )
+            yield Problem(path, shown_text(value), STORED, EXPORT if is_replaced(field) else "leave it out")
         elif secret_in_url(value):
             remedy = EXPORT if is_replaced(field) else URL_REMEDY.get(field, STORE)
             yield Problem(path, shown_text(value), STORED, remedy)

@@ -216,7 +216,12 @@ def test_a_secret_in_a_text_is_not_shown_however_it_is_written(text: str) -> Non
 
 @pytest.mark.parametrize(
     "value",
-    ["Bearer Pl4nted0123456789", "hf_Pl4ntedPl4ntedPl4nted", "sk-Pl4ntedPl4ntedPl4nted", "AKIAPLANTEDPLANTED01"],
+    [
+        "Bearer Pl4nted0123456789",
+        "hf_Pl4ntedPl4ntedPl4nted",
+        "sk-Pl4ntedPl4ntedPl4nted",
+        "AKIAPLANTEDPLANTED01",
+    ],
 )
 def test_what_is_a_secret_under_any_name_is_refused_and_not_shown(value: str) -> None:
     for field in ("reward.options.header", "run.experiment", "data.sources.0.system"):
@@ -230,7 +235,20 @@ def test_what_is_a_secret_under_any_name_is_refused_and_not_shown(value: str) ->
 
 def test_long_texts_are_read_through_in_no_time() -> None:
     started = time.perf_counter()
-    for part in ("a", "a.", "a-", "://", "token", "?a&", "s3://a:", "Bearer ", "token='", "token=a,", "sk-", "\\"):
+    for part in (
+        "a",
+        "a.",
+        "a-",
+        "://",
+        "token",
+        "?a&",
+        "s3://a:",
+        "Bearer ",
+        "token='",
+        "token=a,",
+        "sk-",
+        "\\",
+    ):
         shown_text(part * 20_000)
     assert time.perf_counter() - started < 5
 
