@@ -24,6 +24,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from millrace.core.contracts.own_code import check_unchanged
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError, described
 from millrace.core.slime.sample import SLIME, provide
@@ -197,6 +198,7 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     search_in()
     if written_for_slime(path):
         provide()
+    fresh = module_name not in sys.modules
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -207,6 +209,12 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
             or "correct the path, put the module beside the YAML file or into the folder where you start, or its package on "
             "PYTHONPATH",
         ) from error
+    if fresh:
+        try:
+            check_unchanged(target, where)
+        except ConfigError:
+            del sys.modules[module_name]  # whoever asks again gets the same answer
+            raise
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(
