@@ -112,7 +112,7 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
             f"dropped most often: {dropped.most_frequent()}{_failures(groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
             remedy="set filter.when_insufficient=keep, or correct what fails, and start the same command again: failed samples "
-            f"are scored again. Or {way_out(ctx.config.run.name, ctx.index)}. A branch may raise filter.refill_factor",
+            f"are scored again. Or {way_out(ctx.run_folder, ctx.index)}. A branch may raise filter.refill_factor",
         )
     return kept
 
@@ -257,7 +257,7 @@ def _steps(ctx: IterationContext, kept: KeptGroups) -> dict[str, int]:
             f"only {len(scored)} samples were scored, for {steps} train steps{_failures(kept.groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
             remedy="correct what fails, and start the same command again: failed samples are scored again. Or "
-            + way_out(ctx.config.run.name, ctx.index),
+            + way_out(ctx.run_folder, ctx.index),
         )
     n = ctx.config.rollout.samples_per_prompt
     rollouts = (sample_id(group.group_id, index) for group in kept.groups for index in range(n))

@@ -149,7 +149,7 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
         what="failed to generate",
         where=f"iteration {iteration_number(ctx.index)}",
         remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
-        f"{way_out(config.run.name, ctx.index)}, which generates its samples again",
+        f"{way_out(ctx.run_folder, ctx.index)}, which generates its samples again",
     )
     for row in failed:
         budget.add(row["reason"], row["sample_id"])

@@ -14,7 +14,7 @@ from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.core.account.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.errors import ConfigError, StorageError
+from millrace.core.errors import ConfigError, StorageError, of_run
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.tasks.samples.account import open_account, stored_account
@@ -41,7 +41,7 @@ def accounts_of_run(root: str, run: str, at: int | None = None) -> Accounts:
         raise ConfigError(
             "a supervised run generates nothing, so that there is nothing to account for",
             where=folder.store.url,
-            remedy=f"`millrace show {run}` lists what it trained",
+            remedy=f"`millrace show {of_run(run, folder.store.url)}` lists what it trained",
         )
     committed = folder.first_open_iteration()
     indices = [*range(committed), *open_iterations(folder)]
