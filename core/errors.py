@@ -31,7 +31,7 @@ def of_run(run: str, url: str, *words: str) -> str:
     url: of the run's folder. words: further ones.
     """
     root = url.rpartition("/")[0]
-    named = () if root == os.path.abspath(DEFAULT_ROOT) else ("--root", shlex.quote(root))
+    named = () if root in (DEFAULT_ROOT, os.path.abspath(DEFAULT_ROOT)) else ("--root", shlex.quote(root))
     return " ".join((run, *words, *named))
 
 
