@@ -12,6 +12,8 @@ from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, RunFolder, open_iterations
 from millrace.core.errors import CorruptFileError
+from millrace.flows.tools.branch import branch_run
+from millrace.flows.tools.browse import ahead_of, run_record
 from millrace.flows.tools.ledger import accounts_of_run
 from millrace.flows.tools.sql import answer
 from millrace.flows.tools.verify import verify_run
@@ -82,3 +84,18 @@ def test_the_ledger_accounts_for_every_open_iteration(folder: RunFolder) -> None
     folder.iteration(AHEAD).write(DEFERRED, b"no table")
     with pytest.raises(CorruptFileError, match=f"iterations/{AHEAD:06d}/{DEFERRED}"):
         accounts_of_run(root(folder), "a")
+
+
+def test_a_branch_keeps_how_far_ahead_its_parent_was(folder: RunFolder) -> None:
+    """Its first iterations were drawn before those before them were trained; the branch's ledger took them for others."""
+    store = folder.store
+    shard = store.write("checkpoints/000002/shard", b"weights")
+    files = [{**shard.record(), "path": "shard"}]
+    store.write_sealed("checkpoints/000002/complete.json", {"version": 2, "files": files})
+    spans = [{"since": 1, "iterations": 1}, {"since": 2, "iterations": 0}]
+    store.write_sealed("run.json", {**store.read_sealed("run.json"), "ahead": spans})
+    branch_run(root(folder), "a", "b", 2)
+    record = run_record(root(folder), "b")
+    assert record["ahead"] == spans[:1]
+    assert [ahead_of(record).at(index) for index in range(4)] == [0, 1, 1, 1]
+    assert ahead_of(record).since(2, 0).spans == ((1, 1), (2, 0))  # as its first start has it
