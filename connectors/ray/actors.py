@@ -250,13 +250,13 @@ def find_group(role: str, count: int, cls: Callable[[Any, int, int], T]) -> Acto
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """A short name for a configuration, with the secrets that it refers to and the code that actors of it load.
+    """A short name for a configuration, with the code that its actors load, that of the loss, and the secrets that they use.
 
     A living actor has those of the start that made it.
     """
-    loss = ((config.get("algorithm") or {}).get("loss") or {}).get("function") or ""
-    code = expected().get(loss.partition(":")[0])
-    secrets = {name: os.environ.get(name) for name in variables(config)}
+    loss = (config.get("algorithm") or {}).get("loss") or {}
+    code = expected().get((loss.get("function") or "").partition(":")[0])
+    secrets = {name: os.environ.get(name) for name in variables([loss, config.get("engines")])}
     return hashlib.sha256(json.dumps([config, secrets, code], sort_keys=True).encode()).hexdigest()[:16]
 
 

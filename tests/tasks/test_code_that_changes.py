@@ -93,10 +93,12 @@ def test_actors_that_loaded_other_code_or_other_secrets_are_not_kept(
     """They lived on with the loss that they had imported, while run.json said that another one held."""
     settings = config(make_config).for_actors()
     settings["engines"] = {"key": "${env:KEY_OF_MINE}"}
+    settings["reward"]["options"] = {"key": "${env:OF_A_REWARD}"}  # which no actor calls
     found = []
     for code, secret in ((FIRST, "a"), (SECOND, "a"), (SECOND, "b"), (FIRST, "a")):
         module.write_text(code)
         monkeypatch.setenv("KEY_OF_MINE", secret)
+        monkeypatch.setenv("OF_A_REWARD", f"another {len(found)}")
         expect(own_modules(config(make_config)))
         found.append(digest(settings))
     assert len(set(found)) == 3
