@@ -94,7 +94,7 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
     verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
-    check_closes(account, files, ctx.config.run.name)
+    check_closes(account, files, ctx.run_folder)
     return {**iteration_metrics(ctx, rollouts, turns), **account.metrics()}, account
 
 

@@ -21,6 +21,7 @@ from prefect import task
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import CUT
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import FileRecord, RolloutRecord
@@ -32,7 +33,7 @@ from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.answers import Answers, sample_row
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.samples.joined_groups import read_cut, write_deferred
+from millrace.tasks.samples.joined_groups import is_cut, read_cut, write_deferred
 from millrace.tasks.samples.part_writer import PartWriter
 from millrace.tasks.sessions.record import stored_events
 from millrace.tasks.sessions.runner import MadeSample, session_task
@@ -62,7 +63,7 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
         await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
-        if ctx.config.pipeline.select == "finish":
+        if await asyncio.to_thread(is_cut, ctx):
             await generator.stop()
             await kill_point(ctx.index, "rollout", "cut")
     tidying.cancel()
@@ -91,7 +92,7 @@ async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: 
     beside them, as soon as the iteration before has deferred it.
     """
     assert ctx.stream is not None
-    beside = ctx.config.pipeline.select == "finish"
+    beside = await asyncio.to_thread(is_cut, ctx)
     groups = drawn if beside else [*(await ctx.stream.until_joined()).groups, *drawn]
     begun = 0
     while not ctx.stream.settled:
@@ -125,6 +126,8 @@ def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileR
     """Files about groups that were deferred to the iteration and by it. begun: samples that the cut ended."""
     entries = list(ctx.stream.joined.files) if ctx.stream and ctx.stream.joined else []
     cut = read_cut(ctx)
+    if cut:
+        entries.append(ctx.folder.entry(CUT))  # it has had its effect, and may not be made again
     if cut and cut.deferred:
         stored = read_parts(ctx.folder, "rollouts", "rollouts")
         of_them = stored.filter(pc.is_in(stored.column("group_id"), pa.array(list(cut.deferred))))
@@ -133,8 +136,7 @@ def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileR
 
 
 def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
-    table = ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal")
-    return [DrawnGroup(**row) for row in table.to_pylist()]
+    return [DrawnGroup(**row) for row in ctx.read_prompts().to_pylist()]
 
 
 def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = ()) -> SampleGenerator:
@@ -147,7 +149,7 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
         what="failed to generate",
         where=f"iteration {iteration_number(ctx.index)}",
         remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
-        f"{way_out(config.run.name, ctx.index)}, which generates its samples again",
+        f"{way_out(ctx.run_folder, ctx.index)}, which generates its samples again",
     )
     for row in failed:
         budget.add(row["reason"], row["sample_id"])

@@ -23,7 +23,7 @@ from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, MAKE_A
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import IterationRecords
-from millrace.core.errors import CorruptFileError, MissingFileError
+from millrace.core.errors import CorruptFileError, MissingFileError, of_run
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 OF_SOME = (JOINED, CUT, DEFERRED)  # where groups are deferred
@@ -133,18 +133,19 @@ class IterationFiles:
 
     @property
     def _remedy(self) -> str:
-        run = self._run_folder.name
+        run = self._run_folder
         if "manifest" in self.__dict__ and self.manifest:
             return (
                 "restore it from a copy; without one, go on from a checkpoint before it: "
-                f"`millrace branch {run} NEW --at ITERATION`"
+                f"`millrace branch {of_run(run.name, run.store.url, 'NEW', '--at ITERATION')}`"
             )
         return f"restore it from a copy, or {way_out(run, self.index)}"
 
 
-def way_out(run: str, index: int) -> str:
+def way_out(run: RunFolder, index: int) -> str:
     """What to do where an open iteration cannot go on."""
-    return f"give the iteration up: `millrace discard {run} --from {iteration_number(index)}`"
+    number = iteration_number(index)
+    return f"give the iteration up: `millrace discard {of_run(run.name, run.store.url, f'--from {number}')}`"
 
 
 def record_path(task: str) -> str:

@@ -21,7 +21,7 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.history import GroupOutcome, IterationHistory
 from millrace.core.contracts.ids import iteration_number, run_identity
 from millrace.core.curriculum.parts import part_name
-from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, of_run
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,7 @@ class RunFolder:
             raise CorruptFileError(
                 "made again from the records, it is not the manifest that was committed",
                 where=self._manifest_url(index),
-                remedy=f"restore it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at "
-                "ITERATION`",
+                remedy=f"restore it from a copy, or {self._branch()}",
             )
         content = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
         if not self.store.create(f"{self.iteration_path(index)}/{MANIFEST}", content.encode()):
@@ -334,7 +333,13 @@ class RunFolder:
             "no such file, though the iteration was committed",
             where=self._manifest_url(index),
             remedy="start the run again: it is made again from the iteration's records. Where they are gone too, restore "
-            f"it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at ITERATION`",
+            f"it from a copy, or {self._branch()}",
+        )
+
+    def _branch(self) -> str:
+        return (
+            "go on from a checkpoint before it: "
+            f"`millrace branch {of_run(self.name, self.store.url, 'NEW', '--at ITERATION')}`"
         )
 
     def _is_complete(self, done: int) -> bool:
@@ -355,6 +360,13 @@ class RunFolder:
 
     def _manifest_url(self, index: int) -> str:
         return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")
+
+
+def open_iterations(folder: RunFolder) -> list[int]:
+    """The iterations that are begun and not committed, in order. There are several where a run is ahead of its trainer."""
+    first = folder.first_open_iteration()
+    begun = [index for index in numbers_of(folder.store, "iterations") if index >= first]
+    return [index for index in begun if folder.iteration(index).list()]
 
 
 def first_undrawn_iteration(folder: RunFolder) -> int:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from pydantic import ValidationError, create_model
 
 from millrace.core.config.rollout import AnyTool, Tool
-from millrace.core.errors import ConfigError, described
-from millrace.core.hooks import load_function
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import failure_of, load_function
 from millrace.core.sessions.interface import ToolError
 
 
@@ -33,6 +33,7 @@ class LoadedTool:
 
     def __init__(self, tool: Tool, field: str) -> None:
         """Errors: ConfigError naming `field` where the function cannot be loaded or described to a model."""
+        self._tool = tool
         self._call = load_function(tool, field)
         self.function = inspect.unwrap(getattr(self._call, "func", self._call))
         self.name = tool.name or self.function.__name__
@@ -54,7 +55,7 @@ class LoadedTool:
             else:
                 answer = await asyncio.to_thread(self._in_thread, values)
         except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
-            raise ToolError(f"{self.name} failed: {described(error)}") from error
+            raise ToolError(f"{self.name} failed: {failure_of(error, self._tool)}") from error
         return as_text(answer)
 
     def _in_thread(self, values: Mapping[str, Any]) -> Any:

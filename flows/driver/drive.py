@@ -22,9 +22,11 @@ from millrace.connectors.storage.local import bound_logs, keep_private, log_fold
 from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
+from millrace.core.contracts.own_code import expect
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.garbage import use_few_heaps
 from millrace.core.hooks import call_function, search_in
+from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
@@ -103,6 +105,7 @@ async def _prepare(config: RunConfig) -> ModelHere:
 
     Returns the configuration with the model's folder on this host. Raises ConfigError with every problem.
     """
+    expect({})  # what an earlier run in this process found
     search_in(config.run.import_from)
     if config.run.prepare:
         await asyncio.to_thread(call_function, config.run.prepare, "run.prepare", config)
@@ -110,6 +113,7 @@ async def _prepare(config: RunConfig) -> ModelHere:
     problems = await asyncio.to_thread(check, here.config, prepared=True)
     if problems:
         raise ConfigError(render_problems(problems))
+    expect(await asyncio.to_thread(own_modules, here.config))
     return here
 
 

@@ -6,6 +6,7 @@ Owns what the command line shows of runs; starts nothing and changes no file.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ def run_record(root: str, run: str) -> Any:
     except MissingFileError as error:
         check_no_run(store)
         raise StorageError(
-            "no such run", where=store.url, remedy=f"`millrace runs --root {root}` lists them"
+            "no such run", where=store.url, remedy=f"`millrace runs --root {shlex.quote(root)}` lists them"
         ) from error
 
 

@@ -11,7 +11,7 @@ from millrace.connectors.storage.exclusive.process_identity import ProcessIdenti
 from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.errors import LeaseHeldError
+from millrace.core.errors import LeaseHeldError, of_run
 from millrace.flows.tools.browse import run_record, settings_of
 
 PROMISED_S = 10.0  # in which a command ends after SIGTERM
@@ -53,7 +53,7 @@ def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
         raise LeaseHeldError(
             f"driven by {driver}, on another host or in another container than this process",
             where=url,
-            remedy=f"there, `millrace stop {run}` or `kill {driver.pid}` ends it",
+            remedy=f"there, `millrace stop {of_run(run, url)}` or `kill {driver.pid}` ends it",
         )
     try:
         was_alive = driver.send_signal(signal.SIGTERM)
@@ -67,7 +67,7 @@ def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
             raise LeaseHeldError(
                 f"{driver} drives it and did not end within {PROMISED_S:g} s of SIGTERM",
                 where=url,
-                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {run}` ends what it leaves",
+                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {of_run(run, url)}` ends what it leaves",
             )
         time.sleep(POLL_S)
     return was_alive

@@ -40,7 +40,7 @@ def failed_rewards(ctx: IterationContext) -> None:
 
 
 def failed_filters(ctx: IterationContext) -> None:
-    budget = filter_budget(ctx.config, ctx.index)
+    budget = filter_budget(ctx)
     for number, reason in enumerate(REASONS):
         budget.add(reason, f"s{number}")
     budget.check()
