@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ RIGHT_COUNTS = " ".join(
 
 
 @pytest.fixture(autouse=True)
-def data_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def data_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folders that are looked for, empty: the instructions of these tests read nothing in them."""
     if INSTALLED:
         import nltk
@@ -34,7 +33,7 @@ def data_of_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         for path in NLTK_DATA:
             (tmp_path / path).mkdir(parents=True)
         monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    yield tmp_path
+    return tmp_path
 
 
 def scored(response: str, *instructions: tuple[str, Any], **options: Any) -> RewardResult:
