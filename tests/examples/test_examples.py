@@ -237,7 +237,8 @@ def test_solved_and_hopeless_rows_of_the_fixed_set_rest(workplace: Workplace) ->
     seen: dict[str, float] = {}
     passes: list[tuple[int, float | None]] = []
     for iteration in found:
-        rewards = {row["group_id"]: row["group_reward"] for row in rows(iteration, "verdicts")}
+        judged = [row for row in rows(iteration, "verdicts") if row["verdict"] != "returned"]
+        rewards = {row["group_id"]: row["group_reward"] for row in judged}
         drawn = [row for row in rows(iteration, "prompts") if row["source"] == "fixed"]
         passes += [(row["epoch"], seen.get(row["prompt_id"])) for row in drawn]
         seen |= {row["prompt_id"]: rewards[row["group_id"]] for row in drawn if row["group_id"] in rewards}
