@@ -63,18 +63,29 @@ async def evaluate_version(ctx: IterationContext, done: int, version: int) -> Ev
     """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained."""
     started = time.perf_counter()
     results: dict[str, EvaluatedSet] = {}
-    stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
-    await asyncio.to_thread(ctx.start_parts, KIND)
-    known = [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]
+    known = await stored_samples(ctx, version)
     for held_out in ctx.config.evaluation.sets:
         of_set = [sample for sample in known if sample.set == held_out.name]
         samples = await _evaluate_set(ctx, held_out, done, version, of_set)
-        path = f"eval/{held_out.name}/{done:06d}.parquet"
-        table = schema.to_table(samples, "evaluations")
-        entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, "evaluations")
-        results[held_out.name] = _figures(entry.record(), samples, held_out)
+        results[held_out.name] = _figures(await write_set(ctx, held_out, done, samples), samples, held_out)
     seconds = time.perf_counter() - started
     return {"version": version, "done": done, "sets": results, "seconds": seconds, "files": ctx.parts[KIND]}
+
+
+async def stored_samples(ctx: IterationContext, version: int) -> list[EvaluatedSample]:
+    """What an earlier attempt stored of the sets at this weight version; from here on parts are added to it."""
+    stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
+    await asyncio.to_thread(ctx.start_parts, KIND)
+    return [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]
+
+
+async def write_set(
+    ctx: IterationContext, held_out: EvalSet, done: int, samples: list[EvaluatedSample]
+) -> FileRecord:
+    """The table of a set, by the iterations trained."""
+    path, table = f"eval/{held_out.name}/{done:06d}.parquet", schema.to_table(samples, KIND)
+    entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, KIND)
+    return entry.record()
 
 
 def _figures(file: FileRecord, samples: list[EvaluatedSample], held_out: EvalSet) -> EvaluatedSet:
