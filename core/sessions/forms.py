@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.core.hooks import RewardResult
-from millrace.core.sessions.interface import Done, Environment, Observation, Session, Turn
+from millrace.core.sessions.interface import Done, Environment, Observation, Session, SessionError, Turn
 from millrace.core.sessions.live import LiveSession
 
 
@@ -42,7 +42,9 @@ async def act_in(
             if turn.truncated:
                 break
     finally:
-        await environment.close()
+        closing: Any = environment.close()
+        if inspect.isawaitable(closing):
+            await closing
     if not isinstance(seen, Done) or seen.reward is None:
         return None
     return RewardResult(seen.reward, seen.parts)
@@ -78,10 +80,12 @@ class _Episode:
             state = self._environment.snapshot() if snapshot else None  # type: ignore[attr-defined]
             return json.dumps({**_plain(outcome), "state": state})
 
-        text, before = await self._session.recorded(f"environment.{name}", {}, to_record)
-        if before:
-            self._state = json.loads(text)["state"]
-        return from_record(text)
+        found = await self._session.recorded(f"environment.{name}", {}, to_record)
+        if found.failed:  # the policy sees no failure of an environment: its rollout ends with it
+            raise SessionError(found.text)
+        if found.before:
+            self._state = json.loads(found.text)["state"]
+        return from_record(found.text)
 
 
 async def made(make: Callable[[], Any]) -> Observation | Done | None:

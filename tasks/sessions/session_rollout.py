@@ -263,7 +263,7 @@ class SessionRollout:
         branch.events += 1
         found = self.record.answer(branch.number, event, request["tool"], request["arguments"])
         if found:
-            return {"answer": found.text}
+            return {"answer": found.text, "failed": found.failed}
         await self._diverge(branch, event)
         await self._places.acquire()
         self._calls[branch.number, event] = (request, time.time())
