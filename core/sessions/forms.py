@@ -31,6 +31,7 @@ async def act_in(
 ) -> RewardResult | None:
     """One episode of an environment. Steps that were recorded are not made again, but where its recovery is "restart"."""
     environment = make(**options)
+    check_environment(environment)
     episode = _Episode(session, environment)
     try:
         seen = await episode.reset()
@@ -48,6 +49,23 @@ async def act_in(
     if not isinstance(seen, Done) or seen.reward is None:
         return None
     return RewardResult(seen.reward, seen.parts)
+
+
+RECOVERIES = ("stateless", "snapshot", "restart")
+
+
+def check_environment(environment: object) -> None:
+    """See that it has what an environment has. Raises TypeError that says what it lacks."""
+    recovery = getattr(environment, "recovery", None)
+    if recovery not in RECOVERIES:
+        said = "says no recovery" if recovery is None else f"says recovery = {recovery!r}"
+        raise TypeError(f"{type(environment).__name__} {said}: it is one of {', '.join(RECOVERIES)}")
+    wanted = ["reset", "step", "close", *(["snapshot", "restore"] if recovery == "snapshot" else [])]
+    missing = [name for name in wanted if not callable(getattr(environment, name, None))]
+    if missing:
+        raise TypeError(
+            f"{type(environment).__name__} lacks {', '.join(missing)}, which recovery = {recovery!r} needs"
+        )
 
 
 class _Episode:
@@ -78,6 +96,8 @@ class _Episode:
             outcome = await made(make)
             snapshot = self._environment.recovery == "snapshot"
             state = self._environment.snapshot() if snapshot else None  # type: ignore[attr-defined]
+            if snapshot and not isinstance(state, str):
+                raise TypeError(f"snapshot returns text, not {type(state).__name__}")
             return json.dumps({**_plain(outcome), "state": state})
 
         found = await self._session.recorded(f"environment.{name}", {}, to_record)

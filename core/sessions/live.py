@@ -43,6 +43,7 @@ class Shared:
     make_call: Make
     serve: Callable[[LiveSession], tuple[str, str]]  # opens a door over HTTP: its URL and key
     timeout_s: float  # of a call
+    sampling: Mapping[str, Any]  # the run's, with what the row says
     over: Callable[
         [], None
     ]  # says that nobody waits for a call any more; where it goes on all the same, its process ends
@@ -139,6 +140,11 @@ class LiveSession:
     def turns(self) -> Sequence[Turn]:
         """The turns so far, those before it branched among them."""
         return tuple(self._turns)
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """How the run samples this rollout's turns."""
+        return self._shared.sampling
 
     @property
     def base_url(self) -> str:

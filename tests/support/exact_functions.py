@@ -6,8 +6,6 @@ import asyncio
 from typing import Any
 
 import aiohttp
-from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]
-from slime.utils.http_utils import post  # type: ignore[import-not-found]
 
 from millrace.core.sessions.interface import Session
 from tests.support.client_functions import asked, client
@@ -68,6 +66,9 @@ async def hangs_up_in_a_stream(session: Session) -> float:
 
 async def by_ids(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     """slime's form: two turns by token ids with something observed between them, and a second sample."""
+    from slime.rollout.sglang_rollout import GenerateState  # type: ignore[import-not-found]
+    from slime.utils.http_utils import post  # type: ignore[import-not-found]
+
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
 

@@ -49,14 +49,20 @@ class EnginePlace:
     """Makes rollouts whose turns a dispatcher's engines generate."""
 
     def __init__(
-        self, model: Path, dispatcher: Dispatcher, session: Mapping[str, Any], new_tokens: int = NEW_TOKENS
+        self,
+        model: Path,
+        dispatcher: Dispatcher,
+        session: Mapping[str, Any],
+        new_tokens: int = NEW_TOKENS,
+        stop: Sequence[str] = (),
     ) -> None:
-        """session: the section. new_tokens: of a turn."""
+        """session: the section. new_tokens, stop: of a turn."""
+        sampling = {"max_new_tokens": new_tokens, "temperature": TEMPERATURE, "stop": list(stop)}
         values = {
             "run": {"name": "exact"},
             "model": {"path": str(model)},
             "data": {"sources": [{"path": "none.jsonl"}]},
-            "rollout": {"sampling": {"max_new_tokens": new_tokens, "temperature": TEMPERATURE}},
+            "rollout": {"sampling": sampling},
         }
         config = RunConfig.model_validate(values)
         settings = Session.model_validate({"timeout_s": 60, "max_turns": 6, **session})
@@ -67,10 +73,11 @@ class EnginePlace:
             return dispatcher
 
         budget = FailureBudget("field", 0.9, 100, what="failed", where="here", remedy="fix it")
-        sampling = config.rollout.sampling
-        generator = SampleGenerator(config, sampling, ready, budget, self._tokenizer.decode)
+        generator = SampleGenerator(config, config.rollout.sampling, ready, budget, self._tokenizer.decode)
         dialogues = Dialogues(self._tokenizer, tool_schemas(settings.tools))
-        self._runner = SessionRunner(settings, sampling, self.pool, dialogues, generator, str(model))
+        self._runner = SessionRunner(
+            settings, config.rollout.sampling, self.pool, dialogues, generator, str(model)
+        )
         self.rows: list[TurnRow] = []
 
     async def run(
