@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from millrace.connectors.huggingface.template import ChatTemplate
-from millrace.connectors.huggingface.tiny import TOOL_TEMPLATE, build_tiny_model, build_tokenizer
 from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.workers.mcp_tools import tool_schemas
 from millrace.core.config.pipeline import OnUpdate
-from millrace.core.config.rollout import Session
 from tests.support.engine_process import embedded_engine, reference_logprobs
 from tests.support.fleets import MakeFleet
 from tests.support.session_engines import (
@@ -36,8 +29,6 @@ OWN = "tests.support.session_functions"
 CLIENTS = "tests.support.client_functions"
 GROWS = "tests.support.exact_functions"
 ADD = f"{OWN}:add"
-SERVER = [sys.executable, str(Path(__file__).parents[2] / "support" / "mcp_server.py")]
-MCP = {"mcp": {"command": SERVER, "only": ["add"]}}
 PATHS: dict[str, tuple[dict[str, Any], int, int]] = {
     # way: the section, samples of a rollout, turns of all its samples
     "level 1": ({"function": f"{OWN}:three_turns"}, 1, 3),
@@ -180,69 +171,3 @@ async def test_each_token_has_the_version_that_made_it_where_weights_change_amid
     segments = [row for row in place.rows if row.kind == "segment"]
     assert sorted(trained) == sorted(token for row in segments for token in row.output_ids)
     assert {span["version"] for row in segments for span in row.policy_versions} == found
-
-
-# tools that the policy calls: of functions, and of a server
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that calls `add` in most of its turns."""
-    from transformers import AutoModelForCausalLM
-
-    folder = build_tiny_model(tmp_path_factory.mktemp("caller") / "model", seed=1, tools=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer, template = build_tokenizer(tools=True), ChatTemplate(TOOL_TEMPLATE, {})
-    tools = tool_schemas(Session.model_validate({"tools": [ADD]}).tools)
-    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=5e-3), random.Random(0)
-    for _ in range(80):
-        texts = []
-        for _ in range(16):
-            a, b = rng.randint(0, 9), rng.randint(0, 9)
-            messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1="}]
-            for answer in range(rng.randint(0, 2)):
-                messages += [
-                    {"role": "assistant", "content": f"add(a={a},b={b})"},
-                    {"role": "tool", "content": str(a + b + answer)},
-                ]
-            texts.append(template.render(messages, tools=tools) + f"add(a={b},b={a})<eos>")
-        batch = tokenizer(texts, return_tensors="pt", padding=True)
-        labels = batch.input_ids.masked_fill(batch.input_ids == 0, -100)
-        optimizer.zero_grad()
-        model(batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("tool", [ADD, MCP], ids=["function", "server"])
-async def test_answers_of_tools_are_seen_and_not_trained(
-    caller: Path, places: Make, tmp_path: Path, tool: Any
-) -> None:
-    if tool is MCP:
-        pytest.importorskip("mcp")
-    with embedded_engine(caller, log=tmp_path / "log") as (url, _):
-        client = EngineClient(url, "engine-0")
-        place = places(caller, dispatcher_of(client), {"tools": [tool], "max_turns": 4}, new_tokens=24)
-        made = [sample for number in range(6) for sample in await place.run(number)]
-        await assert_exact(client, made, place.rows)
-        await client.close()
-    answered = [row for row in place.rows if row.kind == "call" and not row.failed]
-    assert len(answered) > 6
-    assert all(row.tool == "add" for row in answered)
-
-
-async def test_an_episode_of_verifiers_trains_what_its_policy_made(
-    client: EngineClient,
-    places: Make,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("verifiers.v1")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples" / "verifiers_env"))
-    options = {"taskset": "verifiers-sums"}
-    function = {"function": "millrace.connectors.environments.verifiers:run", "options": options}
-    place = places(tiny_model, dispatcher_of(client), {"function": function})
-    made = await place.run(prompt="0+3=", index=3)
-    await assert_exact(client, made, place.rows)
-    assert made[0].turns == 2
