@@ -195,7 +195,9 @@ class EngineClient(Connection):
             logprobs=tokens.logprobs,
             text=answer["text"],
             finish=finish,
-            weight_versions=[(span["start"], _version(span["version"])) for span in spans],
+            weight_versions=that_made(
+                [(span["start"], _version(span["version"])) for span in spans], len(tokens.ids)
+            ),
             engine_id=self.engine_id,
             cached_tokens=meta.get("cached_tokens", 0),
         )
@@ -268,6 +270,16 @@ class EngineClient(Connection):
     async def flush(self) -> None:
         """Forget cached prompts; the engine must be idle."""
         await self.post("/flush_cache", {})
+
+
+def that_made(spans: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The spans (first token, weight version) that made any of the `count` tokens; of an answer without tokens the last one.
+
+    Weights that come and go while a request waits make none.
+    """
+    ends = [first for first, _ in spans[1:]] + [count]
+    found = [span for span, end in zip(spans, ends, strict=True) if end > span[0]]
+    return found or list(spans[-1:])
 
 
 async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:

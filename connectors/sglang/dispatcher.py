@@ -219,6 +219,8 @@ def joined(before: Generation, after: Generation) -> Generation:
     """Two pieces of an answer as one."""
     if not len(before.output_ids):
         return after
+    if not len(after.output_ids):  # cut before its first token: its weights made none
+        return replace(before, finish=after.finish, pieces=before.pieces + after.pieces)
     return replace(
         after,
         output_ids=np.concatenate([before.output_ids, after.output_ids]),

@@ -144,6 +144,7 @@ class _Worker:
             make_call=self._tools.call,
             serve=lambda session: self._serve(session, served),
             timeout_s=self.settings.timeout_s,
+            sampling=start["sampling"],
             over=lambda: self._send({"stuck": number}) if unended else None,
         )
         session = LiveSession(shared)

@@ -61,8 +61,9 @@ class Place:
 
     def __init__(self, config: RunConfig, engines: Engines, **settings: Any) -> None:
         tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
+        tools += settings.pop("module_tools", ())
         for form in ("function", "environment"):
-            if form in settings:
+            if form in settings and not isinstance(settings[form], dict):
                 function, options = (
                     settings[form] if isinstance(settings[form], tuple) else (settings[form], {})
                 )
