@@ -81,29 +81,3 @@ def test_the_best_checkpoint_is_kept_though_its_evaluation_ends_later(both: tupl
         best = min(means, key=lambda done: (-means[done], done))
         kept = {int(path.parent.name) for path in run.glob("checkpoints/*/complete.json")}
         assert kept == {best, ITERATIONS}
-
-
-def test_it_is_listed_drawn_and_found_under_the_iterations_trained(
-    workplace: Workplace, both: tuple[Path, Path]
-) -> None:
-    said = [workplace.call("show", "a", "--root", str(run.parent), "--json") for run in both]
-    held_out = [[row["eval/held_out"] for row in json.loads(text)["rows"]] for text in said]
-    assert held_out[0] == held_out[1]
-    assert len(held_out[0]) == ITERATIONS + 1
-    query = "select iteration, count(*) as n from evaluations group by all order by all"
-    assert [workplace.call("sql", "a", query, "--root", str(run.parent)) for run in both] == [
-        workplace.call("sql", "a", query, "--root", str(both[0].parent))
-    ] * 2
-    assert not promises.faulted_by_commands(workplace, both[1])
-
-
-def test_a_run_that_waited_may_go_on_without(workplace: Workplace, tmp_path: Path) -> None:
-    """Each version is evaluated once, by the iteration that made it or by the next."""
-    (workplace.folder / forms.TAILED).write_text(forms.tailed_rows())
-    workplace.train(tmp_path, *SETTINGS, "run.iterations=2", "evaluation.background=false")
-    workplace.train(tmp_path, *SETTINGS, "run.iterations=3")
-    run = tmp_path / "a"
-    made = [index for index in range(3) if record(run, index, "evaluate")]
-    began = [index for index in range(3) if record(run, index, "evaluate_before")]
-    assert (made, began) == ([0, 1, 2], [0])
-    assert len(list(run.glob("eval/held_out/*.parquet"))) == 4
