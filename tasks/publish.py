@@ -18,6 +18,7 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.core.account.account import Account
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.task_records import (
+    EvaluatedMetrics,
     FilterRecord,
     PublishRecord,
     RewardRecord,
@@ -74,17 +75,33 @@ def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
     if manifest is None:
         driver = ctx.folder.fence.token if ctx.folder.fence else None
         made = manifest_from_records(
-            ctx.run_folder, ctx.index, metrics, time.time(), driver, ctx.run_folder.owner.run_id
+            ctx.run_folder,
+            ctx.index,
+            metrics,
+            time.time(),
+            driver,
+            ctx.run_folder.owner.run_id,
+            evaluated=_evaluated(ctx),
         )
         manifest = ctx.run_folder.commit_manifest(ctx.index, made)
     tasks = manifest.tasks
-    return {
+    record: PublishRecord = {
         "metrics": tasks["metrics"],
         "committed": tasks["committed"],
         "driver": tasks.get("driver"),
         "run": manifest.run,
         "manifest": manifest.sha256,
     }
+    return {**record, "evaluated": tasks["evaluated"]} if "evaluated" in tasks else record
+
+
+def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
+    """The evaluation that the iteration made of the weights that it began with."""
+    record = ctx.records.get("evaluate_before")
+    if record is None:
+        return None
+    metrics = report.evaluation_metrics(record)
+    return {"version": record["version"], "done": record["done"], "metrics": metrics}
 
 
 def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:

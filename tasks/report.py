@@ -269,13 +269,15 @@ def _without_gradient(ctx: IterationContext) -> str:
 
 
 async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
-    """Log an evaluation that belongs to no iteration."""
-    await asyncio.to_thread(runtime.tracking.log_metrics, evaluation_metrics(record), record["done"])
+    """Log an evaluation that is no part of the iteration whose weights it is of."""
+    metrics, done = evaluation_metrics(record), record["done"]
+    log.info("%s: %s", f"after iteration {done}" if done else "before training", _headline(metrics))
+    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, done)
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
     """Metrics of an evaluation, by name."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {"eval/lag": record["lag"]} if "lag" in record else {}
     for name, result in record["sets"].items():
         parts = {
             name: result,

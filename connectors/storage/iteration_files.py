@@ -22,7 +22,7 @@ from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_tak
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.task_records import IterationRecords
+from millrace.core.contracts.task_records import EvaluatedMetrics, IterationRecords
 from millrace.core.errors import CorruptFileError, MissingFileError, of_run
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
@@ -171,10 +171,12 @@ def manifest_from_records(
     committed: float,
     driver: int | None,
     run: str | None,
+    evaluated: EvaluatedMetrics | None = None,
 ) -> Manifest:
     """The manifest of an open iteration: every file that its records name, each checked, and the records.
 
-    metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. Files of an earlier release's records are those in the folders.
+    metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. evaluated: the evaluation of the
+    weights that it began with. Files of an earlier release's records are those in the folders.
     """
     files = IterationFiles(run_folder, index)
     assert files.manifest is None, "the iteration is open"
@@ -206,6 +208,7 @@ def manifest_from_records(
             "metrics": metrics,
             "committed": committed,
             **({} if driver is None else {"driver": driver}),
+            **({} if evaluated is None else {"evaluated": evaluated}),
         },
     )
 
@@ -232,6 +235,7 @@ def commit_again(run_folder: RunFolder) -> list[int]:
             record.get("committed", time.time()),
             record.get("driver"),
             record.get("run"),
+            evaluated=record.get("evaluated"),
         )
         run_folder.commit_manifest(index, manifest, expected=record.get("manifest"))
         log.warning(

@@ -186,6 +186,7 @@ class EvaluateRecord(TypedDict):
     sets: dict[str, EvaluatedSet]
     seconds: float
     files: NotRequired[list[FileRecord]]  # its parts
+    lag: NotRequired[int]  # weight versions that the trainer had made beyond this one when it ended
 
 
 class HeldOutSubset(TypedDict):
@@ -214,6 +215,14 @@ class HeldOutRecord(TypedDict):
     files: list[FileRecord]  # its parts
 
 
+class EvaluatedMetrics(TypedDict):
+    """Figures of an evaluation, and of which weights they are."""
+
+    version: int
+    done: int  # iterations trained
+    metrics: dict[str, float]
+
+
 class PublishRecord(TypedDict):
     """Every figure of the iteration, by name, and what the manifest is made again from."""
 
@@ -222,6 +231,7 @@ class PublishRecord(TypedDict):
     driver: NotRequired[int | None]  # token of the driver that committed it
     run: NotRequired[str | None]  # id of the run that committed it
     manifest: NotRequired[str]  # its hash
+    evaluated: NotRequired[EvaluatedMetrics]  # by the iteration, of the weights that it began with
 
 
 class IterationRecords(TypedDict, total=False):

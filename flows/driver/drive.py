@@ -95,7 +95,13 @@ async def _drive(
         if before_first and first == 0:
             await before_first(runtime)
         with tags(*run_tags(config)):
-            await run_iterations(partial(iteration, runtime), flow_name, config, first)
+            await run_iterations(
+                partial(iteration, runtime),
+                flow_name,
+                config,
+                first,
+                lambda index: runtime.prompts.ahead.at(index),
+            )
         await finish_run_record(runtime)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 

@@ -27,7 +27,7 @@ from millrace.core.errors import DataError, MissingFileError
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import check_same_model, taken_up
-from millrace.flows.tools.browse import ahead_of, check_no_run
+from millrace.flows.tools.browse import ahead_of, check_no_run, spans_of
 from millrace.tasks import report
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -87,9 +87,11 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["model_commit"] = commit
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
-    ahead = ahead_of(record).since(undrawn, runtime.config.pipeline.ahead)
+    ahead = ahead_of(record)
+    if "ahead" not in record or _asks_for_another(before, runtime.config):
+        ahead = ahead.since(undrawn, runtime.config.pipeline.ahead)
     runtime.prompts.use_ahead(ahead)
-    record["ahead"] = [{"since": since, "iterations": iterations} for since, iterations in ahead.spans]
+    record["ahead"] = spans_of(ahead)
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
@@ -105,6 +107,11 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
         }
     )
     await asyncio.to_thread(store.write_sealed, "run.json", record)
+
+
+def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:
+    """Whether this start sets otherwise how far ahead the run is: else what was lowered stays so."""
+    return (before.pipeline.ahead, before.pipeline.min_ess) != (now.pipeline.ahead, now.pipeline.min_ess)
 
 
 async def finish_run_record(runtime: Runtime) -> None:

@@ -83,13 +83,19 @@ def evaluations(folder: RunFolder, manifests: Mapping[int, Manifest]) -> dict[in
     for name, held_out in (files.record("held_out_loss_before") or {"sets": {}})["sets"].items():
         found[0] |= {f"{name}/{figure}": held_out[figure] for figure in ("loss", "perplexity")}
     for index, manifest in sorted(manifests.items()):
-        metrics = manifest.tasks["metrics"]
-        found[index + 1] = {
-            match["set"] or match["loss"]: value
-            for name, value in metrics.items()
-            if (match := EVALUATION.match(name))
-        }
+        found.setdefault(index + 1, {}).update(_evaluated(manifest.tasks["metrics"]))
+        if behind := manifest.tasks.get("evaluated"):  # of the weights that the iteration began with
+            found.setdefault(behind["done"], {}).update(_evaluated(behind["metrics"]))
     return {done: values for done, values in found.items() if values}
+
+
+def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What is listed of evaluations, by set, or by set and figure."""
+    return {
+        match["set"] or match["loss"]: value
+        for name, value in metrics.items()
+        if (match := EVALUATION.match(name))
+    }
 
 
 def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
@@ -142,3 +148,8 @@ def check_no_run(store: Store) -> None:
             where=store.url_of("run.json"),
             remedy="restore it from a copy, or start a new run under another run.name",
         )
+
+
+def spans_of(ahead: Ahead) -> list[dict[str, int]]:
+    """The same as run.json keeps it."""
+    return [{"since": since, "iterations": iterations} for since, iterations in ahead.spans]

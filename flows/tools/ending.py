@@ -35,7 +35,8 @@ def ending(config: RunConfig) -> list[str]:
 def _best(config: RunConfig, folder: RunFolder) -> list[str]:
     names = [held_out.name for held_out in config.evaluation.sets]
     files = [PurePosixPath(path).stem for name in names for path in folder.store.list(f"eval/{name}")]
-    manifests = {int(done) - 1: folder.manifest(int(done) - 1) for done in set(files) if int(done)}
+    evaluated_by = {index for done in map(int, files) for index in (done - 1, done) if index >= 0}
+    manifests = {index: folder.manifest(index) for index in evaluated_by}
     found = evaluations(folder, {index: manifest for index, manifest in manifests.items() if manifest})
     lines = []
     for name in names:

@@ -29,6 +29,8 @@ class Curves:
             for manifest in in_threads(folder.manifest, committed[start : start + AT_ONCE]):
                 assert manifest is not None, "it was committed"
                 self.add(manifest.tasks["metrics"], manifest.iteration + 1)
+                if evaluated := manifest.tasks.get("evaluated"):
+                    self.add(evaluated["metrics"], evaluated["done"])
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Add an iteration's."""

@@ -29,6 +29,7 @@ class ScriptedEngines(Dispatcher):
     def __init__(self, fails: Callable[[str], bool] = lambda _: False) -> None:
         self.fails = fails
         self.requests: list[tuple[str, list[int], dict[str, Any], str | None]] = []
+        self.priorities: set[int | None] = set()
 
     async def generate(
         self,
@@ -41,6 +42,7 @@ class ScriptedEngines(Dispatcher):
         priority: int | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
+        self.priorities.add(priority)
         if self.fails(rid):
             raise EngineError("engine-0: died")
         return FEW

@@ -154,6 +154,7 @@ ROWS: dict[str, Row] = {
         *_under("sync", "kind directory bucket_mib verify"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
+    **_any_start("flows/driver/ahead_guard.py", "pipeline.min_ess"),
     **_any_start("tasks/sample_prompts.py", *_under("pipeline", "select reserve")),
     **_any_start("core/config/pipeline.py", "pipeline.max_staleness"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
@@ -171,6 +172,7 @@ ROWS: dict[str, Row] = {
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
     **_any_start("flows/train.py", "evaluation.every"),
+    **_any_start("core/config/run_config.py", "evaluation.background"),
     **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
     **_any_start("tasks/report.py", "tracking.samples"),
 }
