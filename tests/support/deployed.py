@@ -32,12 +32,20 @@ class Deployed:
         self._headers = {"Content-Type": "application/json", **basic(login)}
         self.environment["PWD"] = str(folder)
         self._command = [python, "-P", "-m", "prefect", "--no-prompt"]
+        self._millrace = [python, "-P", "-m", "millrace.flows.cli"]
         self.worker: psutil.Process | None = None
 
     def prefect(self, *arguments: str) -> str:
         """Run a prefect command to its end and return what it printed."""
+        return self._call(*self._command, *arguments)
+
+    def millrace(self, *arguments: str) -> str:
+        """Run a millrace command to its end and return what it printed."""
+        return self._call(*self._millrace, *arguments)
+
+    def _call(self, *words: str) -> str:
         done = subprocess.run(
-            [*self._command, *arguments],
+            words,
             cwd=self.folder,
             env=self.environment,
             text=True,
@@ -67,12 +75,13 @@ class Deployed:
         os.killpg(self.worker.pid, signal.SIGKILL)
         self.worker.wait()
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One request to the server's API."""
+    def ask(self, path: str, body: object = None, method: str | None = None) -> Any:
+        """One request to the server's API: with a body a POST, unless said otherwise."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self.api}{path}", data, self._headers)
+        request = Request(f"{self.api}{path}", data, self._headers, method=method)
         with urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+            text = answer.read()
+        return json.loads(text) if text else None
 
     def start(self, config: dict[str, Any]) -> str:
         """Id of a new flow run of the deployment train/train."""
@@ -92,3 +101,10 @@ class Deployed:
         """The state in which a flow run ended."""
         wait_until(lambda: self.state(flow_run) in ENDED)
         return self.state(flow_run)
+
+
+def flow_process(server: Deployed) -> psutil.Process:
+    """The one process that the worker runs a flow in."""
+    assert server.worker is not None
+    (found,) = server.worker.children()
+    return found
