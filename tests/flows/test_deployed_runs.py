@@ -101,6 +101,8 @@ def test_a_recipe_is_run_by_a_command_with_overrides(server: Deployed, tmp_path:
     now = server.ask(f"/flow_runs/{run['id']}")
     assert now["name"] == "c"
     assert set(now["tags"]) == {"millrace", "run:c", "preset:grpo", "model:model"}
+    logs = server.ask("/logs/filter", {"logs": {"flow_run_id": {"any_": [run["id"]]}}})
+    assert any(line["message"].startswith("iteration 1 of 1: reward") for line in logs)
 
 
 def test_a_killed_run_resumes_by_itself_and_one_that_was_stopped_does_not(

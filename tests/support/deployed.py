@@ -87,10 +87,11 @@ class Deployed:
         """Id of a new flow run of the deployment train/train."""
         return self.start_deployment("train/train", {"config": config})
 
-    def start_deployment(self, name: str, parameters: dict[str, Any]) -> str:
-        """Id of a new flow run of a deployment."""
+    def start_deployment(self, name: str, parameters: dict[str, Any], **environment: str) -> str:
+        """Id of a new flow run of a deployment. environment: of its process, besides that of the deployment."""
         deployment = self.ask(f"/deployments/name/{name}")["id"]
-        run = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})
+        asked = {"parameters": parameters, "job_variables": {"env": environment}}
+        run = self.ask(f"/deployments/{deployment}/create_flow_run", asked)
         return str(run["id"])
 
     def state(self, flow_run: str) -> str:
