@@ -51,7 +51,7 @@ class Deployed:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stdout
