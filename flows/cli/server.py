@@ -65,8 +65,6 @@ def deploy(
     ] = None,
 ) -> None:
     """Create Prefect deployments of all recipes and given files; a worker runs them from this folder."""
-    from millrace.flows.tools.deploy import create_deployments
+    from millrace.flows.tools import deploy as tool
 
-    print_lines(
-        guarded(lambda: create_deployments(Path.cwd(), files or (), pool=pool, kind=kind, image=image))
-    )
+    print_lines(guarded(lambda: tool.deploy(Path.cwd(), files or (), pool=pool, kind=kind, image=image)))

@@ -1,36 +1,35 @@
 """`millrace deploy`: Prefect deployments of millrace, one for each recipe and each given file, to run from a folder of the user's.
 
 Owns how a recipe becomes a deployment. deployments/ holds the rest: prefect.yaml the deployments for any run, pools/ what a
-kind of work pool needs, automations.yaml what the server does by itself. Prefect's own commands do the work.
+kind of work pool needs, automations.yaml what the server does by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from millrace.connectors.prefect.server import ensure_server, export_line
-from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.files import read_files
 from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.run_tags import run_tags
-from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from millrace.connectors.prefect.deployments import Described, Pool
 
 TAG = "millrace"  # of all deployments, by which automations know their runs
 FILES = Path(str(resources.files("millrace.deployments")))
 
 
-def create_deployments(
+def deploy(
     folder: Path,
     files: Sequence[Path] = (),
     *,
@@ -42,6 +41,34 @@ def create_deployments(
 
     Flow runs import from `folder` and resolve relative paths against it. files: YAML files of runs. image: for containers.
     """
+    where = pool_of(pool, kind, str(folder), image)
+    described = all_deployments(files)
+    api = ensure_server()
+    asyncio.run(_create(described, where, str(folder)))
+    return [
+        f"Deployments: {', '.join(map(shown_name, described))}",
+        f"train/train and sft/sft are forms, train/file takes a YAML file. They run from {folder} once a worker runs:",
+        export_line(api),
+        f"prefect worker start --pool {pool}",
+    ]
+
+
+async def _create(described: Sequence[Described], pool: Pool, folder: str) -> None:
+    from millrace.connectors.prefect.automations import keep_automations
+    from millrace.connectors.prefect.deployments import create_deployments
+    from millrace.flows.from_file import train_file, train_recipe
+    from millrace.flows.sft import sft
+    from millrace.flows.train import train
+
+    flows = {
+        f"{flow.fn.__module__}.{flow.fn.__name__}": flow for flow in (train, sft, train_file, train_recipe)
+    }
+    await create_deployments(described, flows, pool, folder)
+    await keep_automations(FILES / "automations.yaml")
+
+
+def pool_of(name: str, kind: str, folder: str, image: str | None) -> Pool:
+    """The work pool of a name and kind, with the job variables of pools/KIND.yaml. Raises ConfigError where it cannot be."""
     kinds = [file.stem for file in sorted((FILES / "pools").glob("*.yaml"))]
     if kind not in kinds:
         raise ConfigError(
@@ -53,66 +80,49 @@ def create_deployments(
             where=f"--type {kind}",
             remedy="leave --image out" if image else "name an image that has millrace: --image IMAGE",
         )
-    described = all_deployments(files, pool, kind)
-    api = ensure_server()
-    environment = {"PWD": str(folder), "MILLRACE_IMAGE": image or ""}
-    if _prefect(environment, "work-pool", "inspect", pool).returncode:
-        _must(_prefect(environment, "work-pool", "create", pool, "--type", kind))
-    from millrace.connectors.prefect.automations import keep_automations
-    from millrace.connectors.prefect.schedules import schedules_of
-
-    schedules = asyncio.run(schedules_of(map(_shown_name, described["deployments"])))
-    for item in described["deployments"]:
-        item["schedules"] = schedules[_shown_name(item)]
-    with temporary_folder("millrace-deploy") as own:
-        file = Path(own) / "prefect.yaml"
-        file.write_text(yaml.safe_dump(described, sort_keys=False))
-        _must(_prefect(environment, "deploy", "--all", "--prefect-file", str(file)))
-    asyncio.run(keep_automations(FILES / "automations.yaml"))
-    names = ", ".join(_shown_name(item) for item in described["deployments"])
-    return [
-        f"Deployments: {names}",
-        f"train/train and sft/sft are forms, train/file takes a YAML file. They run from {folder} once a worker runs:",
-        export_line(api),
-        f"prefect worker start --pool {pool}",
-    ]
+    variables = yaml.safe_load((FILES / "pools" / f"{kind}.yaml").read_text())
+    words = {"FOLDER": folder, "IMAGE": image or ""}
+    return {"name": name, "kind": kind, "variables": _filled(variables, words)}
 
 
-def all_deployments(files: Sequence[Path], pool: str, kind: str) -> dict[str, Any]:
-    """What Prefect deploys: prefect.yaml with the deployments of recipes and files, all on one pool.
+def all_deployments(files: Sequence[Path]) -> list[Described]:
+    """The deployments of prefect.yaml, of recipes and of files.
 
     Raises ConfigError for a file that is no configuration, and for two deployments of one name.
     """
-    described: dict[str, Any] = yaml.safe_load((FILES / "prefect.yaml").read_text())
-    del described["definitions"]
+    for_any_run: list[Described] = [
+        {
+            "name": item["name"],
+            "entrypoint": item["entrypoint"],
+            "description": item["description"],
+            "tags": item["tags"],
+            "parameters": {},
+        }
+        for item in yaml.safe_load((FILES / "prefect.yaml").read_text())["deployments"]
+    ]
     recipes = sorted((FILES / "recipes").glob("*.yaml"))
-    deployments = [*described["deployments"], *map(of_recipe, recipes), *map(of_file, files)]
-    variables = yaml.safe_load((FILES / "pools" / f"{kind}.yaml").read_text())
-    names = [_shown_name(item) for item in deployments]
-    for item in deployments:
-        item["work_pool"] = {"name": pool, "job_variables": variables}
-        if names.count(_shown_name(item)) > 1:
+    described = [*for_any_run, *map(of_recipe, recipes), *map(of_file, files)]
+    names = list(map(shown_name, described))
+    for name in names:
+        if names.count(name) > 1:
             raise ConfigError(
-                "there are two deployments of that name",
-                where=_shown_name(item),
-                remedy="change run.name of the file",
+                "there are two deployments of that name", where=name, remedy="change run.name of the file"
             )
-    return {**described, "deployments": deployments}
+    return described
 
 
-def of_recipe(path: Path) -> dict[str, Any]:
+def of_recipe(path: Path) -> Described:
     """The deployment of a recipe: a form that is filled in with what the recipe says, and with defaults elsewhere."""
-    config = load_config(str(path))
     return {
         "name": path.stem,
         "entrypoint": "millrace.flows.from_file.train_recipe",
         "description": "\n".join(_comment(path)),
-        "tags": _tags(config),
+        "tags": _tags(load_config(str(path))),
         "parameters": {"config": read_files(str(path)), "overrides": []},
     }
 
 
-def of_file(path: Path) -> dict[str, Any]:
+def of_file(path: Path) -> Described:
     """The deployment of a user's file, by the name of its run: each flow run reads the file as it is then."""
     config = load_config(str(path))
     return {
@@ -122,6 +132,12 @@ def of_file(path: Path) -> dict[str, Any]:
         "tags": _tags(config),
         "parameters": {"path": str(path), "overrides": []},
     }
+
+
+def shown_name(described: Described) -> str:
+    """The name by which Prefect's commands know a deployment: flow/name."""
+    flow = described["entrypoint"].rpartition(".")[2].partition("_")[0]
+    return f"{flow}/{described['name']}"
 
 
 def _tags(config: RunConfig) -> list[str]:
@@ -134,25 +150,13 @@ def _comment(path: Path) -> list[str]:
     return [line.removeprefix("#").strip() for line in lines]
 
 
-def _shown_name(described: Mapping[str, Any]) -> str:
-    """The name by which Prefect's commands know a deployment: flow/name."""
-    flow = cast(str, described["entrypoint"]).rpartition(".")[2].partition("_")[0]
-    return f"{flow}/{described['name']}"
-
-
-def _prefect(environment: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one of Prefect's commands. environment: what the deployments' files name, and the folder."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "prefect", "--no-prompt", *arguments],
-        cwd=environment["PWD"],
-        env={**os.environ, **environment},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-
-
-def _must(done: subprocess.CompletedProcess[str]) -> None:
-    if done.returncode:
-        raise MillraceError(f"`prefect {' '.join(done.args[5:])}` failed:\n{done.stdout.strip()}")
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    """A value of YAML with words in place of `<WORD>` in its texts."""
+    if isinstance(value, dict):
+        return {name: _filled(item, words) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, words) for item in value]
+    if isinstance(value, str):
+        for word, text in words.items():
+            value = value.replace(f"<{word}>", text)
+    return value

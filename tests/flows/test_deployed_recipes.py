@@ -18,7 +18,7 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.run_tags import run_tags, with_run_tags
 from millrace.core.errors import ConfigError
 from millrace.flows import from_file, sft, train
-from millrace.flows.tools.deploy import FILES, TAG, all_deployments, create_deployments
+from millrace.flows.tools.deploy import FILES, TAG, all_deployments, deploy, pool_of
 
 RECIPES = sorted((FILES / "recipes").glob("*.yaml"))
 POOLS = ("docker", "kubernetes", "process")
@@ -27,7 +27,7 @@ HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 
 @pytest.fixture(scope="module")
 def deployments() -> dict[str, dict[str, Any]]:
-    return {item["name"]: item for item in all_deployments([], "local", "process")["deployments"]}
+    return {item["name"]: item for item in all_deployments([])}
 
 
 def automation(end: str) -> dict[str, Any]:
@@ -64,11 +64,11 @@ def test_a_file_of_the_users_has_one_by_the_name_of_its_run(tmp_path: Path) -> N
     file = tmp_path / "mine.yaml"
     values = {"run": {"name": "b"}, "model": {"path": "m"}, "data": {"sources": [{"path": "p"}]}}
     file.write_text(yaml.safe_dump({**values, "reward": {"function": "a:b"}}))
-    *_, made = all_deployments([file], "mine", "process")["deployments"]
+    *_, made = all_deployments([file])
     assert (made["name"], made["parameters"]) == ("b", {"path": str(file), "overrides": []})
     assert set(made["tags"]) == {TAG, "run:b", "model:m", "preset:grpo"}
     with pytest.raises(ConfigError, match=r"train/b: there are two"):
-        all_deployments([file, file], "mine", "process")
+        all_deployments([file, file])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_file_of_the_users_has_one_by_the_name_of_its_run(tmp_path: Path) -> N
 )
 def test_a_pool_that_cannot_be_is_refused(kind: str, image: str | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        create_deployments(tmp_path, kind=kind, image=image)
+        deploy(tmp_path, kind=kind, image=image)
 
 
 @pytest.mark.parametrize("kind", POOLS)
@@ -94,8 +94,10 @@ def test_job_variables_of_a_pool_are_those_that_its_worker_knows(kind: str) -> N
         name: worker for group in json.loads(metadata.read_text()).values() for name, worker in group.items()
     }
     schema = of_workers[kind]["default_base_job_configuration"]["variables"]
-    variables = yaml.safe_load((FILES / "pools" / f"{kind}.yaml").read_text())
+    variables = pool_of("mine", kind, "/some/folder", None if kind == "process" else "an-image")["variables"]
     assert set(variables) <= set(schema["properties"])
+    assert "<" not in json.dumps(variables)
+    assert variables.get("image") == (None if kind == "process" else "an-image")
     jsonschema.validate(variables, schema)
     assert variables["env"]["PREFECT_LOGGING_EXTRA_LOGGERS"] == "millrace"
 
