@@ -71,10 +71,9 @@ def project(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def own_deployments(workplace: Workplace, project: Path) -> Iterator[Deployed]:
-    """A worker in that folder for what `millrace deploy run.yaml` makes there, called twice."""
+    """A worker in that folder for what `millrace deploy run.yaml` makes there."""
     here = Deployed(workplace.api, workplace.login, workplace.environment, project)
-    for _ in range(2):
-        here.millrace("deploy", "run.yaml")
+    here.millrace("deploy", "run.yaml")
     here.start_worker(workplace.folder / "worker.log")
     yield here
     here.kill_worker()
