@@ -23,6 +23,8 @@ from millrace.core.contracts.run_tags import run_tags
 from millrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from prefect import Flow
+
     from millrace.connectors.prefect.deployments import Described, Pool
 
 TAG = "millrace"  # of all deployments, by which automations know their runs
@@ -60,9 +62,8 @@ async def _create(described: Sequence[Described], pool: Pool, folder: str) -> No
     from millrace.flows.sft import sft
     from millrace.flows.train import train
 
-    flows = {
-        f"{flow.fn.__module__}.{flow.fn.__name__}": flow for flow in (train, sft, train_file, train_recipe)
-    }
+    all_flows: tuple[Flow[..., Any], ...] = (train, sft, train_file, train_recipe)
+    flows = {f"{flow.fn.__module__}.{flow.fn.__name__}": flow for flow in all_flows}
     await create_deployments(described, flows, pool, folder)
     await keep_automations(FILES / "automations.yaml")
 
