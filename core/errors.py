@@ -128,6 +128,12 @@ LASTING = (
 """Errors that come again as long as nothing is changed."""
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether a run that failed by it may go on by itself when it is started again: a live part died, or storage did not answer."""
+    passing = isinstance(error, ActorLostError | EngineError | TrainerError | StorageError)
+    return passing and not isinstance(error, LASTING | MissingFileError | CorruptFileError)
+
+
 def described(error: BaseException) -> str:
     """What a user's function raised: the error's name, its message, and the line of the user's file."""
     try:

@@ -32,8 +32,8 @@ from millrace.connectors.mlflow.tracker import is_server
 from millrace.connectors.prefect.run_page import RunPage
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.account.account import Account
-from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
+from millrace.core.contracts.run_tags import run_tags
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
@@ -100,13 +100,6 @@ async def close_tracking(runtime: Runtime) -> None:
     await _show_run(runtime, runtime.config.run.iterations)
     log.info("run %s is complete: %d iterations", runtime.config.run.name, runtime.config.run.iterations)
     await asyncio.to_thread(runtime.tracking.finish)
-
-
-def run_tags(config: RunConfig) -> set[str]:
-    """Tags of a run's flow runs, to find them by."""
-    model = config.model.path.rstrip("/").rpartition("/")[2]
-    learns = "sft" if config.algorithm.supervised else config.algorithm.preset
-    return {f"run:{config.run.name}", f"preset:{learns}", f"model:{model}"}
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:

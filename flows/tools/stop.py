@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 
+from millrace.connectors.prefect.server import ensure_server
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.lease import find_driver
@@ -25,12 +26,22 @@ def stop_run(root: str, run: str) -> str:
     """
     folder = RunFolder(root, run)
     driver = find_driver(folder.store)
-    ended = (
-        [f"{driver}, which drove {run}, ended"]
-        if driver and end_driver(driver, run, folder.store.url)
-        else []
-    )
+    ended = []
+    if driver and end_driver(driver, run, folder.store.url):
+        ended = [f"{driver}, which drove {run}, ended", *_cancelled(root, run)]
     return "; ".join([*ended, f"{end_actors(root, run)} actors of {run} ended"])
+
+
+def _cancelled(root: str, run: str) -> list[str]:
+    """Mark the deployment's flow run that was just ended, if it was one, as cancelled, and say so."""
+    attempts = run_record(root, run).get("attempts")
+    if not attempts:
+        return []
+    ensure_server()
+    from millrace.connectors.prefect.flow_run_state import cancel_ended
+
+    done = cancel_ended(attempts[-1]["flow_run_id"], f"Ended by `millrace stop {run}`.")
+    return ["its flow run is cancelled"] if done else []
 
 
 def end_actors(root: str, run: str) -> int:
