@@ -68,6 +68,8 @@ WRONG: list[tuple[str, list[str], str]] = [
      "pipeline.select"),
     ("supervised and ahead", ["algorithm.preset=sft", "rollout.samples_per_prompt=1", "pipeline.ahead=1"],
      "pipeline.ahead"),
+    ("segments of turns", ["rollout.flush_tokens=64", "rollout.session={function: 'soak:f'}"], "rollout.flush_tokens"),
+    ("segments through a router", ["rollout.flush_tokens=64", "engines.router={}"], "rollout.flush_tokens"),
     ("a buffer and ahead", ["pipeline.ahead=1", "rollout.buffer.share=0.25", WEIGHED], "rollout.buffer"),
     ("ahead on shared GPUs", ["pipeline.ahead=1", "placement.colocate=true", WEIGHED], "pipeline.ahead"),
     ("unknown key", ["run.iteratoins=3"], "run.iteratoins"),
