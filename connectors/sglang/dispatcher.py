@@ -142,6 +142,11 @@ class Dispatcher:
             await asyncio.sleep(ABORT_EVERY_S if self._in_flight else 0)
 
     @property
+    def serving(self) -> list[EngineClient]:
+        """Engines that serve an allowed version now."""
+        return list(self._engines())
+
+    @property
     def _expected(self) -> str:
         oldest, newest = self.allowed[0], self.allowed[-1]
         return str(newest) if oldest == newest else f"one of {oldest} to {newest}"

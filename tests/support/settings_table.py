@@ -158,6 +158,7 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/sample_prompts.py", *_under("pipeline", "select reserve")),
     **_any_start("core/config/pipeline.py", "pipeline.max_staleness"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
+    **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
     **_any_start(
         "tasks/checkpoint.py", *_under("checkpoint", "every background keep_last keep_every keep_best")
     ),
