@@ -114,6 +114,10 @@ class ActorLostError(MillraceError):
     """A live part of the run died; it can be rebuilt from storage."""
 
 
+class WeightsDifferError(EngineError):
+    """Engines hold other weights than the trainer. A start sends them again."""
+
+
 class EngineLostError(EngineError):
     """An engine did not answer, or answered that it cannot; another engine may succeed."""
 
@@ -123,7 +127,13 @@ class EngineStalledError(EngineLostError):
 
 
 LASTING = (
-    ConfigError | LeaseHeldError | TrainerMemoryError | RefusedStepError | ReplayedStepError | BudgetError
+    ConfigError
+    | LeaseHeldError
+    | TrainerMemoryError
+    | RefusedStepError
+    | ReplayedStepError
+    | BudgetError
+    | WeightsDifferError
 )
 """Errors that come again as long as nothing is changed."""
 

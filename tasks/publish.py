@@ -126,6 +126,7 @@ def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table
         **session_metrics(rollouts, turns),
         **_train_metrics(records["train_step"]["steps"]),
         **_time_metrics(ctx),
+        **_sync_metrics(ctx),
         **_filter_metrics(ctx.fresh_groups, records["filter"]),
         **curriculum_metrics(records["sample_prompts"]),
         **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
@@ -169,6 +170,11 @@ def _time_metrics(ctx: IterationContext) -> dict[str, float]:
     phases = ctx.records.get("sync_weights", {}).get("phases", {})
     metrics.update({f"time/sync_{name}_s": value for name, value in phases.items()})
     return metrics
+
+
+def _sync_metrics(ctx: IterationContext) -> dict[str, float]:
+    gap = ctx.records.get("sync_weights", {}).get("prompt_gap")
+    return {} if gap is None else {"sync/prompt_gap": gap}
 
 
 def _filter_metrics(fresh: int, record: FilterRecord) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Reads prompts.parquet and the parts already there; writes rollouts/part-*.parquet as samples finish. Generates only samples
 that no part holds. A sample's seed follows from its place in the run, so a sample generated again is the same sample.
-Rollouts of several turns also append turns/part-*.parquet as they go on, and are taken up where those end.
+Rollouts of several turns append turns/part-*.parquet as they go on, and so do long answers with rollout.flush_tokens. Both are
+taken up where those end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from millrace.tasks.samples.answers import Answers, sample_row
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.samples.joined_groups import is_cut, read_cut, write_deferred
-from millrace.tasks.samples.part_writer import PartWriter
+from millrace.tasks.samples.part_writer import WAIT_S, PartWriter
 from millrace.tasks.sessions.record import stored_events
 from millrace.tasks.sessions.runner import MadeSample, session_task
 
@@ -42,6 +43,7 @@ TIDY_AFTER_S = (
     2.0  # all requests are out by then and the loop is idle; later, answers would trigger collections
 )
 
+SEGMENTS_WAIT_S = 1.0  # of answers under way: few parts, and nobody waits for them
 FAILURE = ["sample_id", "status", "reason"]  # columns
 POINTS = {"rollouts": "rollout", "turns": "turns"}  # kill points
 
@@ -70,7 +72,7 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     files = [
         *ctx.parts["rollouts"],
         *ctx.parts["turns"],
-        *await asyncio.to_thread(_deferral, ctx, make.begun),
+        *await asyncio.to_thread(_deferral, ctx, make, groups),
     ]
     return {
         "samples_found": len(finished),
@@ -122,8 +124,8 @@ def _begin(
                 generating.create_task(make(group, index))
 
 
-def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileRecord]:
-    """Files about groups that were deferred to the iteration and by it. begun: samples that the cut ended."""
+def _deferral(ctx: IterationContext, make: Answers | Rollouts, drawn: list[DrawnGroup]) -> list[FileRecord]:
+    """Files about groups that were deferred to the iteration and by it, with the samples that the cut ended."""
     entries = list(ctx.stream.joined.files) if ctx.stream and ctx.stream.joined else []
     cut = read_cut(ctx)
     if cut:
@@ -131,6 +133,16 @@ def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileR
     if cut and cut.deferred:
         stored = read_parts(ctx.folder, "rollouts", "rollouts")
         of_them = stored.filter(pc.is_in(stored.column("group_id"), pa.array(list(cut.deferred))))
+        groups = [*(ctx.stream.joined.groups if ctx.stream and ctx.stream.joined else ()), *drawn]
+        known = {*of_them.column("sample_id").to_pylist(), *(row.sample_id for row in make.begun)}
+        left = [
+            make.left(group, index)  # a kill ended it after the cut
+            for group in groups
+            if group.group_id in cut.deferred
+            for index in range(ctx.config.rollout.samples_per_prompt)
+            if sample_id(group.group_id, index) not in known
+        ]
+        begun = [*make.begun, *(row for row in left if row)]
         entries.append(write_deferred(ctx, cut, of_them.to_pylist(), begun))
     return [entry.record() for entry in entries]
 
@@ -164,10 +176,12 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
 
 async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers | Rollouts:
     """What makes a sample: one answer of an engine, or a rollout of several turns."""
-    if ctx.config.rollout.session is None:
-        return Answers(ctx, generator, row_writer(ctx, "rollouts", generator))
     turns = await asyncio.to_thread(read_parts, ctx.folder, "turns", "turns", ignore_incomplete=True)
-    return Rollouts(ctx, generator, [TurnRow(**row) for row in turns.to_pylist()])
+    stored = [TurnRow(**row) for row in turns.to_pylist()]
+    if ctx.config.rollout.session is None:
+        segments = row_writer(ctx, "turns", generator, SEGMENTS_WAIT_S)
+        return Answers(ctx, generator, row_writer(ctx, "rollouts", generator), segments, stored)
+    return Rollouts(ctx, generator, stored)
 
 
 class Rollouts:
@@ -186,6 +200,10 @@ class Rollouts:
         """Turns and samples are written meanwhile, and all of them at the end."""
         async with self._samples.open(), self._turns.open():
             yield
+
+    def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
+        """None: no rollout is cut."""
+        return None
 
     async def __call__(self, group: DrawnGroup, index: int) -> None:
         """Make a rollout of a group. Its samples are stored after its turns."""
@@ -208,7 +226,10 @@ class Rollouts:
 
 
 def row_writer(
-    ctx: IterationContext, kind: Literal["rollouts", "turns"], generator: SampleGenerator
+    ctx: IterationContext,
+    kind: Literal["rollouts", "turns"],
+    generator: SampleGenerator,
+    wait_s: float = WAIT_S,
 ) -> PartWriter:
     """Writes at once when no answer is outstanding."""
 
@@ -219,7 +240,7 @@ def row_writer(
             await ctx.stream.land(kind, entry.path)
 
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
-    return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed)
+    return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed, wait_s)
 
 
 def session_sample(

@@ -131,6 +131,8 @@ class SyncWeightsRecord(TypedDict):
     version: int
     phases: dict[str, float]  # seconds
     seconds: float
+    prompt_gap: NotRequired[float]  # of engines from the trainer on four fixed texts, nats a token
+    checksums: NotRequired[dict[str, str]]  # hash of the weights that each engine serves
 
 
 class CheckpointRecord(TypedDict):

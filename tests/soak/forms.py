@@ -20,7 +20,10 @@ from tests.soak import rollouts
 from tests.support.growing_rows import growing_rows
 
 TAILED, LONGEST = "tailed.jsonl", 96  # sums with answers of very different lengths, and the longest of them
-TURNS = "turns"  # a place within the task rollout, of rollouts of several turns: their first part is written
+FLUSH = 16  # tokens of an answer that a kill may have generated again
+TURNS = (
+    "turns"  # a place within the task rollout: the first part of turns, or of answers under way, is written
+)
 REWARD_SERVER = (
     "SOAK_REWARD_SERVER"  # the URL of the server that remote rewards ask, which fails for some samples
 )
@@ -47,6 +50,13 @@ class Form:
 def overrides(form: str) -> list[str]:
     """What the command line adds to run.yaml."""
     return [f"{field}={json.dumps(value)}" for field, value in FORMS[form].settings.items()]
+
+
+TAILED_ANSWERS = {
+    "data.sources": [{"name": "sums", "path": TAILED, "sampling_key": "sampling"}],
+    "rollout.sampling.max_new_tokens": LONGEST,
+    "rollout.part_groups": 1,
+}
 
 
 def _several_turns(session: Mapping[str, Any]) -> Form:
@@ -78,9 +88,7 @@ def _pipeline(
 ) -> Form:
     return Form(
         settings={
-            "data.sources": [{"name": "sums", "path": TAILED, "sampling_key": "sampling"}],
-            "rollout.sampling.max_new_tokens": LONGEST,
-            "rollout.part_groups": 1,
+            **TAILED_ANSWERS,
             "algorithm.correction.kind": "truncate",
             **{f"pipeline.{name}": value for name, value in settings.items()},
             **evaluation,
@@ -165,6 +173,12 @@ FORMS = {
         reserve=0.5,
         ahead=1,
         max_staleness=2,
+    ),
+    "flushed": Form(
+        settings={**TAILED_ANSWERS, "rollout.flush_tokens": FLUSH},
+        driver_dies=((TURNS, "in"), ("rollout", "after")),
+        all_die_in="rollout",
+        at_work=lambda run: any(row["kind"] == "answer" for row in _rows(run, "turns/part-*")),
     ),
     **{name: _several_turns(session) for name, session in rollouts.SESSIONS.items()},
     "levels": Form(

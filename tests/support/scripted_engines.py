@@ -9,6 +9,7 @@ import numpy as np
 
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.flushing import Flush
 from millrace.core.errors import EngineError
 
 
@@ -40,6 +41,7 @@ class ScriptedEngines(Dispatcher):
         session: str | None,
         continued: int = 0,
         priority: int | None = None,
+        flush: Flush | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
         self.priorities.add(priority)
