@@ -33,8 +33,8 @@ from millrace.connectors.prefect.run_page import RunPage
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.account.account import Account
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.run_tags import run_tags
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
+from millrace.core.contracts.tracker import run_tags
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext

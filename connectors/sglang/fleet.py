@@ -17,6 +17,7 @@ from typing import Any
 from millrace.connectors.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.engine_weights import describe_difference
+from millrace.connectors.sglang.launch import no_room
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
 from millrace.connectors.sglang.weight_update import Load, each, load_from_folder, load_from_storage
@@ -343,18 +344,8 @@ class Fleet:
             try:
                 await client.weights.resume_memory(wanted)
             except EngineLostError as error:
-                raise EngineLostError(f"{error}{self._no_room(wanted)}") from None
+                raise EngineLostError(f"{error}{no_room(self.config, CACHE in wanted)}") from None
             await self._note_released(index, [tag for tag in self._released[index] if tag not in wanted])
-
-    def _no_room(self, wanted: list[str]) -> str:
-        """A hint that SGLang, which ends when too little memory is free, does not give."""
-        ways = []
-        if CACHE in wanted:
-            share = self.config.engines.sglang.get("mem_fraction_static", "its default")
-            ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
-        if not self.config.placement.offload_trainer:
-            ways.append("set placement.offload_trainer to true")
-        return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""
 
     async def _note_released(self, index: int, tags: list[str]) -> None:
         self._released[index] = tags

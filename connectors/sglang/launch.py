@@ -164,3 +164,14 @@ def _options(options: dict[str, Any]) -> list[str]:
     for problem in option_problems(options):
         raise ConfigError(str(problem))
     return option_arguments(options)
+
+
+def no_room(config: RunConfig, cache: bool) -> str:
+    """A hint that SGLang, which ends when too little memory is free, does not give. cache: it was to take its KV cache again."""
+    ways = []
+    if cache:
+        share = config.engines.sglang.get("mem_fraction_static", "its default")
+        ways.append(f"lower engines.sglang.mem_fraction_static (now {share})")
+    if not config.placement.offload_trainer:
+        ways.append("set placement.offload_trainer to true")
+    return f"; if its log says that the GPU's memory ran out, {' or '.join(ways)}" if ways else ""

@@ -127,7 +127,7 @@ def _arguments(function: Callable[..., Any], tool: Tool, field: str) -> Any:
         hints = inspect.get_annotations(function, eval_str=True)
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
         raise ConfigError(
-            f"a type hint of it cannot be read: {described(error)}",
+            f"a type hint of it cannot be read: {failure_of(error, tool)}",
             where=place,
             remedy="import what the hint names at the top of its module, and not for type checkers alone",
         ) from error

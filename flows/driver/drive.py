@@ -28,7 +28,7 @@ from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.contracts.own_code import expect
-from millrace.core.contracts.run_tags import run_tags
+from millrace.core.contracts.tracker import run_tags
 from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, StorageError, may_pass
 from millrace.core.garbage import use_few_heaps
 from millrace.core.hooks import call_function, search_in

@@ -19,7 +19,7 @@ from millrace.connectors.prefect.server import ensure_server, export_line
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.files import read_files
 from millrace.core.config.reading.load import load_config
-from millrace.core.contracts.run_tags import run_tags
+from millrace.core.contracts.tracker import run_tags
 from millrace.core.errors import ConfigError
 
 if TYPE_CHECKING:

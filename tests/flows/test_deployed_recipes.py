@@ -15,7 +15,7 @@ from prefect.settings.models.flows import FlowsSettings
 from millrace.connectors.prefect.server import CLIENT_SETTINGS
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
-from millrace.core.contracts.run_tags import run_tags, with_run_tags
+from millrace.core.contracts.tracker import run_tags, with_run_tags
 from millrace.core.errors import ConfigError
 from millrace.flows import from_file, sft, train
 from millrace.flows.tools.deploy import FILES, TAG, all_deployments, deploy, pool_of
