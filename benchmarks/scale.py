@@ -30,7 +30,7 @@ import psutil
 
 from benchmarks.stored_iterations import StubRun
 from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.least_load import LeastLoad
+from millrace.connectors.sglang.dispatching.least_load import LeastLoad
 from millrace.connectors.storage import files as storage_files
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.run_folder import RunFolder

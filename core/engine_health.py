@@ -67,6 +67,11 @@ class EngineHealth:
             return EngineHealth(following, version)
         return EngineHealth(following, self.version if following is State.SERVING else None)
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether it may hold GPU memory that another is to have; one that lost a request does."""
+        return self.state in (State.SERVING, State.REFITTING, State.SUSPECT)
+
     def serves(self, version: int) -> bool:
         """Whether requests for a weight version may go there."""
         return self.state is State.SERVING and self.version == version

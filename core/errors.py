@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -19,6 +20,19 @@ PACKAGES = ("core", "connectors", "tasks", "flows")
 _HERE = Path(__file__).parents[1]  # a checkout's package has links to its folders
 _OURS = tuple(f"{folder}{os.sep}" for name in PACKAGES for folder in (_HERE / name, (_HERE / name).resolve()))
 _LIBRARY = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+
+
+DEFAULT_ROOT = "runs"  # where commands look for runs
+
+
+def of_run(run: str, url: str, *words: str) -> str:
+    """The arguments of a command about a run, as a message names it: they hold wherever the command is typed.
+
+    url: of the run's folder. words: further ones.
+    """
+    root = url.rpartition("/")[0]
+    named = () if root in (DEFAULT_ROOT, os.path.abspath(DEFAULT_ROOT)) else ("--root", shlex.quote(root))
+    return " ".join((run, *words, *named))
 
 
 class MillraceError(Exception):
@@ -100,6 +114,10 @@ class ActorLostError(MillraceError):
     """A live part of the run died; it can be rebuilt from storage."""
 
 
+class WeightsDifferError(EngineError):
+    """Engines hold other weights than the trainer. A start sends them again."""
+
+
 class EngineLostError(EngineError):
     """An engine did not answer, or answered that it cannot; another engine may succeed."""
 
@@ -109,9 +127,21 @@ class EngineStalledError(EngineLostError):
 
 
 LASTING = (
-    ConfigError | LeaseHeldError | TrainerMemoryError | RefusedStepError | ReplayedStepError | BudgetError
+    ConfigError
+    | LeaseHeldError
+    | TrainerMemoryError
+    | RefusedStepError
+    | ReplayedStepError
+    | BudgetError
+    | WeightsDifferError
 )
 """Errors that come again as long as nothing is changed."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a run that failed by it may go on by itself when it is started again: a live part died, or storage did not answer."""
+    passing = isinstance(error, ActorLostError | EngineError | TrainerError | StorageError)
+    return passing and not isinstance(error, LASTING | MissingFileError | CorruptFileError)
 
 
 def described(error: BaseException) -> str:

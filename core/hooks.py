@@ -24,6 +24,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from millrace.core.contracts.own_code import check_unchanged
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError, described
 from millrace.core.slime.sample import SLIME, provide
@@ -197,6 +198,7 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     search_in()
     if written_for_slime(path):
         provide()
+    fresh = module_name not in sys.modules
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -207,6 +209,12 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
             or "correct the path, put the module beside the YAML file or into the folder where you start, or its package on "
             "PYTHONPATH",
         ) from error
+    if fresh:
+        try:
+            check_unchanged(target, where)
+        except ConfigError:
+            del sys.modules[module_name]  # whoever asks again gets the same answer
+            raise
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(
@@ -260,15 +268,15 @@ def call_function(function: UserFunction, field_name: str, *args: Any) -> Any:
             f"it raised {failure_of(error, function)}",
             where=f"{field_name}.function = {function.function}",
             remedy="correct the function and start the run again",
-        ) from (error if story == _clean(story, function) else None)
+        ) from (error if story == cleaned(story, function) else None)
 
 
 def failure_of(error: Exception, function: UserFunction) -> str:
     """What a user's function raised, in one text: type, message and line, without the secrets of its options."""
-    return _clean(described(error), function)
+    return cleaned(described(error), function)
 
 
-def _clean(text: str, function: UserFunction) -> str:
+def cleaned(text: str, function: UserFunction) -> str:
     """What a user's function said, without the secrets of its options and those that a text shows by their place."""
     from millrace.core.config.parts.redaction import shown_text  # here: names of hooks load no library
 

@@ -119,6 +119,10 @@ class Ledger:
         self._ages: dict[Key, int] = {}  # of groups in flight or returned
         self._drawn = 0
 
+    def use_ahead(self, ahead: Ahead) -> None:
+        """Draw from the next iteration on as `ahead` says, which must be the same for those that are drawn."""
+        self._lag = ahead.at
+
     def extend(self, history: Iterable[IterationHistory]) -> Ledger:
         """Apply the iterations of the history that are not applied yet, in order; returns this ledger."""
         for iteration in history:

@@ -8,7 +8,7 @@ time it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +78,18 @@ def oldest_versions(policy_versions: pa.ChunkedArray, none: int) -> npt.NDArray[
             found[first + covered] = np.minimum.reduceat(versions, starts)
         first += len(lists)
     return found
+
+
+def lowered(ahead: Ahead, iteration: int, ess: Mapping[int, float | None], min_ess: float) -> Ahead:
+    """How far ahead runs may be, once it is decided for an iteration that is about to be drawn: as `ahead`, or less from it on.
+
+    ess: `train/ess` by iteration. Only iterations count that are committed before this one may be drawn, whatever else is: so the
+    decision is the same when it is made again. They must have been drawn under the present setting. See `ahead_after`.
+    """
+    now = ahead.at(iteration)
+    since = max((first for first, _ in ahead.spans if first <= iteration), default=0)
+    committed = range(max(since, iteration - now - LOW_IN_A_ROW), iteration - now)
+    return ahead.since(iteration, ahead_after([ess.get(index) for index in committed], now, min_ess))
 
 
 def admissible(oldest: int, iteration: int, max_staleness: int, steps: int) -> bool:

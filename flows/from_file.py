@@ -1,12 +1,17 @@
-"""The flow of the deployment train/file: a run of a YAML file that the worker's host has, as `millrace train` starts it.
+"""The flows of deployments that begin with a YAML file: one of the worker's host, and a recipe that ships with millrace.
 
-Owns no loop: flows/train.py and flows/sft.py have theirs.
+Own no loop: flows/train.py and flows/sft.py have theirs.
 """
 
 from __future__ import annotations
 
-from prefect import flow
+from typing import Any
 
+import yaml
+from prefect import flow
+from prefect.context import FlowRunContext
+
+from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.flows.driver.drive import DriveResult
 from millrace.flows.sft import sft
@@ -21,5 +26,43 @@ async def train_file(path: str, overrides: tuple[str, ...] = ()) -> DriveResult:
         path: YAML file with the configuration. A relative path means the worker's folder.
         overrides: Fields to set: key=value, dotted, as in run.name=a.
     """
-    config = load_config(path, overrides)
+    return await _train(load_config(path, overrides))
+
+
+def _run_name() -> str:
+    """The name of the run, as the parameters give it, right or wrong."""
+    given = _given()
+    names = [item.partition("=")[2] for item in given.get("overrides") or () if item.startswith("run.name=")]
+    return str(names[-1] if names else given["config"]["run"]["name"])
+
+
+@flow(name="train", flow_run_name=_run_name)
+async def train_recipe(config: RunConfig, overrides: tuple[str, ...] = ()) -> DriveResult:
+    """Train what a recipe says, by RL or supervised, changed as you like; the same run name resumes.
+
+    Args:
+        config: The recipe, filled in. Relative paths mean the worker's folder.
+        overrides: Fields to set on top: key=value, dotted, as in run.name=a. They are for `prefect deployment run`.
+    """
+    return await _train(with_overrides(_given()) if overrides else config)
+
+
+def with_overrides(parameters: dict[str, Any]) -> RunConfig:
+    """The configuration of a flow run's parameters, as they were given, with its overrides on top.
+
+    What a preset sets follows the preset that is chosen last: a validated configuration no longer says what was given.
+    """
+    text = yaml.safe_dump(parameters["config"])
+    return load_config(None, parameters.get("overrides") or (), text)
+
+
+def _given() -> dict[str, Any]:
+    """The parameters of this flow run as they were given."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    assert run is not None, "called within the flow"
+    return run.parameters
+
+
+async def _train(config: RunConfig) -> DriveResult:
     return await (sft.fn if config.algorithm.supervised else train.fn)(config)

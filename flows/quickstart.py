@@ -55,7 +55,7 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
     config = grpo_config(root, seed, name or f"quickstart-{seed}", iterations)
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(ensure_server)  # its database is prepared while the model is made
-        _make_files(config, {})
+        make_files(config)
         page = ui_url(server.result())
     console.print(f"[bold]1/3[/] Prefect answers at {page}{login_hint()}", soft_wrap=True)
     _warm_up(config, [])
@@ -82,17 +82,17 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
 
 def prepare(config: RunConfig) -> None:
     """Write the sums, and make the warmed-up model at config.model.path unless it exists."""
-    _make_files(config, {})
+    make_files(config)
     _warm_up(config, [])
 
 
 def prepare_for_gpu(config: RunConfig) -> None:
     """The same in bfloat16 with 25 million parameters and a head size of 64, which SGLang's kernels accept."""
-    _make_files(config, GPU_SHAPE)
+    make_files(config, GPU_SHAPE)
     _warm_up(config, GPU_WARM_UP)
 
 
-def _make_files(config: RunConfig, shape: dict[str, Any]) -> None:
+def make_files(config: RunConfig, shape: Mapping[str, Any] | None = None) -> None:
     """Sums and a model of random weights, unless there is a warmed-up one."""
     if is_warm(config):
         return
@@ -103,7 +103,7 @@ def _make_files(config: RunConfig, shape: dict[str, Any]) -> None:
     problems = arithmetic(config.run.seed)
     for file, rows in (("held_out", problems[:HELD_OUT]), ("train", problems[HELD_OUT:])):
         write_rows(folder / f"{file}.jsonl", rows)
-    build_tiny_model(folder / "model", seed=config.run.seed, **shape)
+    build_tiny_model(folder / "model", seed=config.run.seed, **(shape or {}))
 
 
 def write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -13,12 +13,13 @@ from prefect import flow
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError, only_first_error
 from millrace.core.retention import due
+from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
-from millrace.tasks.evaluate import evaluate, evaluate_before
+from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import publish
 from millrace.tasks.reward import reward, take_back_failures
@@ -46,10 +47,39 @@ async def train(config: RunConfig) -> DriveResult:
 async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """One pass of the eight tasks over iteration `index`."""
     await slot.may_work()
+    await lower_ahead(runtime, index)
+    await slot.may_draw()
     config = runtime.config
     ctx = IterationContext(config, index, runtime)
     await run_recorded(sample_prompts, ctx)
     await slot.reach(Stage.DRAWN)
+    with only_first_error():
+        async with asyncio.TaskGroup() as beside:  # which ends before engines get other weights
+            evaluated = beside.create_task(_evaluate_in_background(ctx, slot))
+            await _fill_batch(ctx, slot)
+            await slot.reach(Stage.GENERATED)
+            await slot.may_train()
+            if config.placement.colocate:  # engines sleep while the trainer works
+                await evaluated
+            await run_recorded(train_step, ctx)
+            await slot.reach(Stage.TRAINED)
+            await slot.may_sync()
+    await run_recorded(sync_weights, ctx)
+    await slot.reach(Stage.SERVED)
+    await run_recorded(checkpoint, ctx)
+    await slot.reach(Stage.LEFT_TRAINER)
+    last = index + 1 == config.run.iterations
+    is_due = due(index + 1, config.evaluation.every) and not config.evaluates_in_background
+    if config.evaluation.sets and (last or is_due):
+        await run_recorded(evaluate, ctx)
+    await slot.reach(Stage.LEFT_ENGINES)
+    await slot.may_publish()
+    await run_recorded(publish, ctx)
+    await slot.reach(Stage.DONE)
+
+
+async def _fill_batch(ctx: IterationContext, slot: IterationSlot) -> None:
+    """Generate, score and filter groups until the batch is fixed."""
     ctx.open_stream()
     await take_back_failures(ctx)
     with only_first_error():
@@ -59,21 +89,6 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             streaming.create_task(run_recorded(reward, ctx))
             streaming.create_task(_until_filled(ctx))
             streaming.create_task(report.rollout_progress(ctx))
-    await slot.reach(Stage.GENERATED)
-    await slot.may_train()
-    await run_recorded(train_step, ctx)
-    await slot.reach(Stage.TRAINED)
-    await slot.may_sync()
-    await run_recorded(sync_weights, ctx)
-    await run_recorded(checkpoint, ctx)
-    await slot.reach(Stage.LEFT_TRAINER)
-    last = index + 1 == config.run.iterations
-    if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
-        await run_recorded(evaluate, ctx)
-    await slot.reach(Stage.LEFT_ENGINES)
-    await slot.may_publish()
-    await run_recorded(publish, ctx)
-    await slot.reach(Stage.DONE)
 
 
 async def _until_filled(ctx: IterationContext) -> None:
@@ -83,8 +98,18 @@ async def _until_filled(ctx: IterationContext) -> None:
     await ctx.stream.settle()
 
 
+async def _evaluate_in_background(ctx: IterationContext, slot: IterationSlot) -> None:
+    """Evaluate the weights that this iteration begins with, where it is due and the one before has not."""
+    config = ctx.config
+    if not config.evaluates_in_background or not config.evaluation.sets:
+        return
+    await slot.may_evaluate()
+    if due(ctx.index, config.evaluation.every) and not await asyncio.to_thread(is_evaluated_by, ctx):
+        await report.evaluation(ctx.runtime, await run_recorded(evaluate_before, ctx))
+
+
 async def evaluate_untrained(runtime: Runtime) -> None:
     """Held-out accuracy of the untrained policy, kept in the first iteration's folder."""
-    if runtime.config.evaluation.sets:
+    if runtime.config.evaluation.sets and not runtime.config.evaluates_in_background:
         record = await run_recorded(evaluate_before, IterationContext(runtime.config, 0, runtime))
         await report.evaluation(runtime, record)

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from typing import cast
 
 from prefect import task
 
 from millrace.connectors.storage.checkpoint_files import unfinished_checkpoints
-from millrace.connectors.storage.run_folder import COMPLETE
-from millrace.core.contracts.task_records import CheckpointRecord, FileRecord
+from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
 from millrace.core.evaluation.figures import LOWEST_IS_BEST
 from millrace.core.retention import checkpoints_to_drop, due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
+from millrace.tasks.report import evaluation_metrics, held_out_metrics
 from millrace.tasks.run_recorded import may_help
 
 log = logging.getLogger(__name__)
@@ -108,8 +112,7 @@ def _retain(ctx: IterationContext) -> list[str]:
     scores: dict[int, float] = {}
     for done in complete if rule.keep_best else ():
         assert rule.keep_best is not None
-        manifest = ctx.run_folder.manifest(done - 1)  # None: the open iteration's
-        value = manifest.tasks["metrics"].get(rule.keep_best) if manifest else None
+        value = _evaluated(ctx.run_folder, done).get(rule.keep_best)
         if value is not None:
             scores[done] = -value if rule.keep_best.endswith(LOWEST) else value
     dropped = checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores)
@@ -117,6 +120,19 @@ def _retain(ctx: IterationContext) -> list[str]:
     for number in dropped:
         ctx.run_folder.remove_checkpoint(number)
     return [ctx.run_folder.checkpoint_path(number) for number in dropped]
+
+
+def _evaluated(folder: RunFolder, done: int) -> Mapping[str, float]:
+    """Figures of the weights after `done` iterations, by the iteration that made them or the one that began with them.
+
+    From the records: a later iteration may save before the manifests of those before it are written.
+    """
+    made, began = IterationFiles(folder, done - 1), IterationFiles(folder, done)
+    for files, name in ((made, "evaluate"), (began, "evaluate_before")):
+        if record := files.record(name):
+            return evaluation_metrics(cast(EvaluateRecord, record))
+    held_out = made.record("held_out_loss")
+    return held_out_metrics(cast(HeldOutRecord, held_out)) if held_out else {}
 
 
 async def _export(ctx: IterationContext, done: int) -> tuple[str, list[FileRecord]]:

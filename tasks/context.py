@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
+from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
@@ -14,6 +17,8 @@ from millrace.tasks.stream import Stream
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
+
+PROMPTS = "prompts.parquet"
 
 
 class IterationContext:
@@ -40,6 +45,12 @@ class IterationContext:
         """Begin the notifications between the tasks that stream."""
         record = self.records["sample_prompts"]
         self.stream = Stream(record.get("released", self.fresh_groups), joined=None)
+
+    def read_prompts(self, columns: list[str] | None = None) -> pa.Table:
+        """The groups that were drawn, in their order. Raises CorruptFileError if they are not those that were recorded."""
+        record = self.records.get("sample_prompts")
+        named = {file["path"]: FileEntry.model_validate(file) for file in record["files"]} if record else {}
+        return self.folder.read_table(PROMPTS, "prompts", named.get(PROMPTS), columns).sort_by("ordinal")
 
     def start_parts(self, folder: str) -> None:
         """Begin the list of a folder's parts with those that an earlier attempt stored."""

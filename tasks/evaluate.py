@@ -1,4 +1,7 @@
-"""evaluate: sample the held-out sets with the engines' current weights and score them.
+"""evaluate: sample the held-out sets with the weights of one version and score them.
+
+Engines serve a version from its sync to the next one. `evaluate` is waited for before the next iteration goes on;
+`evaluate_before` is of the version that an iteration begins with, and may run beside its work until that iteration's sync.
 
 Reads the held-out sets; writes eval/<set>/NNNNNN.parquet, named by the iterations trained so far. Scored samples are parts of
 the iteration's folder until then: what is stored is not generated again. Same engines and same failure budget as training,
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from prefect import task
 
 from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
@@ -50,31 +54,63 @@ UNSCORED = ("failed", "timed_out")
 @task(name="evaluate", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def evaluate(ctx: IterationContext) -> EvaluateRecord:
     """Evaluate every set after this iteration; the record holds mean reward by set."""
-    return await evaluate_version(ctx, done=ctx.index + 1, version=ctx.version_after)
+    return await evaluate_version(ctx, done=ctx.index + 1, version=ctx.version_after, task="evaluate")
 
 
 @task(name="evaluate_before", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def evaluate_before(ctx: IterationContext) -> EvaluateRecord:
-    """Evaluate every set before the first iteration."""
-    return await evaluate_version(ctx, done=ctx.index, version=ctx.version_before)
+    """Evaluate every set at the weights that this iteration begins with."""
+    return await evaluate_version(ctx, done=ctx.index, version=ctx.version_before, task="evaluate_before")
 
 
-async def evaluate_version(ctx: IterationContext, done: int, version: int) -> EvaluateRecord:
-    """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained."""
+def is_evaluated_by(ctx: IterationContext) -> bool:
+    """Whether the iteration before has evaluated the weights that this one begins with, as one that waits for it does."""
+    return ctx.index > 0 and IterationFiles(ctx.run_folder, ctx.index).before.record("evaluate") is not None
+
+
+async def evaluate_version(
+    ctx: IterationContext, done: int, version: int, task: str = "evaluate"
+) -> EvaluateRecord:
+    """Evaluate all sets at a weight version and write one table per set. `done`: iterations trained. task: whose parts these are."""
     started = time.perf_counter()
     results: dict[str, EvaluatedSet] = {}
-    stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
-    await asyncio.to_thread(ctx.start_parts, KIND)
-    known = [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]
+    known = await stored_samples(ctx, version)
     for held_out in ctx.config.evaluation.sets:
         of_set = [sample for sample in known if sample.set == held_out.name]
-        samples = await _evaluate_set(ctx, held_out, done, version, of_set)
-        path = f"eval/{held_out.name}/{done:06d}.parquet"
-        table = schema.to_table(samples, "evaluations")
-        entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, "evaluations")
-        results[held_out.name] = _figures(entry.record(), samples, held_out)
-    seconds = time.perf_counter() - started
-    return {"version": version, "done": done, "sets": results, "seconds": seconds, "files": ctx.parts[KIND]}
+        samples = await _evaluate_set(ctx, held_out, done, version, of_set, task)
+        results[held_out.name] = _figures(await write_set(ctx, held_out, done, samples), samples, held_out)
+    return {
+        "version": version,
+        "done": done,
+        "sets": results,
+        "seconds": time.perf_counter() - started,
+        "files": ctx.parts[KIND],
+        "lag": await asyncio.to_thread(_lag, ctx, done),
+    }
+
+
+def _lag(ctx: IterationContext, done: int) -> int:
+    """Weight versions that are made by now of the one after `done` iterations."""
+    index = done
+    while ctx.run_folder.iteration(index).exists(record_path("train_step")):
+        index += 1
+    return (index - done) * ctx.config.steps_per_iteration
+
+
+async def stored_samples(ctx: IterationContext, version: int) -> list[EvaluatedSample]:
+    """What an earlier attempt stored of the sets at this weight version; from here on parts are added to it."""
+    stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
+    await asyncio.to_thread(ctx.start_parts, KIND)
+    return [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]
+
+
+async def write_set(
+    ctx: IterationContext, held_out: EvalSet, done: int, samples: list[EvaluatedSample]
+) -> FileRecord:
+    """The table of a set, by the iterations trained."""
+    path, table = f"eval/{held_out.name}/{done:06d}.parquet", schema.to_table(samples, KIND)
+    entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, KIND)
+    return entry.record()
 
 
 def _figures(file: FileRecord, samples: list[EvaluatedSample], held_out: EvalSet) -> EvaluatedSet:
@@ -113,7 +149,12 @@ def _answer(sample: EvaluatedSample) -> Answer:
 
 
 async def _evaluate_set(
-    ctx: IterationContext, held_out: EvalSet, done: int, version: int, stored: list[EvaluatedSample]
+    ctx: IterationContext,
+    held_out: EvalSet,
+    done: int,
+    version: int,
+    stored: list[EvaluatedSample],
+    task: str,
 ) -> list[EvaluatedSample]:
     """The samples of a set, by prompt and index. Raises BudgetError naming the set if too many fail to generate.
 
@@ -144,7 +185,7 @@ async def _evaluate_set(
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
 
     async def landed(_: FileEntry) -> None:
-        await kill_point(ctx.index, "evaluate", "in")
+        await kill_point(ctx.index, task, "in")
 
     with only_first_error():
         async with (
@@ -230,7 +271,12 @@ def _at_once(ctx: IterationContext, held_out: EvalSet, generator: SampleGenerato
         seed = place.seed(ctx.config.run.seed)
         own = own_sampling(place.row.metadata, held_out.sampling_key, held_out.sampling.max_new_tokens)
         answer = await generator.generate(
-            place.tokens, seed=seed, rid=place.request(version), session=None, own=own
+            place.tokens,
+            seed=seed,
+            rid=place.request(version),
+            session=None,
+            own=own,
+            priority=ctx.index,  # before rollouts of later iterations: the next sync waits for it
         )
         found = place.scorable()
         found["response"], found["status"] = answer.text, answer.status

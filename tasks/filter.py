@@ -40,6 +40,7 @@ from millrace.tasks.samples.batch.kept_groups import (
 )
 from millrace.tasks.samples.batch.reused_groups import REUSED, read_reused, reused_samples
 from millrace.tasks.samples.choosing import until_cut, until_filled
+from millrace.tasks.samples.joined_groups import is_cut
 from millrace.tasks.samples.judging import Judging, reward_of
 from millrace.tasks.samples.scored_group import ScoredGroup
 
@@ -56,7 +57,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
     judging = Judging(ctx)
     await judging.open()
     judging.add(await asyncio.to_thread(_read_groups, ctx))
-    if ctx.config.pipeline.select == "finish":
+    if await asyncio.to_thread(is_cut, ctx):
         entries, groups = await until_cut(ctx, judging, need)
     else:
         entries, groups = [], await until_filled(ctx, judging, need)
@@ -75,8 +76,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
 
 def _read_groups(ctx: IterationContext) -> list[ScoredGroup]:
     columns = ["group_id", "prompt_id", "ordinal", "unusable"]
-    rows = ctx.folder.read_table("prompts.parquet", "prompts", columns=columns).sort_by("ordinal").to_pylist()
-    return [_group(**row) for row in rows]
+    return [_group(**row) for row in ctx.read_prompts(columns).to_pylist()]
 
 
 def _group(unusable: str | None, **row: Any) -> ScoredGroup:
@@ -119,7 +119,7 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
             f"dropped most often: {dropped.most_frequent()}{_failures(groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
             remedy="set filter.when_insufficient=keep, or correct what fails, and start the same command again: failed samples "
-            f"are scored again. Or {way_out(ctx.config.run.name, ctx.index)}. A branch may raise filter.refill_factor",
+            f"are scored again. Or {way_out(ctx.run_folder, ctx.index)}. A branch may raise filter.refill_factor",
         )
     return kept
 
@@ -248,7 +248,7 @@ def _steps(ctx: IterationContext, kept: KeptGroups) -> dict[str, int]:
             f"only {len(scored)} samples were scored, for {steps} train steps{_failures(kept.groups)}",
             where=f"iteration {iteration_number(ctx.index)}",
             remedy="correct what fails, and start the same command again: failed samples are scored again. Or "
-            + way_out(ctx.config.run.name, ctx.index),
+            + way_out(ctx.run_folder, ctx.index),
         )
     n = ctx.config.rollout.samples_per_prompt
     rollouts = (sample_id(group.group_id, index) for group in kept.groups for index in range(n))

@@ -18,6 +18,7 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.core.account.account import Account
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.task_records import (
+    EvaluatedMetrics,
     FilterRecord,
     PublishRecord,
     RewardRecord,
@@ -82,17 +83,33 @@ def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
     if manifest is None:
         driver = ctx.folder.fence.token if ctx.folder.fence else None
         made = manifest_from_records(
-            ctx.run_folder, ctx.index, metrics, time.time(), driver, ctx.run_folder.owner.run_id
+            ctx.run_folder,
+            ctx.index,
+            metrics,
+            time.time(),
+            driver,
+            ctx.run_folder.owner.run_id,
+            evaluated=_evaluated(ctx),
         )
         manifest = ctx.run_folder.commit_manifest(ctx.index, made)
     tasks = manifest.tasks
-    return {
+    record: PublishRecord = {
         "metrics": tasks["metrics"],
         "committed": tasks["committed"],
         "driver": tasks.get("driver"),
         "run": manifest.run,
         "manifest": manifest.sha256,
     }
+    return {**record, "evaluated": tasks["evaluated"]} if "evaluated" in tasks else record
+
+
+def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
+    """The evaluation that the iteration made of the weights that it began with."""
+    record = ctx.records.get("evaluate_before")
+    if record is None:
+        return None
+    metrics = report.evaluation_metrics(record)
+    return {"version": record["version"], "done": record["done"], "metrics": metrics}
 
 
 def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
@@ -102,7 +119,7 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
     verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
-    check_closes(account, files, ctx.config.run.name)
+    check_closes(account, files, ctx.run_folder)
     return {**iteration_metrics(ctx, rollouts, turns), **account.metrics()}, account
 
 
@@ -117,6 +134,7 @@ def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table
         **session_metrics(rollouts, turns),
         **_train_metrics(records["train_step"]["steps"]),
         **_time_metrics(ctx),
+        **_sync_metrics(ctx),
         **_filter_metrics(ctx.fresh_groups, records["filter"]),
         **curriculum_metrics(records["sample_prompts"]),
         **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
@@ -162,6 +180,11 @@ def _time_metrics(ctx: IterationContext) -> dict[str, float]:
     phases = ctx.records.get("sync_weights", {}).get("phases", {})
     metrics.update({f"time/sync_{name}_s": value for name, value in phases.items()})
     return metrics
+
+
+def _sync_metrics(ctx: IterationContext) -> dict[str, float]:
+    gap = ctx.records.get("sync_weights", {}).get("prompt_gap")
+    return {} if gap is None else {"sync/prompt_gap": gap}
 
 
 def _filter_metrics(fresh: int, record: FilterRecord) -> dict[str, float]:

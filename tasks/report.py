@@ -32,9 +32,9 @@ from millrace.connectors.mlflow.tracker import is_server
 from millrace.connectors.prefect.run_page import RunPage
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.account.account import Account
-from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
+from millrace.core.contracts.tracker import run_tags
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
@@ -100,13 +100,6 @@ async def close_tracking(runtime: Runtime) -> None:
     await _show_run(runtime, runtime.config.run.iterations)
     log.info("run %s is complete: %d iterations", runtime.config.run.name, runtime.config.run.iterations)
     await asyncio.to_thread(runtime.tracking.finish)
-
-
-def run_tags(config: RunConfig) -> set[str]:
-    """Tags of a run's flow runs, to find them by."""
-    model = config.model.path.rstrip("/").rpartition("/")[2]
-    learns = "sft" if config.algorithm.supervised else config.algorithm.preset
-    return {f"run:{config.run.name}", f"preset:{learns}", f"model:{model}"}
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
@@ -269,13 +262,15 @@ def _without_gradient(ctx: IterationContext) -> str:
 
 
 async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
-    """Log an evaluation that belongs to no iteration."""
-    await asyncio.to_thread(runtime.tracking.log_metrics, evaluation_metrics(record), record["done"])
+    """Log an evaluation that is no part of the iteration whose weights it is of."""
+    metrics, done = evaluation_metrics(record), record["done"]
+    log.info("%s: %s", f"after iteration {done}" if done else "before training", _headline(metrics))
+    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, done)
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
     """Metrics of an evaluation, by name."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {"eval/lag": record["lag"]} if "lag" in record else {}
     for name, result in record["sets"].items():
         parts = {
             name: result,

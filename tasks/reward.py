@@ -238,7 +238,7 @@ def _budget(ctx: IterationContext) -> FailureBudget:
         where=f"iteration {iteration_number(ctx.index)}",
         remedy=f"correct {cause} or the data, or raise the share (or reward.timeout_s where it is short), and "
         "start the same command again: those samples are scored again, scores that were given are kept. Or "
-        f"{way_out(config.run.name, ctx.index)}, which scores all of its samples again",
+        f"{way_out(ctx.run_folder, ctx.index)}, which scores all of its samples again",
     )
 
 

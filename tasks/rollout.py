@@ -2,7 +2,8 @@
 
 Reads prompts.parquet and the parts already there; writes rollouts/part-*.parquet as samples finish. Generates only samples
 that no part holds. A sample's seed follows from its place in the run, so a sample generated again is the same sample.
-Rollouts of several turns also append turns/part-*.parquet as they go on, and are taken up where those end.
+Rollouts of several turns append turns/part-*.parquet as they go on, and so do long answers with rollout.flush_tokens. Both are
+taken up where those end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from prefect import task
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import CUT
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import FileRecord, RolloutRecord
@@ -32,8 +34,8 @@ from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.answers import Answers, sample_row
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
-from millrace.tasks.samples.joined_groups import read_cut, write_deferred
-from millrace.tasks.samples.part_writer import PartWriter
+from millrace.tasks.samples.joined_groups import is_cut, read_cut, write_deferred
+from millrace.tasks.samples.part_writer import WAIT_S, PartWriter
 from millrace.tasks.sessions.record import stored_events
 from millrace.tasks.sessions.runner import MadeSample, session_task
 
@@ -41,6 +43,7 @@ TIDY_AFTER_S = (
     2.0  # all requests are out by then and the loop is idle; later, answers would trigger collections
 )
 
+SEGMENTS_WAIT_S = 1.0  # of answers under way: few parts, and nobody waits for them
 FAILURE = ["sample_id", "status", "reason"]  # columns
 POINTS = {"rollouts": "rollout", "turns": "turns"}  # kill points
 
@@ -62,14 +65,14 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
         await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
-        if ctx.config.pipeline.select == "finish":
+        if await asyncio.to_thread(is_cut, ctx):
             await generator.stop()
             await kill_point(ctx.index, "rollout", "cut")
     tidying.cancel()
     files = [
         *ctx.parts["rollouts"],
         *ctx.parts["turns"],
-        *await asyncio.to_thread(_deferral, ctx, make.begun),
+        *await asyncio.to_thread(_deferral, ctx, make, groups),
     ]
     return {
         "samples_found": len(finished),
@@ -91,7 +94,7 @@ async def _until_settled(ctx: IterationContext, drawn: list[DrawnGroup], begin: 
     beside them, as soon as the iteration before has deferred it.
     """
     assert ctx.stream is not None
-    beside = ctx.config.pipeline.select == "finish"
+    beside = await asyncio.to_thread(is_cut, ctx)
     groups = drawn if beside else [*(await ctx.stream.until_joined()).groups, *drawn]
     begun = 0
     while not ctx.stream.settled:
@@ -121,20 +124,31 @@ def _begin(
                 generating.create_task(make(group, index))
 
 
-def _deferral(ctx: IterationContext, begun: list[GeneratedSample]) -> list[FileRecord]:
-    """Files about groups that were deferred to the iteration and by it. begun: samples that the cut ended."""
+def _deferral(ctx: IterationContext, make: Answers | Rollouts, drawn: list[DrawnGroup]) -> list[FileRecord]:
+    """Files about groups that were deferred to the iteration and by it, with the samples that the cut ended."""
     entries = list(ctx.stream.joined.files) if ctx.stream and ctx.stream.joined else []
     cut = read_cut(ctx)
+    if cut:
+        entries.append(ctx.folder.entry(CUT))  # it has had its effect, and may not be made again
     if cut and cut.deferred:
         stored = read_parts(ctx.folder, "rollouts", "rollouts")
         of_them = stored.filter(pc.is_in(stored.column("group_id"), pa.array(list(cut.deferred))))
+        groups = [*(ctx.stream.joined.groups if ctx.stream and ctx.stream.joined else ()), *drawn]
+        known = {*of_them.column("sample_id").to_pylist(), *(row.sample_id for row in make.begun)}
+        left = [
+            make.left(group, index)  # a kill ended it after the cut
+            for group in groups
+            if group.group_id in cut.deferred
+            for index in range(ctx.config.rollout.samples_per_prompt)
+            if sample_id(group.group_id, index) not in known
+        ]
+        begun = [*make.begun, *(row for row in left if row)]
         entries.append(write_deferred(ctx, cut, of_them.to_pylist(), begun))
     return [entry.record() for entry in entries]
 
 
 def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
-    table = ctx.folder.read_table("prompts.parquet", "prompts").sort_by("ordinal")
-    return [DrawnGroup(**row) for row in table.to_pylist()]
+    return [DrawnGroup(**row) for row in ctx.read_prompts().to_pylist()]
 
 
 def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = ()) -> SampleGenerator:
@@ -147,7 +161,7 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
         what="failed to generate",
         where=f"iteration {iteration_number(ctx.index)}",
         remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
-        f"{way_out(config.run.name, ctx.index)}, which generates its samples again",
+        f"{way_out(ctx.run_folder, ctx.index)}, which generates its samples again",
     )
     for row in failed:
         budget.add(row["reason"], row["sample_id"])
@@ -162,10 +176,12 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
 
 async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers | Rollouts:
     """What makes a sample: one answer of an engine, or a rollout of several turns."""
-    if ctx.config.rollout.session is None:
-        return Answers(ctx, generator, row_writer(ctx, "rollouts", generator))
     turns = await asyncio.to_thread(read_parts, ctx.folder, "turns", "turns", ignore_incomplete=True)
-    return Rollouts(ctx, generator, [TurnRow(**row) for row in turns.to_pylist()])
+    stored = [TurnRow(**row) for row in turns.to_pylist()]
+    if ctx.config.rollout.session is None:
+        segments = row_writer(ctx, "turns", generator, SEGMENTS_WAIT_S)
+        return Answers(ctx, generator, row_writer(ctx, "rollouts", generator), segments, stored)
+    return Rollouts(ctx, generator, stored)
 
 
 class Rollouts:
@@ -184,6 +200,10 @@ class Rollouts:
         """Turns and samples are written meanwhile, and all of them at the end."""
         async with self._samples.open(), self._turns.open():
             yield
+
+    def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
+        """None: no rollout is cut."""
+        return None
 
     async def __call__(self, group: DrawnGroup, index: int) -> None:
         """Make a rollout of a group. Its samples are stored after its turns."""
@@ -206,7 +226,10 @@ class Rollouts:
 
 
 def row_writer(
-    ctx: IterationContext, kind: Literal["rollouts", "turns"], generator: SampleGenerator
+    ctx: IterationContext,
+    kind: Literal["rollouts", "turns"],
+    generator: SampleGenerator,
+    wait_s: float = WAIT_S,
 ) -> PartWriter:
     """Writes at once when no answer is outstanding."""
 
@@ -217,7 +240,7 @@ def row_writer(
             await ctx.stream.land(kind, entry.path)
 
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
-    return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed)
+    return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed, wait_s)
 
 
 def session_sample(

@@ -55,7 +55,7 @@ async def run_recorded(
     try:
         record = await kept_at(key, task, ctx.runtime.record_storage)(ctx)
     except RefusedStepError as error:
-        error.remedy = f"{error.remedy or 'correct the cause'}, or {way_out(ctx.config.run.name, ctx.index)}"
+        error.remedy = f"{error.remedy or 'correct the cause'}, or {way_out(ctx.run_folder, ctx.index)}"
         raise
     except ActorLostError as error:
         error.remedy = error.remedy or after_tries(task.retries + 1)

@@ -1,4 +1,7 @@
-"""sync_weights: bring the trainer's new weights to the engines; each confirms the version before it serves again."""
+"""sync_weights: bring the trainer's new weights to the engines; each confirms the version before it serves again.
+
+With sync.max_prompt_gap engines and trainer are compared too.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,20 @@ from millrace.core.contracts.task_records import SyncWeightsRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.weight_check import compare_engines, fixed_prompts, trainer_logprobs
 
 
 @task(name="sync_weights", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def sync_weights(ctx: IterationContext) -> SyncWeightsRecord:
     """Bring all engines to the version after this iteration; the record holds seconds by phase."""
-    started = time.perf_counter()
-    phases = await ctx.runtime.memory.update_engines(ctx.version_after)
+    started, version = time.perf_counter(), ctx.version_after
+    compares = ctx.config.sync.max_prompt_gap is not None
+    prompts = fixed_prompts(ctx) if compares else []
+    expected = await trainer_logprobs(ctx, version, prompts) if compares else []
+    phases = await ctx.runtime.memory.update_engines(version)
     await kill_point(ctx.index, "sync_weights", "in")
-    return {"version": ctx.version_after, "phases": phases, "seconds": time.perf_counter() - started}
+    record: SyncWeightsRecord = {"version": version, "phases": phases, "seconds": 0.0}
+    if compares:
+        compared = await compare_engines(ctx, version, prompts, expected)
+        record |= {"prompt_gap": compared.gap, "checksums": compared.checksums}
+    return {**record, "seconds": time.perf_counter() - started}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.checkpoint [--shape 4b] [--folder FOLDER] [--tokens 16384] [--rounds 2] [--at-once]
 
-One rank on a GPU. After two steps it begins a checkpoint that another process writes, and goes on training. Given are: seconds
-until it may train again (the stall; the first round also takes the host's memory), steps beside the writing against steps
+One rank on a GPU. After some steps it begins a checkpoint that another process writes, and goes on training. Given are: seconds
+until it may train again (the stall; the first also waits for the memory that is taken since the rank's start), steps beside the writing against steps
 without, bytes and seconds of the writing, and the commit. `dd` writes as many bytes with as many streams as the writer has
 files, and syncs them. --at-once also saves in the old way. JSON to stdout.
 """
@@ -15,6 +15,7 @@ import json
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,7 +40,9 @@ def main() -> None:
     report: dict[str, Any] = {"command": command_line(), "device": device_name(), "versions": versions()}
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = Path(scratch)
-        side = Millrace(model_folder(options.shape, folder / "model"), folder, options.tokens, "full")
+        side = Millrace(
+            model_folder(options.shape, folder / "model"), folder, options.tokens, "full", saves=True
+        )
         lengths = lengths_of(options.tokens, 2048)
         number = 0
 
@@ -52,6 +55,7 @@ def main() -> None:
         report |= {"step_s": round(statistics.median(alone), 3), "rounds": []}
         for index in range(options.rounds):
             report["rounds"].append(_round(side, folder / f"checkpoint-{index}", step))
+            print(json.dumps(report["rounds"][-1]), file=sys.stderr, flush=True)
         if options.at_once:
             started = time.perf_counter()
             side.rank.save(str(folder / "at-once"))

@@ -155,10 +155,11 @@ def _metric(value: Any, name: str) -> float:
 
 
 class Busy:
-    """Samples the GPU's utilisation in a thread."""
+    """Samples the utilisation of the first GPUs that this process sees, in a thread."""
 
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, int]] = []
+    def __init__(self, gpus: int = 1) -> None:
+        self._gpus = gpus
+        self._samples: list[tuple[float, list[int]]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -174,15 +175,22 @@ class Busy:
         import pynvml
 
         pynvml.nvmlInit()
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        device = pynvml.nvmlDeviceGetHandleByIndex(int(first))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self._gpus)))
+        devices = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(index)) for index in visible.split(",")[: self._gpus]
+        ]
         while not self._ended.wait(SAMPLE_S):
-            self._samples.append((time.time(), pynvml.nvmlDeviceGetUtilizationRates(device).gpu))
+            shares = [pynvml.nvmlDeviceGetUtilizationRates(device).gpu for device in devices]
+            self._samples.append((time.time(), shares))
+
+    def each(self, start: float, end: float) -> list[float]:
+        """Of each GPU, the mean share of the time between two clock readings in which a kernel ran."""
+        chosen = [shares for at, shares in self._samples if start <= at <= end]
+        return [round(sum(of_one) / len(chosen) / 100, 4) for of_one in zip(*chosen, strict=True)]
 
     def mean(self, start: float, end: float) -> float | None:
-        """Mean share of the time between two clock readings in which a kernel ran."""
-        chosen = [share for at, share in self._samples if start <= at <= end]
-        return round(sum(chosen) / len(chosen) / 100, 4) if chosen else None
+        """The same of the first."""
+        return next(iter(self.each(start, end)), None)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ spread alike at every shape, and bf16 computes their log-probabilities to about 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -173,7 +174,10 @@ def versions() -> dict[str, str]:
 
     installed = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for name in ("megatron-core", "ray", "prefect", "transformers"):
-        installed[name] = metadata.version(name)
+        with contextlib.suppress(
+            metadata.PackageNotFoundError
+        ):  # the trainer's benchmarks need neither Ray nor Prefect
+            installed[name] = metadata.version(name)
     site = os.environ.get("MILLRACE_SGLANG_PYTHONPATH")
     paths = [site] if site else sys.path
     installed["sglang"] = next(

@@ -76,7 +76,10 @@ def operations(hf: Any, lengths: list[int]) -> float:
 class Millrace:
     """The trainer, one rank on NCCL; a step reads its batch from a file, as in a run."""
 
-    def __init__(self, model: Path, scratch: Path, tokens: int, recompute: str) -> None:
+    def __init__(
+        self, model: Path, scratch: Path, tokens: int, recompute: str, *, saves: bool = False
+    ) -> None:
+        """saves: whether checkpoints will be written in the background, for which the rank takes memory at its start."""
         from millrace.connectors.megatron.rank import TrainerRank
         from millrace.core.config import RunConfig
 
@@ -93,6 +96,7 @@ class Millrace:
                     "optimizer": {"lr": 1e-5},
                 },
                 "algorithm": {"aggregation": "token_mean"},
+                "checkpoint": {"background": saves},
             }
         )
         self.rank = TrainerRank(config.model_dump(mode="json"), 0, 1)

@@ -1,15 +1,16 @@
 """Iterations whose answers are of very different lengths, in each mode of the pipeline, beside the plain loop.
 
     python -m benchmarks.whole_runs.long_tails [--modes sync partial] [--iterations 10]                        # a tiny model on CPU
-    python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 [--modes partial]   # on a shared GPU
+    python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 [--gpus 2]   # trainer and engines share them
+    python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --apart      # a GPU for each
 
 Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode.
-Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each; on a GPU they
-share it, and the modes that run ahead are left out.
+Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each. Where they
+share GPUs, the modes that run ahead are left out.
 
 Figures are means over the iterations after the second: seconds, samples and trained tokens a second, the mean length that was
 trained and its 99th percentile beside those of the draw, the share of trained tokens by age in weight versions, tokens that
-were cut and not used, and on a GPU how busy it was. JSON to stdout.
+were cut and not used, and how busy each GPU was. JSON to stdout.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=None)
     parser.add_argument("--shape", help="of the model, on a GPU; a tiny model on CPU when not given")
+    parser.add_argument("--gpus", type=int, default=1, help="that trainer and engines share")
+    parser.add_argument("--apart", action="store_true", help="one GPU trains and one generates, instead")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
@@ -61,9 +64,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
-    modes = options.modes or [
-        name for name, fields in MODES.items() if not (options.shape and "ahead" in fields)
-    ]
+    shared = options.shape and not options.apart
+    modes = options.modes or [name for name, fields in MODES.items() if not (shared and "ahead" in fields)]
     report: dict[str, Any] = {"command": command_line(), "modes": {}}
     if options.shape:
         report |= {"device": device_name(), "versions": versions()}
@@ -133,9 +135,12 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
     }
     if options.shape:
         engines = {
-            "sglang": {**SGLANG, "mem_fraction_static": options.memory, "cuda_graph_max_bs_decode": 384}
+            "sglang": {**SGLANG, "mem_fraction_static": options.memory, "cuda_graph_max_bs_decode": 384},
+            "count": 1 if options.apart else options.gpus,
         }
-        return laid_over(configuration(model, folder), {**settings, "engines": engines})
+        layout = {**settings, "engines": engines, "placement": {"colocate": not options.apart}}
+        layout["trainer"] = {**settings["trainer"], "world_size": 1 if options.apart else options.gpus}
+        return laid_over(configuration(model, folder), layout)
     alone = {"model": {"path": str(model)}, "storage": {"root": str(folder / "runs")}}
     return {**alone, **settings, "reward": {"function": "benchmarks.gpu.shapes:coin"}}
 
@@ -146,7 +151,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": _with_this_folder()}
     run = RunFolder(str(folder / "runs"), mode)
     with contextlib.ExitStack() as stack:
-        busy = stack.enter_context(Busy()) if options.shape else None
+        busy = stack.enter_context(Busy(2 if options.apart else options.gpus)) if options.shape else None
         try:
             command = [*millrace, "train", f"{mode}.yaml"]
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
@@ -194,7 +199,7 @@ def _figures(options: argparse.Namespace, run: RunFolder, busy: Busy | None) -> 
         "share_by_age": {name.removeprefix("train/share_age_"): _mean(metrics, name) for name in ages},
         "ess": _mean(metrics, "train/ess"),
         "tokens_returned": _mean(metrics, "tokens/returned"),
-        **({"gpu_busy": busy.mean(times[WARM_UP - 1], times[-1])} if busy else {}),
+        **({"gpu_busy": busy.each(times[WARM_UP - 1], times[-1])} if busy else {}),
     }
 
 

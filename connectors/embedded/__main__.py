@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument(
         "--finished-log",
         default=os.environ.get("MILLRACE_FINISHED_LOG"),
-        help="file to which the rid of every finished request is appended, to count them; by default "
-        "MILLRACE_FINISHED_LOG of the environment",
+        help="file to which a line for every request that ended is appended, to count them: its rid, why it ended and how many "
+        "tokens were generated for it; by default MILLRACE_FINISHED_LOG of the environment",
     )
     asyncio.run(serve(parser.parse_args()))
 

@@ -350,8 +350,9 @@ class Engine:
         request.finish = reason
         aborted = reason["type"] == "abort"
         self.counters["aborted" if aborted else "finished"] += 1
-        if self._finished_log and not aborted:
-            self._finished_log.write(f"{request.rid}\n")
+        if self._finished_log:
+            made = len(request.output) - request.given
+            self._finished_log.write(f"{request.rid} {reason['type']} {made}\n")
         self._slots.free(request)
         request.notify(request)
 

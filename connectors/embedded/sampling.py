@@ -44,6 +44,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     logit_bias: dict[str, float] = field(default_factory=dict)
     sampling_seed: int | None = None
+    stream_interval: int = 1  # a stream has an event every so many tokens, and at the end
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> SamplingParams:
@@ -81,6 +82,7 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("n", self.n >= 1, "at least 1"),
+            ("stream_interval", self.stream_interval >= 1, "at least 1"),
             ("stop", all(self.stop), "without empty strings"),
         )
         for name, good, wanted in rules:
@@ -104,7 +106,9 @@ class SamplingParams:
 
 
 KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"), (int,)),
+    **dict.fromkeys(
+        ("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed", "stream_interval"), (int,)
+    ),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
         (int, float),

@@ -26,6 +26,8 @@ from millrace.connectors.embedded.weight_routes import WeightRoutes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30
+News = asyncio.Queue[tuple[int, int, bool]]
+"""Number of a request, how many tokens it has, and whether it is over."""
 
 
 class Server:
@@ -71,20 +73,21 @@ class Server:
             raise RequestError(f"sampling_params: {len(each)} given for {len(prompts)} prompts")
         parsed = [SamplingParams.parse(p) for p in each]
         rids = self._rids(body, sum(p.n for p in parsed), single and parsed[0].n == 1)
-        queue: asyncio.Queue[int] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        queue: News = asyncio.Queue()
+        streams, loop = bool(body.get("stream")), asyncio.get_running_loop()
         requests: list[Request] = []
         for prompt, p in zip(prompts, parsed, strict=True):
             self.engine.check(prompt, p)
             for copy in range(p.n):
                 at = len(requests)
                 seed = self.engine.draw_seed() if p.sampling_seed is None else p.sampling_seed + copy
-                requests.append(self._request(body, rids[at], prompt, p, seed, _notifier(loop, queue, at)))
+                notify = _notifier(loop, queue, at, p.stream_interval if streams else 0)
+                requests.append(self._request(body, rids[at], prompt, p, seed, notify))
         many = not single or len(requests) > 1
         for request in requests:
             self.engine.submit(request)
         try:
-            if body.get("stream"):
+            if streams:
                 return await self._stream(http, body, requests, queue, many)
             async for _ in _until_done(requests, queue):
                 pass
@@ -168,29 +171,32 @@ class Server:
         http: web.Request,
         body: Mapping[str, Any],
         requests: list[Request],
-        queue: asyncio.Queue[int],
+        queue: News,
         many: bool,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(http)
-        async for at in _until_done(requests, queue):
-            answer = self._answer(requests[at], body)
+        async for at, made in _until_done(requests, queue):
+            answer = self._answer(requests[at], body, made)
             if many:
                 answer["index"] = at
             await response.write(b"data: " + _json(answer) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _answer(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
-        """SGLang's answer for what a request has so far."""
-        ids = list(request.output[request.given :])
-        text = self._text(request)
-        spans = [dict(span) for span in request.spans]
+    def _answer(self, request: Request, body: Mapping[str, Any], made: int | None = None) -> dict[str, Any]:
+        """SGLang's answer for what a request has so far. made: how many tokens, where it may have more by now."""
+        over = made is None or (request.finish is not None and made == len(request.output) - request.given)
+        ids = list(request.output[request.given :][:made])
+        text = self._text(request) if over else self.engine.text.decode(ids, request.params)
+        spans = [dict(span) for span in request.spans if made is None or span["start"] < made]
+        if spans and not over:
+            spans[-1]["end"] = made
         meta: dict[str, Any] = {
             "id": request.rid,
-            "finish_reason": request.finish,
+            "finish_reason": request.finish if over else None,
             "prompt_tokens": len(request.prompt) + request.given,
             "completion_tokens": len(ids),
             "cached_tokens": request.cached_tokens,
@@ -288,7 +294,7 @@ class Server:
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """200 after a token was generated."""
-        queue: asyncio.Queue[int] = asyncio.Queue()
+        queue: News = asyncio.Queue()
         params = SamplingParams(max_new_tokens=1, temperature=0)
         notify = _notifier(asyncio.get_running_loop(), queue, 0)
         self.engine.submit(
@@ -345,23 +351,27 @@ def _json(answer: Any) -> bytes:
 
 
 def _notifier(
-    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[int], at: int
+    loop: asyncio.AbstractEventLoop, queue: News, at: int, every: int = 0
 ) -> Callable[[Request], None]:
-    def notify(_: Request) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, at)
+    """Reports a request's end, and before it the first token and each that is `every` after; 0: its end alone."""
+
+    def notify(request: Request) -> None:
+        made = len(request.output) - request.given
+        if request.finish or (every and made % every == 1 % every):
+            loop.call_soon_threadsafe(queue.put_nowait, (at, made, request.finish is not None))
 
     return notify
 
 
-async def _until_done(requests: list[Request], queue: asyncio.Queue[int]) -> AsyncIterator[int]:
-    """Numbers of requests that have news, each's last news being its end."""
+async def _until_done(requests: list[Request], queue: News) -> AsyncIterator[tuple[int, int]]:
+    """Numbers of requests that have news, and how many tokens each has; a request's last news is its end."""
     open_ = set(range(len(requests)))
     while open_:
-        at = await queue.get()
+        at, made, over = await queue.get()
         if at in open_:
-            if requests[at].finish:
+            if over:
                 open_.discard(at)
-            yield at
+            yield at, made
 
 
 def _check_tags(tags: set[str]) -> None:

@@ -1,6 +1,7 @@
 """One rollout as a server of chat completions, for code that brings its own loop: who asks there is answered by the policy.
 
-Whole histories come in. What continues a dialogue adds only what is new to it; another history is a branch of the rollout.
+Whole histories come in. What continues a dialogue adds only what is new to it; another history is a branch of the rollout. A
+request that asks for other sampling than the run's, or for what is not done here, is refused with the field.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 from aiohttp import web
 
-from millrace.core.sessions.interface import Session, SessionError, Turn
+from millrace.core.sessions.completions import read_request
+from millrace.core.sessions.interface import SessionError, Turn
+from millrace.core.sessions.live import LiveSession
 
 Plain = tuple[str, str]  # role and text
 MAX_BODY = 1 << 28  # bytes
@@ -23,14 +26,15 @@ MAX_BODY = 1 << 28  # bytes
 class _Line:
     """A dialogue as it was said so far."""
 
-    session: Session
+    session: LiveSession
     said: list[Plain]
 
 
 class ChatEndpoint:
     """Serves one session on this host, at an address that nobody can guess. `problem`: the first thing that went wrong."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: LiveSession) -> None:
+        self._sampling = session.sampling
         prompt = session.task.prompt
         opening = [("user", prompt)] if isinstance(prompt, str) else [_plain(message) for message in prompt]
         self._lines = [_Line(session, opening)]
@@ -57,13 +61,16 @@ class ChatEndpoint:
             body = await request.json()
             if body.get("tools"):
                 raise SessionError("the environment gives the model tools, which are not passed on")
-            turn = await self._turn(body["messages"])
+            asked = read_request(body, (), self._sampling)
+            turn = await self._turn(body["messages"], asked.max_tokens, asked.stop)
         except Exception as error:  # noqa: BLE001 - the rollout ends with it, whatever the caller makes of the answer
             self.problem = self.problem or error
             return web.json_response({"error": {"message": str(error), "type": "rollout"}}, status=400)
         return web.json_response(_completion(turn, body.get("model", "policy")))
 
-    async def _turn(self, messages: Sequence[Mapping[str, Any]]) -> Turn:
+    async def _turn(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None, stop: Sequence[str]
+    ) -> Turn:
         plain = [_plain(message) for message in messages]
         known = [line for line in self._lines if plain[: len(line.said)] == line.said]
         if known:
@@ -78,7 +85,7 @@ class ChatEndpoint:
             new = [{"role": role, "content": text} for role, text in plain]
             line = _Line(self._lines[0].session.branch(prompt=new), plain)
             self._lines.append(line)
-        turn = await line.session.generate()
+        turn = await line.session.generate(max_new_tokens=max_tokens, stop=stop)
         line.said = [*plain, ("assistant", turn.content)]
         return turn
 

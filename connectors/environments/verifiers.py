@@ -18,14 +18,14 @@ from millrace.connectors.environments.chat_endpoint import ChatEndpoint
 from millrace.connectors.environments.extras import number, package
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardResult
-from millrace.core.sessions.interface import Session
+from millrace.core.sessions.live import LiveSession
 
 FIELD = "rollout.session.function.options"
 EXTRA = "verifiers"
 NO_KEY = "MILLRACE_NO_KEY"  # a variable that is not set: the address itself is the secret
 
 
-async def run(session: Session, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
+async def run(session: LiveSession, *, taskset: str, config: Mapping[str, Any] | None = None) -> RewardResult:
     """One episode of a taskset by its id, and the reward that verifiers gives it.
 
     config: of the environment, as verifiers has it under `env`. A seat without a harness of its own has a plain dialogue, and

@@ -332,6 +332,12 @@ class Learner:
         reference = self.reference is not None and self.algorithm.reference_update_steps
         return (["critic"] if self.critic is not None else []) + (["reference"] if reference else [])
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what this rank saves."""
+        models = [self.policy, *([self.critic.trainable] if self.critic is not None else [])]
+        return sum(model.checkpoint_bytes for model in models)
+
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Sharded state dict of all models."""
         state = self.policy.sharded_state(loading=loading)

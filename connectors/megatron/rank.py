@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from millrace.core.contracts.handles import HeldOutSample
     from millrace.core.contracts.task_records import StepMetrics
 
+PREPARED_FOR = 1.05  # of what a rank saves: it owns parameters that lie on several ranks whole, or not at all
+
 
 class TrainerRank(RankWeights):
     """Holds one rank's share of the policy at a weight version."""
@@ -95,6 +97,7 @@ class TrainerRank(RankWeights):
         with self._working("setup"):
             self._build()
             self.version = 0
+        self._prepare_saves()
         return self.state()
 
     def _build(self) -> None:
@@ -274,6 +277,17 @@ class TrainerRank(RankWeights):
         with self._working("save"):
             assert self.version is not None
             return save(self.learner, url, self.version, self.last)
+
+    def _prepare_saves(self) -> None:
+        """On a GPU's host, begin to take the memory for checkpoints that are written in the background."""
+        from millrace.connectors.megatron.checkpoint.background import BackgroundWriter
+
+        config = self.config
+        expected = config.checkpoint.background and config.checkpoint.every < config.run.iterations
+        if expected and self.device.type == "cuda" and self._background is None:
+            self._background = BackgroundWriter()
+            size = self.learner.checkpoint_bytes * PREPARED_FOR
+            self._background.memory.prepare(int(size), pinned=True)
 
     def begin_save(self, url: str) -> None:
         """The same, but of a copy in host memory, by a process of its own; `commit_save` writes complete.json."""

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from millrace.connectors.megatron.packing import Pack, Row, make_packs
+from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.objective import Objective
 from millrace.core.algorithms.packed import spread
 from millrace.core.architecture import Architecture
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import rollout_of
-from millrace.core.errors import TrainerError
+from millrace.core.errors import TrainerError, of_run
 
 
 @dataclass
@@ -151,10 +152,12 @@ def _sample_advantages(
     if not missing:
         return torch.tensor([row.advantage for row in rank_rows], dtype=torch.float64, device=device)
     if len(missing) < len(rows) or config.algorithm.advantage_of_samples:
+        url = Store(config.storage.root).child(config.run.name).url
         raise TrainerError(
             f"{len(missing)} of the step's {len(rows)} samples have no advantage, {missing[0]} for one; "
             "the batch was not written whole",
-            remedy=f"have it filtered again: `millrace discard {config.run.name} --iteration ITERATION`",
+            remedy="have it filtered again: "
+            f"`millrace discard {of_run(config.run.name, url, '--iteration ITERATION')}`",
         )
     return None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from millrace.connectors.megatron.model.policy_model import CriticModel, PolicyModel, build_model
@@ -14,6 +15,7 @@ from millrace.connectors.megatron.optim import fused_adamw
 from millrace.connectors.megatron.optim.ddp import wrap
 from millrace.connectors.megatron.optim.optimizer import make_optimizer, make_schedule
 from millrace.connectors.megatron.optim.optimizer_state import load_optimizer, optimizer_state
+from millrace.connectors.megatron.optim.parts import parts_of
 from millrace.connectors.megatron.optim.step_numbers import step_numbers
 from millrace.connectors.megatron.weights.hf_folder import load_hf
 from millrace.core.config import RunConfig
@@ -94,6 +96,19 @@ class TrainableModel:
         """Advance the schedule alone."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.schedule.step(increment=1)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what this rank saves: main parameters and two moments of its share, and rank 0 the model."""
+        share: int = sum(
+            parameter.numel()
+            for part in parts_of(self.optimizer)
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+        )
+        first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+        weights = sum(parameter.nbytes for parameter in self.inner.parameters()) if first else 0
+        return 12 * share + weights
 
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Sharded state dict of model and optimizer.

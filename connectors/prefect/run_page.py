@@ -16,6 +16,7 @@ from prefect.context import TagsContext
 from prefect.logging.handlers import APILogHandler
 
 from millrace.connectors.prefect.server import LOGGERS
+from millrace.core.contracts.tracker import with_run_tags
 
 Kind = Literal["markdown", "image", "progress"]
 
@@ -53,11 +54,11 @@ class RunPage:
         record = {"name": LOGGERS[0], "levelno": logging.INFO, "levelname": "INFO", "msg": text}
         self._handler.handle(logging.makeLogRecord({**record, "flow_run_id": self.flow_run_id}))
 
-    async def tag(self, added: set[str]) -> None:
-        """Give the flow run tags besides those that it has."""
+    async def tag(self, of_run: set[str]) -> None:
+        """Give the flow run the tags of its run, besides those of other kinds that it has."""
         async with get_client() as client:
             had = (await client.read_flow_run(UUID(self.flow_run_id))).tags
-            await client.update_flow_run(UUID(self.flow_run_id), tags=sorted({*had, *added}))
+            await client.update_flow_run(UUID(self.flow_run_id), tags=with_run_tags(had, of_run))
 
     async def show(self, key: str, kind: Kind, data: str | float, description: str) -> None:
         """Show an artifact, in place of what this process last showed under its key.

@@ -28,7 +28,7 @@ CLIENT_SETTINGS = {
     # millrace's log lines are shown and kept with the flow run; of Prefect's, warnings only
     "PREFECT_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(LOGGERS),
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "DO_NOT_TRACK": "1",
 }

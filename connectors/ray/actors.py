@@ -20,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.local import keep_private
+from millrace.core.contracts.own_code import EXPECTED, expected
 from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, MillraceError
 
@@ -56,6 +57,7 @@ class Host:
         count: int,
         environment: Mapping[str, str],
         node: str | None,
+        made_by: str,
     ) -> None:
         self._node = ray.get_runtime_context().get_node_id()
         if node and node != self._node:  # Ray moved it, and the GPUs it is to see are another node's
@@ -64,7 +66,7 @@ class Host:
         os.environ.update(environment)
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
-        self._made_by = digest(config)
+        self._made_by = made_by
         self._held = cls(config, index, count)
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -196,10 +198,12 @@ def make(
     name = f"{role}-{index}"
     options = place.options if place else {}
     secrets = {name: os.environ[name] for name in variables(config) if name in os.environ}
-    environment = {**storage_environment(), **secrets, **(place.environment if place else {})}
+    code = {EXPECTED: os.environ[EXPECTED]} if EXPECTED in os.environ else {}
+    environment = {**storage_environment(), **secrets, **code, **(place.environment if place else {})}
     host = Host.options(name=name, lifetime="detached", num_cpus=0, **options)  # type: ignore[attr-defined]
     try:
-        handle = host.remote(cls, dict(config), index, count, environment, place.node if place else None)
+        node = place.node if place else None
+        handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
     except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
     return Actor(name, handle)
@@ -246,8 +250,14 @@ def find_group(role: str, count: int, cls: Callable[[Any, int, int], T]) -> Acto
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """A short name for a configuration."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    """A short name for a configuration, with the code that its actors load, that of the loss, and the secrets that they use.
+
+    A living actor has those of the start that made it.
+    """
+    loss = (config.get("algorithm") or {}).get("loss") or {}
+    code = expected().get((loss.get("function") or "").partition(":")[0])
+    secrets = {name: os.environ.get(name) for name in variables([loss, config.get("engines")])}
+    return hashlib.sha256(json.dumps([config, secrets, code], sort_keys=True).encode()).hexdigest()[:16]
 
 
 async def end_others(config: Mapping[str, Any]) -> int:

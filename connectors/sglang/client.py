@@ -6,6 +6,7 @@ Owns requests, answers and their errors; decides nothing about where a request g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from millrace.connectors.sglang.connection import Connection
 from millrace.connectors.sglang.engine_weights import EngineWeights
 from millrace.connectors.sglang.wire.answer_body import OutputTokens, read_answer
+from millrace.connectors.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 
@@ -26,12 +28,15 @@ SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
 IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 POLLS = 4  # per progress_timeout_s: a stall is noticed at most a quarter of it late
 ProgressCheck = Callable[[float, float], Awaitable[None]]
+OnPart = Callable[["Generation"], bool]
+"""Given what a request has so far, with the version of every token; whether it is to go on."""
 """Given when a request was sent and a timeout: raises EngineLostError if nothing was generated for that long since."""
 KEEPS_REQUESTS = (
     0,
     5,
     23,
 )  # the first SGLang that flushes its cache while requests wait, and tells spans of versions
+ENDED_AS_ASKED = (None, 200)  # status of an aborted request; SGLang gives another only for a failure
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
 
 
@@ -98,8 +103,13 @@ class EngineClient(Connection):
         continued: int = 0,
         priority: int | None = None,
         cache_key: str | None = None,
+        on_part: OnPart | None = None,
+        every: int = 1,
     ) -> Generation:
         """Generate once. Cancelling aborts the request at the engine.
+
+        on_part: called every so many tokens meanwhile. Where the weights changed amid the request and the engine tells only at
+        the end which made which token, the request is ended, so that it tells.
 
         continued: how many of the last input ids are output of the same answer, made before; SGLang, whose noise goes by the
         position in the whole, does not need it. priority: the smallest of those that wait comes first. cache_key: prefixes are
@@ -124,7 +134,11 @@ class EngineClient(Connection):
         self.in_flight += 1
         try:
             headers = {SESSION: session} if session else None
-            posting = self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
+            posting = (
+                self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
+                if on_part is None
+                else self._streamed(body, headers, rid, on_part, every)
+            )
             answer = await _watched(posting, check or self._check_progress, progress_timeout_s)
         finally:
             self.in_flight -= 1
@@ -136,6 +150,32 @@ class EngineClient(Connection):
                 remedy="set pipeline.on_update=resend",
             )
         return self._generation(answer, rid)
+
+    async def _streamed(
+        self,
+        body: dict[str, Any],
+        headers: Mapping[str, str] | None,
+        rid: str,
+        on_part: OnPart,
+        every: int,
+    ) -> Any:
+        """The answer, of which the parts are reported while they come."""
+        before, ending, whole = self.refits_amid_requests, False, StreamedAnswer()
+        params = {**body["sampling_params"], "stream_interval": every}
+        streamed = {**body, "sampling_params": params, "stream": True}
+        answer: Any = None
+        async with contextlib.aclosing(self.events("/generate", streamed, headers, whole.add)) as events:
+            async for answer in events:
+                meta = answer["meta_info"]
+                if meta["finish_reason"] or ending:
+                    continue
+                known = self.refits_amid_requests == before or meta.get("weight_versions")
+                if not (known and on_part(self._generation(answer, rid))):
+                    ending = True
+                    await self.abort(rid)
+        if answer is None or not answer["meta_info"]["finish_reason"]:
+            raise EngineLostError(f"{self.engine_id}: its answer has no end", where=f"request {rid}")
+        return answer
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
         """See that the engine generates. One that stays paused is given up too, but is not held to be stalled."""
@@ -176,9 +216,10 @@ class EngineClient(Connection):
     def _generation(self, answer: Mapping[str, Any], rid: str) -> Generation:
         """Raises EngineError for a log-probability that is no finite number: no step may be trained on it."""
         meta = answer["meta_info"]
-        finish = meta["finish_reason"]["type"]
-        if finish == "abort" and meta["finish_reason"].get("status_code", 200) != 200:
-            raise EngineLostError(f"{self.engine_id}: {meta['finish_reason'].get('message')}")
+        reason = meta["finish_reason"] or {"type": "abort"}  # a part's
+        finish = reason["type"]
+        if finish == "abort" and reason.get("status_code") not in ENDED_AS_ASKED:
+            raise EngineLostError(f"{self.engine_id}: {reason.get('message')}")
         spans = meta.get("weight_versions") or [{"start": 0, "version": meta["weight_version"]}]
         tokens: OutputTokens = meta["output_token_logprobs"]
         wrong = np.flatnonzero(~np.isfinite(tokens.logprobs))
@@ -194,7 +235,9 @@ class EngineClient(Connection):
             logprobs=tokens.logprobs,
             text=answer["text"],
             finish=finish,
-            weight_versions=[(span["start"], _version(span["version"])) for span in spans],
+            weight_versions=that_made(
+                [(span["start"], _version(span["version"])) for span in spans], len(tokens.ids)
+            ),
             engine_id=self.engine_id,
             cached_tokens=meta.get("cached_tokens", 0),
         )
@@ -267,6 +310,16 @@ class EngineClient(Connection):
     async def flush(self) -> None:
         """Forget cached prompts; the engine must be idle."""
         await self.post("/flush_cache", {})
+
+
+def that_made(spans: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """The spans (first token, weight version) that made any of the `count` tokens; of an answer without tokens the last one.
+
+    Weights that come and go while a request waits make none.
+    """
+    ends = [first for first, _ in spans[1:]] + [count]
+    found = [span for span, end in zip(spans, ends, strict=True) if end > span[0]]
+    return found or list(spans[-1:])
 
 
 async def pause_for_update(client: EngineClient, on_update: OnUpdate) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
 import orjson
 
+from millrace.connectors.sglang.wire.stream import DONE, EventReader
 from millrace.core.errors import EngineError, EngineLostError
 
 CONTROL_TIMEOUT_S = 600.0
@@ -63,6 +65,39 @@ class Connection:
         Raises EngineLostError if the server cannot be reached, is too slow or answers 5xx; EngineError for other statuses and for
         what is no JSON.
         """
+        async with self._answer(verb, path, body, timeout_s, headers) as answer:
+            if answer.content_type != "application/json":
+                return await answer.text()
+            content = await answer.read()
+            return await self._read(content, path, parse)
+
+    async def events(
+        self,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str] | None = None,
+        parse: Parse = orjson.loads,
+    ) -> AsyncGenerator[Any, None]:
+        """The events of a streamed answer to a POST, parsed, however long they take. Raises as `send` does."""
+        async with self._answer("POST", path, body, None, headers) as answer:
+            reader = EventReader()
+            async for received in answer.content.iter_any():
+                for data in reader.read(received):
+                    if data == DONE:
+                        return
+                    yield await self._read(data, path, parse)
+        raise EngineLostError(f"{self.engine_id}: {path} ended amid its answer")
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self,
+        verb: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        headers: Mapping[str, str] | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer of a server that does not refuse. Raises as `send` does."""
         if self._closed:
             raise EngineLostError(f"{self.engine_id}: this connection is closed")
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
@@ -72,13 +107,8 @@ class Connection:
             request = self._http.request(verb, self.url + path, data=data, timeout=timeout, headers=headers)
             async with request as answer:
                 if answer.status in (200, 202):
-                    if answer.content_type != "application/json":
-                        return await answer.text()
-                    content = await answer.read()
-                    if len(content) < LARGE:
-                        return self._parsed(content, path, parse)
-                    loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(READING, self._parsed, content, path, parse)
+                    yield answer
+                    return
                 message = (await answer.text())[:500]
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLostError(
@@ -87,6 +117,12 @@ class Connection:
         if answer.status >= 500:
             raise EngineLostError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
         raise EngineError(f"{self.engine_id}: {path} answered {answer.status}: {message}")
+
+    async def _read(self, content: bytes, path: str, parse: Parse) -> Any:
+        if len(content) < LARGE:
+            return self._parsed(content, path, parse)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(READING, self._parsed, content, path, parse)
 
     def _parsed(self, body: bytes, path: str, parse: Parse) -> Any:
         try:

@@ -1,6 +1,6 @@
 """Sends each request to the least loaded engine, keeps groups together, and tries elsewhere when one is lost.
 
-Owns that choice, the count of tries, and how the pieces of an answer that was cut become one; JSON passes untouched. A token of
+Owns that choice and the count of tries; JSON passes untouched. A token of
 another weight version than is allowed is never returned.
 """
 
@@ -14,17 +14,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from millrace.connectors.sglang.client import EngineClient, Generation
-from millrace.connectors.sglang.least_load import LeastLoad
-from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
+from millrace.connectors.sglang.dispatching.flushing import Flush, Parts
+from millrace.connectors.sglang.dispatching.least_load import LeastLoad
+from millrace.connectors.sglang.dispatching.pieces import NOTHING, joined
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536
 ABORT_EVERY_S = 0.1  # a request that is on its way to the engine is not there to be ended
-NOTHING = Generation(NO_TOKENS.ids, NO_TOKENS.logprobs, "", "abort", [], "", 0)
 
 
 def request_id(rid: str, attempt: int) -> str:
@@ -80,15 +78,19 @@ class Dispatcher:
         session: str | None,
         continued: int = 0,
         priority: int | None = None,
+        flush: Flush | None = None,
     ) -> Generation:
         """Generate one sample. Raises EngineError after all attempts, naming the last cause.
 
+        flush: stores its tokens meanwhile. What it has of an engine that is lost is kept too.
         continued: how many of the last input ids are output of an earlier part of the answer; what is returned follows on them.
         priority: among requests that wait at an engine, the smallest first. After `stop` it ends as "abort", with what there is.
         """
         last: EngineError | None = None
         made, sent, tries = NOTHING, 0, 0
         while tries < self.attempts:
+            if flush and not flush.take(made):
+                await flush.settled()
             engine = None if self._stopped else await self._engine(session)
             if self._stopped:
                 return replace(made, finish="abort")
@@ -101,11 +103,15 @@ class Dispatcher:
             ids = [*input_ids, *made.output_ids.tolist()]
             name = request_id(rid, sent)
             sent += 1
+            parts = Parts(made, flush, self.allowed) if flush else None
             try:
                 with self._noted(name, engine):
-                    result = await self._ask(engine, ids, left, name, session, continued + found, priority)
+                    result = await self._ask(
+                        engine, ids, left, name, session, continued + found, priority, parts
+                    )
             except EngineLostError as error:
                 last = error
+                made = parts.made if parts else made
                 self._mark_suspect(engine, error)
             else:
                 wrong = [version for _, version in result.weight_versions if version not in self.allowed]
@@ -114,7 +120,7 @@ class Dispatcher:
                     if result.finish != "abort":
                         self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
                         return made
-                    if self._stopped or engine.refits != refits:
+                    if self._stopped or engine.refits != refits or (parts and parts.halted):
                         continue
                 last = EngineError(
                     f"{engine.engine_id}: aborted by another process"
@@ -136,6 +142,11 @@ class Dispatcher:
             ending = [self._abort(name, engine) for name, engine in self._in_flight.items()]
             await asyncio.gather(*ending)
             await asyncio.sleep(ABORT_EVERY_S if self._in_flight else 0)
+
+    @property
+    def serving(self) -> list[EngineClient]:
+        """Engines that serve an allowed version now."""
+        return list(self._engines())
 
     @property
     def _expected(self) -> str:
@@ -172,6 +183,7 @@ class Dispatcher:
         session: str | None,
         continued: int,
         priority: int | None,
+        parts: Parts | None = None,
     ) -> Generation:
         return await engine.generate(
             input_ids,
@@ -182,6 +194,7 @@ class Dispatcher:
             continued=continued,
             priority=priority,
             cache_key=f"weight-version:{engine.refits}" if self._keyed else None,
+            **(parts.wanted if parts else {}),
         )
 
     async def _engine(self, session: str | None) -> EngineClient | None:
@@ -218,28 +231,3 @@ class Dispatcher:
 def least_loaded(engines: Iterable[EngineClient]) -> EngineClient:
     """The one with the fewest requests in flight."""
     return min(engines, key=lambda engine: (engine.in_flight, engine.engine_id))
-
-
-def joined(before: Generation, after: Generation) -> Generation:
-    """Two pieces of an answer as one."""
-    if not len(before.output_ids):
-        return after
-    return replace(
-        after,
-        output_ids=np.concatenate([before.output_ids, after.output_ids]),
-        logprobs=np.concatenate([before.logprobs, after.logprobs]),
-        text=before.text + after.text,
-        pieces=before.pieces + after.pieces,
-        weight_versions=joined_spans(before.weight_versions, after.weight_versions, len(before.output_ids)),
-    )
-
-
-def joined_spans(
-    before: list[tuple[int, int]], after: list[tuple[int, int]], at: int
-) -> list[tuple[int, int]]:
-    """Spans (first token, weight version) of two pieces, of which the second begins at token `at`; neighbours of one version are one."""
-    spans = list(before)
-    for first, version in after:
-        if not spans or spans[-1][1] != version:
-            spans.append((at + first, version))
-    return spans

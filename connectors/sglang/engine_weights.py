@@ -94,6 +94,18 @@ class EngineWeights:
         answer: dict[str, Any] = await self._connection.post("/weights_checker", {"action": "checksum"})
         return answer
 
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of prompts' own tokens but the first, at temperature 1; NaN for what is no number."""
+        body = {
+            "input_ids": [list(ids) for ids in prompts],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = await self._connection.post("/generate", body)
+        shown = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+        return [[float("nan") if value is None else value for value, *_ in each[1:]] for each in shown]
+
 
 def differing_tensors(one: Any, other: Any) -> list[str]:
     """Names of the tensors that differ in two answers with checksums; SGLang's answer has them once per GPU."""

@@ -7,6 +7,7 @@ serves only after it has confirmed the version it is meant to have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,9 +16,9 @@ from typing import Any
 
 from millrace.connectors.sglang.client import EngineClient, idle, pause_for_update
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.dispatching.least_load import until_changed
 from millrace.connectors.sglang.engine_weights import describe_difference
 from millrace.connectors.sglang.launch import no_room
-from millrace.connectors.sglang.least_load import until_changed
 from millrace.connectors.sglang.prefill import PairingDispatcher
 from millrace.connectors.sglang.router import RoutedDispatcher, Router
 from millrace.connectors.sglang.weight_update import Load, each, load_from_folder, load_from_storage
@@ -310,7 +311,7 @@ class Fleet:
                 continue
             health = self._health[index]
             held = [tag for tag in (WEIGHTS, CACHE) if tag not in self._released.get(index, [])]
-            if health.state not in (State.SERVING, State.REFITTING) or not held:
+            if not health.holds_memory or not held:
                 continue
             try:
                 await idle(client)
@@ -318,7 +319,11 @@ class Fleet:
                 await self._note_released(index, [WEIGHTS, CACHE])
                 await client.weights.release_memory(held)
             except EngineLostError as error:
-                self.mark_suspect(client, error)
+                log.warning("%s; its memory is wanted, so it is ended", error)
+                self._lost[index] = str(error)
+                with contextlib.suppress(ActorLostError):
+                    await self._handles[index].kill()
+                await self._drop(index)
                 continue
             self._record_event(index, Event.REFIT)
 
@@ -377,8 +382,7 @@ class Fleet:
             "attempts": rollout.attempts,
             "progress_timeout_s": rollout.progress_timeout_s,
         }
-        e = self.config.engines
-        every = of(range(e.count))
+        e, every = self.config.engines, of(range(self.config.engines.count))
         if self._router:
             return RoutedDispatcher(self._router, every, recover, self.mark_suspect, **settings)
         if e.prefill:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from millrace.connectors.sglang.client import EngineClient, Generation, Handoff, ProgressCheck
 from millrace.connectors.sglang.dispatcher import Dispatcher, least_loaded
+from millrace.connectors.sglang.dispatching.flushing import Parts
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class PairingDispatcher(Dispatcher):
         session: str | None,
         continued: int,
         priority: int | None,
+        parts: Parts | None = None,
     ) -> Generation:
         decoder = least_loaded(self._decoding())
         handoff, pair = _meet(engine, decoder), (engine, decoder)
@@ -65,6 +67,7 @@ class PairingDispatcher(Dispatcher):
                     handoff=handoff,
                     continued=continued,
                     priority=priority,
+                    **(parts.wanted if parts and one is decoder else {}),
                 )
             )
             for one in pair

@@ -16,6 +16,7 @@ from typing import Any
 
 from millrace.connectors.sglang.client import POLLS, EngineClient, Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.dispatching.flushing import Parts
 from millrace.core.contracts.handles import RouterHandle, ServerState
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError
 
@@ -178,7 +179,9 @@ class RoutedDispatcher(Dispatcher):
         session: str | None,
         continued: int,
         priority: int | None,
+        parts: Parts | None = None,
     ) -> Generation:
+        assert parts is None, f"{NAME} drops stream_interval"
         dropped = sorted(set(params) - PASSED)
         if dropped:
             raise EngineError(

@@ -18,13 +18,14 @@ import pyarrow as pa
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers, read_parts
-from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED, MAKE_AGAIN, MANIFEST, RunFolder
+from millrace.connectors.storage.run_folder import CUT, DEFERRED, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.contracts.task_records import IterationRecords
-from millrace.core.errors import CorruptFileError, MissingFileError
+from millrace.core.contracts.task_records import EvaluatedMetrics, IterationRecords
+from millrace.core.errors import CorruptFileError, MissingFileError, of_run
 
 TABLES = ("prompts.parquet", "verdicts.parquet", "batch.parquet", "step.json")
 OF_SOME = (JOINED, CUT, DEFERRED, SUMMARY)  # the first three where groups are deferred
@@ -134,18 +135,19 @@ class IterationFiles:
 
     @property
     def _remedy(self) -> str:
-        run = self._run_folder.name
+        run = self._run_folder
         if "manifest" in self.__dict__ and self.manifest:
             return (
                 "restore it from a copy; without one, go on from a checkpoint before it: "
-                f"`millrace branch {run} NEW --at ITERATION`"
+                f"`millrace branch {of_run(run.name, run.store.url, 'NEW', '--at ITERATION')}`"
             )
         return f"restore it from a copy, or {way_out(run, self.index)}"
 
 
-def way_out(run: str, index: int) -> str:
+def way_out(run: RunFolder, index: int) -> str:
     """What to do where an open iteration cannot go on."""
-    return f"give the iteration up: `millrace discard {run} --from {iteration_number(index)}`"
+    number = iteration_number(index)
+    return f"give the iteration up: `millrace discard {of_run(run.name, run.store.url, f'--from {number}')}`"
 
 
 def record_path(task: str) -> str:
@@ -171,10 +173,12 @@ def manifest_from_records(
     committed: float,
     driver: int | None,
     run: str | None,
+    evaluated: EvaluatedMetrics | None = None,
 ) -> Manifest:
     """The manifest of an open iteration: every file that its records name, each checked, and the records.
 
-    metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. Files of an earlier release's records are those in the folders.
+    metrics: of the iteration. committed: seconds of the epoch. driver: its token. run: its id. evaluated: the evaluation of the
+    weights that it began with. Files of an earlier release's records are those in the folders.
     """
     files = IterationFiles(run_folder, index)
     assert files.manifest is None, "the iteration is open"
@@ -208,6 +212,7 @@ def manifest_from_records(
             "metrics": metrics,
             "committed": committed,
             **({} if driver is None else {"driver": driver}),
+            **({} if evaluated is None else {"evaluated": evaluated}),
         },
     )
 
@@ -234,6 +239,7 @@ def commit_again(run_folder: RunFolder) -> list[int]:
             record.get("committed", time.time()),
             record.get("driver"),
             record.get("run"),
+            evaluated=record.get("evaluated"),
         )
         run_folder.commit_manifest(index, manifest, expected=record.get("manifest"))
         log.warning(

@@ -80,9 +80,11 @@ def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tu
     """About how many lines a file has, and the first of them."""
     path = f"{files.store.root}/{files.names[0]}"
     held = files.store.fs.size(path)
-    data = files.store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
+    data: bytes = files.store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
+    while len(data) < held and b"\n" not in data:  # a row larger than that is read whole
+        data += files.store.fs.cat_file(path, start=len(data), end=min(held, 2 * len(data)))
     found = list(lines([data]))
-    if held > size and len(found) > 1:
+    if len(data) < held and len(found) > 1:
         found = found[:-1]  # the last one is cut
     total = round(len(found) * held / max(1, len(data)))
     return total, [parse_line(line, number, source) for number, line in enumerate(found[:count])]

@@ -9,20 +9,19 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import ValidationError
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.storage.manifests.outcomes import outcomes
 from millrace.connectors.storage.manifests.summaries import EVERY, Committed, Summaries
 from millrace.connectors.storage.parts import PART_FOLDERS, take_over_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
-from millrace.core.contracts.history import GroupOutcome, IterationHistory
+from millrace.core.contracts.history import IterationHistory
 from millrace.core.contracts.ids import iteration_number, run_identity
-from millrace.core.curriculum.parts import part_name
-from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, of_run
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +32,6 @@ ASIDE = "not-whole.json"  # the marker of a checkpoint that was found broken
 PUBLISHED = "results/publish.json"  # written after the manifest
 CUT = "cut.json"  # which groups are trained and which deferred, where those that finish first are trained
 DEFERRED = "deferred.parquet"  # samples of the groups that it deferred, as far as they were made
-JOINED = "joined.parquet"  # groups that the iteration before deferred
-PLACE = ("row", "epoch", "ordinal")  # columns
 DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0
 READ_AHEAD = 64  # manifests in memory while all are gone through
@@ -133,15 +130,16 @@ class RunFolder:
             log.info("iteration %d was committed before", iteration_number(index))
             return committed
         if manifest.history is None and any(entry.path == "verdicts.parquet" for entry in manifest.files):
-            manifest = manifest.model_copy(update={"history": self._outcomes(index, manifest)})
+            manifest = manifest.model_copy(
+                update={"history": outcomes(self.iteration(index), index, manifest)}
+            )
         before = self.manifest(index - 1) if index else None
         manifest = manifest.after(before).sealed()
         if expected and manifest.sha256 != expected:
             raise CorruptFileError(
                 "made again from the records, it is not the manifest that was committed",
                 where=self._manifest_url(index),
-                remedy=f"restore it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at "
-                "ITERATION`",
+                remedy=f"restore it from a copy, or {self._branch()}",
             )
         content = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
         if not self.store.create(f"{self.iteration_path(index)}/{MANIFEST}", content.encode()):
@@ -237,58 +235,6 @@ class RunFolder:
                 yield item
         yield from map(Committed.of, self._from(max(since, self.summaries.until)))
 
-    def _outcomes(self, index: int, manifest: Manifest) -> IterationHistory:
-        """The history of one iteration, from its prompts and verdicts, which its manifest names."""
-        folder = self.iteration(index)
-        tables = [
-            folder.read_table(path, "prompts", entry, [*("group_id", "source", "level"), *PLACE])
-            for path in ("prompts.parquet", JOINED)
-            if (entry := manifest.find(path))
-        ]
-        tables[0] = tables[0].sort_by("ordinal")
-        prompts = [row for table in tables for row in table.to_pylist()]
-        verdicts = folder.read_table(
-            "verdicts.parquet",
-            "verdicts",
-            manifest.file("verdicts.parquet"),
-            columns=[
-                *("group_id", "verdict", "reason", "train_step", "group_reward", "group_reward_std"),
-                *("reused_from", "reused_ordinal"),
-            ],
-        )
-        samples: dict[str, list[dict[str, Any]]] = {}
-        reused: dict[int, set[int]] = {}
-        for row in verdicts.to_pylist():
-            if row["reused_from"] is None:
-                samples.setdefault(row["group_id"], []).append(row)
-            else:
-                reused.setdefault(row["reused_from"], set()).add(row["reused_ordinal"])
-        groups = []
-        for number, row in enumerate(prompts):
-            group = samples.get(row.pop("group_id"))
-            row["ordinal"] = number
-            row["source"] = part_name(row["source"], row.pop("level"))
-            if group is None:
-                raise CorruptFileError(
-                    f"has no verdict on the group of {row}",
-                    where=folder.url_of("verdicts.parquet"),
-                    remedy="restore the file",
-                )
-            kept = [sample for sample in group if sample["verdict"] == "kept"]
-            shown = (kept or group)[0]
-            steps = sorted({sample["train_step"] for sample in kept})
-            groups.append(
-                GroupOutcome(
-                    **row,
-                    verdict=shown["verdict"],
-                    reason=shown["reason"],
-                    steps=steps,
-                    score=shown["group_reward"],
-                    std=shown["group_reward_std"],
-                )
-            )
-        return IterationHistory.of(index, groups, reused, joined=sum(table.num_rows for table in tables[1:]))
-
     def verify(self, index: int) -> list[str]:
         """Problems of a committed iteration: each file that is missing or differs from its manifest."""
         try:
@@ -369,7 +315,13 @@ class RunFolder:
             "no such file, though the iteration was committed",
             where=self._manifest_url(index),
             remedy="start the run again: it is made again from the iteration's records. Where they are gone too, restore "
-            f"it from a copy, or go on from a checkpoint before it: `millrace branch {self.name} NEW --at ITERATION`",
+            f"it from a copy, or {self._branch()}",
+        )
+
+    def _branch(self) -> str:
+        return (
+            "go on from a checkpoint before it: "
+            f"`millrace branch {of_run(self.name, self.store.url, 'NEW', '--at ITERATION')}`"
         )
 
     def _is_complete(self, done: int) -> bool:
@@ -390,6 +342,13 @@ class RunFolder:
 
     def _manifest_url(self, index: int) -> str:
         return self.store.url_of(f"{self.iteration_path(index)}/{MANIFEST}")
+
+
+def open_iterations(folder: RunFolder) -> list[int]:
+    """The iterations that are begun and not committed, in order. There are several where a run is ahead of its trainer."""
+    first = folder.first_open_iteration()
+    begun = [index for index in numbers_of(folder.store, "iterations") if index >= first]
+    return [index for index in begun if folder.iteration(index).list()]
 
 
 def first_undrawn_iteration(folder: RunFolder) -> int:

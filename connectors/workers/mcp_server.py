@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.rollout import McpServer as Settings
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, described
@@ -82,7 +83,7 @@ class McpServer:
             raise ToolError(f"{tool} failed: {self._said(error)}") from error
         text = as_text(result)
         if result.is_error:
-            raise ToolError(f"{tool} failed: {text}")
+            raise ToolError(f"{tool} failed: {self._clean(text)}")
         return text
 
     async def close(self) -> None:
@@ -100,7 +101,11 @@ class McpServer:
     def _said(self, error: BaseException) -> str:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        return scrubbed(described(error), [self._settings.env, self._settings.headers])
+        return self._clean(described(error))
+
+    def _clean(self, text: str) -> str:
+        """A text without the server's secrets: what it says is stored, and the policy sees it."""
+        return shown_text(scrubbed(text, [self._settings.env, self._settings.headers]))
 
 
 class _Connection:

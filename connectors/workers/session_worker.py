@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.workers.mcp_tools import WorkerTools
 from millrace.connectors.workers.process import detach, limit_memory
+from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.rollout import Session as Settings
-from millrace.core.contracts.references import resolved
+from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import described
 from millrace.core.hooks import load, load_function, written_for_slime
 from millrace.core.rewards.scoring import read_score
@@ -85,6 +86,7 @@ class _Worker:
 
     def __init__(self, settings: Settings, note: Any) -> None:
         self.settings = settings
+        self._given = settings.model_dump(mode="json")  # with what refers to secrets
         self._note = note
         self._tools = WorkerTools(settings.tools)
         self._waiting: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
@@ -142,6 +144,7 @@ class _Worker:
             make_call=self._tools.call,
             serve=lambda session: self._serve(session, served),
             timeout_s=self.settings.timeout_s,
+            sampling=start["sampling"],
             over=lambda: self._send({"stuck": number}) if unended else None,
         )
         session = LiveSession(shared)
@@ -156,7 +159,7 @@ class _Worker:
         except asyncio.CancelledError:
             end = {"status": "failed", "reason": "CancelledError"}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is the end of its rollout
-            end = {"status": "failed", "reason": described(error)}
+            end = {"status": "failed", "reason": self._said(error)}
             if served.limit and isinstance(error, Exception):  # a client raises errors of its own for it
                 end = {"status": "truncated", "reason": served.limit}
         del self._tasks[number]
@@ -165,8 +168,12 @@ class _Worker:
         try:
             rewards = {branch: _numbers(given) for branch, given in shared.all_rewards().items()}
         except (TypeError, ValueError) as error:
-            rewards, end = {}, {"status": "failed", "reason": described(error)}
+            rewards, end = {}, {"status": "failed", "reason": self._said(error)}
         self._send({"session": number, "end": {**end, "rewards": rewards}})
+
+    def _said(self, error: BaseException) -> str:
+        """What a rollout raised, without the secrets of any of its functions and tools: it is stored."""
+        return shown_text(scrubbed(described(error), self._given))
 
     def _serve(self, session: LiveSession, served: Served) -> tuple[str, str]:
         if self._server is None:

@@ -22,6 +22,7 @@ COLUMNS = {  # that are read of each kind of table
 }
 AT_ONCE = 128  # rows whose tokens are summed at once
 SUPERSEDED = "superseded"  # turns that a rollout which was run again did not take up
+RETURNED: tuple[Fate, str] = ("returned", "")
 Outcome = tuple[Fate, str]
 """What became of a sample, and what dropped it."""
 
@@ -39,7 +40,8 @@ def account_of(
 
     cut: samples of the groups that it deferred, those that are whole among them. carried: the same of the iteration before.
     Policy tokens are counted: not prompts, and not what was observed between turns. A rollout of several turns generated
-    what its turns hold, also where it failed afterwards. Tables may have more columns than COLUMNS.
+    what its turns hold, also where it failed afterwards. An answer that was stored by segments generated what its row holds, and
+    what its segments hold while it has none. Tables may have more columns than COLUMNS.
     """
     columns = COLUMNS["rollouts"]
     tables = [rollouts.select(columns)]
@@ -57,6 +59,7 @@ class _Counting:
         self._account = Account()
         self._carried = carried
         self._turned = _by_rollout(turns)
+        self._whole: set[str] = set()  # samples whose rows hold their segments too
         self._outcomes = None if verdicts is None else self._read(verdicts)
         self._seen: set[str] = set()
 
@@ -96,6 +99,8 @@ class _Counting:
                 account.strays.append(sample)
                 outcome = None  # whatever it has counts once
             self._seen.add(sample)
+            if not turned[at]:
+                self._whole.add(sample)
             outcomes.append(outcome)
             self._take_from_generated(sample, turned[at], status[at], outcome)
             trained = outcome is not None and outcome[0] == "trained"
@@ -148,8 +153,10 @@ class _Counting:
     def _turns(self, failed: set[str]) -> None:
         """Count turns as generated, and those that are in no sample by what became of them."""
         account = self._account
-        known = {rollout_of(sample) for sample in self._seen}
+        known = {rollout_of(sample) for sample in self._seen} | self._carried.keys()
         for rollout, rows in self._turned.items():
+            if rollout in self._whole:
+                continue
             counted = {row["order"] for row in rows_that_count(rows, place_of_columns)}
             outcome = None
             if self._outcomes is None:
@@ -159,8 +166,12 @@ class _Counting:
                     account.samples["in flight", ""] += 1
             elif rollout in failed:
                 outcome = self._outcome_of(rollout)
+            elif self._outcome_of(rollout) == RETURNED and any(row["kind"] == "answer" for row in rows):
+                outcome = RETURNED  # an answer that was ended with its group
+                account.generated_samples += 1
+                account.samples[outcome] += 1
             for row in rows:
-                if row["kind"] == "segment":
+                if row["kind"] in ("segment", "answer"):
                     superseded = self._outcomes is not None and row["order"] not in counted
                     fate: Outcome | None = ("dropped", SUPERSEDED) if superseded else outcome
                     for version, tokens in _split(row["policy_versions"], row["length"]):

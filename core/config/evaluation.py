@@ -61,3 +61,8 @@ class Evaluation(Section):
     every: int = Field(
         10, ge=1, description="Iterations between evaluations; also before the first and after the last."
     )
+    background: bool | None = Field(
+        None,
+        description="Evaluate weights while the next iteration generates and trains, until engines get the weights after them. "
+        "False: nothing else begins meanwhile. null: with pipeline.ahead > 0. The last iteration's evaluation is always waited for.",
+    )

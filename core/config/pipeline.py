@@ -50,6 +50,14 @@ class Pipeline(Section):
         "weights (SGLang from 0.5.23 on). `keep`: they go on with the cache of the old weights (SGLang from 0.5.23 on).",
     )
 
+    min_ess: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Effective sample size, as the share `train/ess`, below which a run goes less far ahead: one iteration less each "
+        "time three iterations in a row are below it. run.json keeps what was decided; it is never taken back. null: never.",
+    )
+
     @property
     def staleness(self) -> int:
         """Largest age of a token when it is trained, in published versions."""

@@ -92,6 +92,12 @@ class RunConfig(Section):
         ]
 
     @property
+    def evaluates_in_background(self) -> bool:
+        """Whether an iteration evaluates the weights that it begins with, beside its own work, instead of those that it made."""
+        wanted = self.evaluation.background
+        return not self.algorithm.supervised and (self.pipeline.ahead > 0 if wanted is None else wanted)
+
+    @property
     def response_budgets(self) -> dict[str, int]:
         """Most tokens after a prompt, by the field that sets it."""
         if self.rollout.session:  # held-out sets too are answered in sessions

@@ -23,6 +23,13 @@ class _Transport(Section):
         description="Largest mean difference between engine and trainer log-probabilities on a step's tokens "
         "that the current weights generated; above it the run stops before the iteration's first update. Nats a token.",
     )
+    max_prompt_gap: float | None = Field(
+        None,
+        gt=0,
+        description="Largest mean difference between an engine's and the trainer's log-probabilities of four fixed texts, which are "
+        "compared after each sync: above it the run stops before anything is generated. Checksums of the engines' weights are "
+        "recorded too. null: nothing is compared. Nats a token.",
+    )
 
     @property
     def by_url(self) -> bool:

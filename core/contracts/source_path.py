@@ -9,7 +9,8 @@ import re
 from typing import NamedTuple
 
 FORMATS = (".jsonl", ".json", ".parquet", ".arrow")
-UNREAD = (".csv", ".tsv", ".txt", ".xlsx", ".gz", ".zst", ".zip", ".tar")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+UNREAD = (".csv", ".tsv", ".txt", ".xlsx", ".tar", *COMPRESSED)
 IN_A_FOLDER = (".jsonl", ".parquet")
 SLICE = re.compile(r"(.+)@\[([^\[\]]*)\]$", re.DOTALL)
 BOUND = re.compile(r"-?\d+")
@@ -41,6 +42,11 @@ class SourcePath(NamedTuple):
     def rows_of(self, total: int) -> range:
         """Numbers of the rows that are meant, of so many."""
         return range(total)[self.first : self.last]
+
+
+def is_compressed(name: str) -> bool:
+    """Whether a file is one of prompts that somebody has compressed."""
+    return any(name.endswith(f"{form}{ending}") for form in FORMATS for ending in COMPRESSED)
 
 
 def source_path(path: str) -> SourcePath:

@@ -131,6 +131,8 @@ class SyncWeightsRecord(TypedDict):
     version: int
     phases: dict[str, float]  # seconds
     seconds: float
+    prompt_gap: NotRequired[float]  # of engines from the trainer on four fixed texts, nats a token
+    checksums: NotRequired[dict[str, str]]  # hash of the weights that each engine serves
 
 
 class CheckpointRecord(TypedDict):
@@ -186,6 +188,7 @@ class EvaluateRecord(TypedDict):
     sets: dict[str, EvaluatedSet]
     seconds: float
     files: NotRequired[list[FileRecord]]  # its parts
+    lag: NotRequired[int]  # weight versions that the trainer had made beyond this one when it ended
 
 
 class HeldOutSubset(TypedDict):
@@ -214,6 +217,14 @@ class HeldOutRecord(TypedDict):
     files: list[FileRecord]  # its parts
 
 
+class EvaluatedMetrics(TypedDict):
+    """Figures of an evaluation, and of which weights they are."""
+
+    version: int
+    done: int  # iterations trained
+    metrics: dict[str, float]
+
+
 class PublishRecord(TypedDict):
     """Every figure of the iteration, by name, and what the manifest is made again from."""
 
@@ -222,6 +233,7 @@ class PublishRecord(TypedDict):
     driver: NotRequired[int | None]  # token of the driver that committed it
     run: NotRequired[str | None]  # id of the run that committed it
     manifest: NotRequired[str]  # its hash
+    evaluated: NotRequired[EvaluatedMetrics]  # by the iteration, of the weights that it began with
 
 
 class IterationRecords(TypedDict, total=False):

@@ -1,12 +1,16 @@
-"""What keeps a run's curves: one small interface for every tracker.
+"""What keeps a run's curves: one small interface for every tracker, and the tags that flow runs and deployments are found by.
 
 Owns no connection: connectors/mlflow, connectors/tensorboard and connectors/wandb have one each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
+
+from millrace.core.config import RunConfig
+
+OF_RUNS = ("run:", "preset:", "model:")  # tags that are a run's own
 
 
 class Tracker(Protocol):
@@ -45,3 +49,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             found.append((f"{prefix}{name}", value))
     return found
+
+
+def run_tags(config: RunConfig) -> set[str]:
+    """The run's name, its preset and its model, a tag each."""
+    model = config.model.path.rstrip("/").rpartition("/")[2]
+    learns = "sft" if config.algorithm.supervised else config.algorithm.preset
+    return {f"run:{config.run.name}", f"preset:{learns}", f"model:{model}"}
+
+
+def with_run_tags(had: Iterable[str], of_run: set[str]) -> list[str]:
+    """The tags of a flow run with those of its run, in place of others of their kinds: those of its deployment's recipe."""
+    return sorted({tag for tag in had if not tag.startswith(OF_RUNS)} | of_run)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from millrace.core.contracts.sample import Figures, Float32, Int32, JsonText, PolicySpan
 
-TurnKind = Literal["segment", "call", "diverged", "resumed"]
+TurnKind = Literal["segment", "call", "diverged", "resumed", "answer"]
 Row = TypeVar("Row")
 
 
@@ -22,6 +22,7 @@ class TurnRow:
     """A segment of a turn, or a tool's answer: a row of a part in turns/.
 
     diverged: from this event of the branch on, earlier rows do not count: a restarted rollout asked for something else.
+    answer: a segment of an answer without turns, stored while it was under way; its sample's row has its tokens too, once it is whole.
     resumed: earlier rows from number `event` of the rollout on do not count: some of them were lost with a broken part.
     """
 

@@ -11,6 +11,7 @@ import re
 from millrace.core.hooks import RewardInput
 from millrace.core.rewards.answer_text import LONGEST, Quantity, key, number, quantity, spelling
 from millrace.core.rewards.symbolic import same_expression
+from millrace.core.rewards.text import label_text
 
 BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
 FINAL = "####"  # stands before the answer in GSM8K's labels
@@ -77,7 +78,7 @@ def math(
     counts ("</think>"); a response without it has no answer. Of a label with a box or with ####, what these mark counts.
     Errors: ValueError for an empty label: the data are wrong, not the response.
     """
-    label = "" if sample.label is None else str(sample.label)
+    label = label_text(sample.label)
     label = last_boxed(label) or label.rpartition(FINAL)[2]
     if not label.strip():
         raise ValueError("the label is empty")

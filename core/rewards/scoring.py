@@ -153,7 +153,17 @@ def _finite(value: Any, name: str, path: str) -> float:
             f"{path} returned {name} of type {type(value).__name__}; "
             "return a number, a RewardResult, or a mapping with the key reward"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ) as error:  # an array or tensor of several, say
+        raise TypeError(
+            f"{path} returned {name} of type {type(value).__name__}, which is no one number: {error}"
+        ) from error
     if not math.isfinite(number):
         raise ValueError(f"{path} returned {name} = {number}; a reward is a finite number")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.core.errors import DataError
 from millrace.core.hooks import RewardInput
 
 
@@ -18,7 +19,21 @@ def contains(sample: RewardInput, *, strip: bool = True, ignore_case: bool = Fal
     return float(bool(label) and label in _normal(sample.response, strip, ignore_case))
 
 
+def label_text(label: Any) -> str:
+    """A label as the text that a response is compared with; empty without a label.
+
+    Errors: DataError for a list or a mapping, which no response equals.
+    """
+    if isinstance(label, list | dict):
+        raise DataError(
+            f"it is a {type(label).__name__}, and the reward compares with text",
+            where="label of the row",
+            remedy="set label_key of the source to the text within it, as in label_key: label.answer",
+        )
+    return "" if label is None else str(label)
+
+
 def _normal(text: Any, strip: bool, ignore_case: bool) -> str:
-    plain = "" if text is None else str(text)
+    plain = label_text(text)
     plain = plain.strip() if strip else plain
     return plain.casefold() if ignore_case else plain

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.core.hooks import RewardResult
-from millrace.core.sessions.interface import Done, Environment, Observation, Session, Turn
+from millrace.core.sessions.interface import Done, Environment, Observation, Session, SessionError, Turn
 from millrace.core.sessions.live import LiveSession
 
 
@@ -31,6 +31,7 @@ async def act_in(
 ) -> RewardResult | None:
     """One episode of an environment. Steps that were recorded are not made again, but where its recovery is "restart"."""
     environment = make(**options)
+    check_environment(environment)
     episode = _Episode(session, environment)
     try:
         seen = await episode.reset()
@@ -42,10 +43,29 @@ async def act_in(
             if turn.truncated:
                 break
     finally:
-        await environment.close()
+        closing: Any = environment.close()
+        if inspect.isawaitable(closing):
+            await closing
     if not isinstance(seen, Done) or seen.reward is None:
         return None
     return RewardResult(seen.reward, seen.parts)
+
+
+RECOVERIES = ("stateless", "snapshot", "restart")
+
+
+def check_environment(environment: object) -> None:
+    """See that it has what an environment has. Raises TypeError that says what it lacks."""
+    recovery = getattr(environment, "recovery", None)
+    if recovery not in RECOVERIES:
+        said = "says no recovery" if recovery is None else f"says recovery = {recovery!r}"
+        raise TypeError(f"{type(environment).__name__} {said}: it is one of {', '.join(RECOVERIES)}")
+    wanted = ["reset", "step", "close", *(["snapshot", "restore"] if recovery == "snapshot" else [])]
+    missing = [name for name in wanted if not callable(getattr(environment, name, None))]
+    if missing:
+        raise TypeError(
+            f"{type(environment).__name__} lacks {', '.join(missing)}, which recovery = {recovery!r} needs"
+        )
 
 
 class _Episode:
@@ -76,12 +96,16 @@ class _Episode:
             outcome = await made(make)
             snapshot = self._environment.recovery == "snapshot"
             state = self._environment.snapshot() if snapshot else None  # type: ignore[attr-defined]
+            if snapshot and not isinstance(state, str):
+                raise TypeError(f"snapshot returns text, not {type(state).__name__}")
             return json.dumps({**_plain(outcome), "state": state})
 
-        text, before = await self._session.recorded(f"environment.{name}", {}, to_record)
-        if before:
-            self._state = json.loads(text)["state"]
-        return from_record(text)
+        found = await self._session.recorded(f"environment.{name}", {}, to_record)
+        if found.failed:  # the policy sees no failure of an environment: its rollout ends with it
+            raise SessionError(found.text)
+        if found.before:
+            self._state = json.loads(found.text)["state"]
+        return from_record(found.text)
 
 
 async def made(make: Callable[[], Any]) -> Observation | Done | None:

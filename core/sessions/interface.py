@@ -126,7 +126,7 @@ class Session(Protocol):
         """Add to the next prompt. Its tokens are not trained."""
         ...
 
-    async def call(self, tool: str, **arguments: Any) -> str:
+    async def call(self, tool: str, /, **arguments: Any) -> str:
         """Call a tool and return its answer, or what went wrong, as text. The answer is recorded: no restart calls again."""
         ...
 

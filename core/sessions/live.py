@@ -43,6 +43,7 @@ class Shared:
     make_call: Make
     serve: Callable[[LiveSession], tuple[str, str]]  # opens a door over HTTP: its URL and key
     timeout_s: float  # of a call
+    sampling: Mapping[str, Any]  # the run's, with what the row says
     over: Callable[
         [], None
     ]  # says that nobody waits for a call any more; where it goes on all the same, its process ends
@@ -76,6 +77,15 @@ class Served:
     )
     created: dict[Place, int] = field(default_factory=dict)
     working: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answer as the record has it."""
+
+    text: str  # or what went wrong
+    failed: bool
+    before: bool  # a restart
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,11 @@ class LiveSession:
         return tuple(self._turns)
 
     @property
+    def sampling(self) -> Mapping[str, Any]:
+        """How the run samples this rollout's turns."""
+        return self._shared.sampling
+
+    @property
     def base_url(self) -> str:
         """Where a client of yours reaches this branch."""
         return self._door()[0]
@@ -155,6 +170,9 @@ class LiveSession:
         logprobs: bool = False,
     ) -> Turn:
         """Let the policy go on, after what was observed and `new`."""
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}: a turn has a token at least")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if self._generating:
             raise SessionError(
                 "a branch makes one turn after the other; for turns side by side use session.branch()"
@@ -241,25 +259,22 @@ class LiveSession:
         self._new += pieces(content, role)
         self._shared.history.touch(self.number)
 
-    async def call(self, tool: str, **arguments: Any) -> str:
+    async def call(self, tool: str, /, **arguments: Any) -> str:
         """Call a tool and return its answer, or what went wrong, as text."""
 
         async def make() -> str:
             return await self._shared.make_call(tool, arguments)
 
-        return (await self.recorded(tool, arguments, make))[0]
+        return (await self.recorded(tool, arguments, make)).text
 
     async def recorded(
         self, name: str, arguments: Mapping[str, Any], make: Callable[[], Awaitable[str]]
-    ) -> tuple[str, bool]:
-        """The text that `make` gives, or that it gave before a restart; and whether it did.
-
-        A ToolError of it is recorded as text too.
-        """
+    ) -> Recorded:
+        """What `make` gives, or what it gave before a restart. A ToolError of it, and that it took too long, are recorded too."""
         place = {"tool": name, "arguments": dict(arguments)}
         known = await self._ask({"do": "call", **place})
         if "answer" in known:
-            return str(known["answer"]), True
+            return Recorded(str(known["answer"]), bool(known["failed"]), before=True)
         over = False
         try:
             async with asyncio.timeout(self._shared.timeout_s):
@@ -272,7 +287,7 @@ class LiveSession:
         await self._ask({"do": "called", **place, "event": event, "answer": answer, "failed": failed})
         if over:
             self._shared.over()
-        return answer, False
+        return Recorded(answer, failed, before=False)
 
     def branch(self, name: str | None = None, prompt: Content | None = None) -> LiveSession:
         """Another sample of the same rollout."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pydantic import ValidationError, create_model
+from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from millrace.core.config.rollout import AnyTool, Tool
-from millrace.core.errors import ConfigError, described
-from millrace.core.hooks import load_function
+from millrace.core.errors import ConfigError
+from millrace.core.hooks import failure_of, load_function
 from millrace.core.sessions.interface import ToolError
+
+_STRICT = ConfigDict(extra="forbid")
 
 
 class NamedCall(Protocol):
@@ -33,8 +36,19 @@ class LoadedTool:
 
     def __init__(self, tool: Tool, field: str) -> None:
         """Errors: ConfigError naming `field` where the function cannot be loaded or described to a model."""
+        self._tool = tool
         self._call = load_function(tool, field)
         self.function = inspect.unwrap(getattr(self._call, "func", self._call))
+        if (
+            not inspect.isroutine(self.function)
+            or inspect.isasyncgenfunction(self.function)
+            or (inspect.isgeneratorfunction(self.function))
+        ):
+            raise ConfigError(
+                "it is no function that returns an answer",
+                where=f"{field}.function = {tool.function}",
+                remedy="name a function, sync or async, without yield",
+            )
         self.name = tool.name or self.function.__name__
         self._arguments = _arguments(self.function, tool, field)
         self.schema = _schema(self.name, self.function, self._arguments, field)
@@ -47,14 +61,15 @@ class LoadedTool:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "its arguments"
             raise ToolError(f"{self.name} does not take these arguments: {place}: {first['msg']}") from None
-        values = {name: getattr(given, name) for name in given.model_fields_set}
+        names = type(given).model_fields
+        values = {str(names[key].alias): getattr(given, key) for key in given.model_fields_set}
         try:
             if inspect.iscoroutinefunction(self.function):
                 answer = await self._call(**values)
             else:
                 answer = await asyncio.to_thread(self._in_thread, values)
         except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
-            raise ToolError(f"{self.name} failed: {described(error)}") from error
+            raise ToolError(f"{self.name} failed: {failure_of(error, self._tool)}") from error
         return as_text(answer)
 
     def _in_thread(self, values: Mapping[str, Any]) -> Any:
@@ -102,21 +117,50 @@ def caller(tools: Mapping[str, NamedCall]) -> Callable[[str, Mapping[str, Any]],
 
 
 def _arguments(function: Callable[..., Any], tool: Tool, field: str) -> Any:
-    """A model of the parameters that the policy gives: all but those that the options give."""
+    """A model of the parameters that the policy gives: all but those that the options give. Its fields are numbered.
+
+    A parameter may have any name, which a field of a model may not.
+    """
+    place = f"{field}.function = {tool.function}"
     fields: dict[str, Any] = {}
-    hints = inspect.get_annotations(function, eval_str=True)
+    try:
+        hints = inspect.get_annotations(function, eval_str=True)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise ConfigError(
+            f"a type hint of it cannot be read: {failure_of(error, tool)}",
+            where=place,
+            remedy="import what the hint names at the top of its module, and not for type checkers alone",
+        ) from error
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or name in tool.options:
             continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"its parameter {name} can be given by its place alone",
+                where=place,
+                remedy="take the / out: the model gives arguments by name",
+            )
         if name not in hints:
             raise ConfigError(
                 f"its parameter {name} has no type hint",
-                where=f"{field}.function = {tool.function}",
+                where=place,
                 remedy="give it one: the model is shown the types",
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[name] = (hints[name], default)
-    return create_model(f"{function.__name__}_arguments", __config__={"extra": "forbid"}, **fields)
+        fields[f"p{len(fields)}"] = (hints[name], Field(default, alias=name))
+    try:
+        made = create_model(f"{function.__name__}_arguments", __config__=_STRICT, **fields)
+        with warnings.catch_warnings():  # a default that JSON has no form for is not shown
+            warnings.simplefilter("ignore")
+            made.model_json_schema()
+    except PydanticUserError as error:
+        hinted = ", ".join(f"{field.alias}: {hint}" for hint, field in fields.values())
+        raise ConfigError(
+            f"a type hint of it has no JSON form ({hinted})",
+            where=place,
+            remedy="take text, numbers, booleans, lists, mappings, dataclasses or pydantic models: the model writes JSON",
+        ) from error
+    return made
 
 
 def _schema(name: str, function: Callable[..., Any], arguments: Any, field: str) -> dict[str, Any]:
@@ -129,7 +173,9 @@ def _schema(name: str, function: Callable[..., Any], arguments: Any, field: str)
             where=f"{field}.function",
             remedy="say in it what the tool does: the model is shown its first paragraph",
         )
-    made = arguments.model_json_schema()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = arguments.model_json_schema()
     made.pop("title", None)
     described_as = {item.arg_name: item.description for item in text.params if item.description}
     for parameter, schema in made.get("properties", {}).items():

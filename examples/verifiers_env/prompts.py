@@ -1,4 +1,4 @@
-"""Writes the tasks of the taskset as prompts, and makes the quickstart's warmed-up model."""
+"""Writes the tasks of the taskset as prompts, and makes a tiny model that half guesses them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from millrace import RunConfig
 from millrace.connectors.environments.verifiers import write_prompts
 from millrace.flows.quickstart import HELD_OUT, arithmetic
-from millrace.flows.quickstart import prepare as make_model
+from millrace.flows.sums_warm_up import prepare as make_model
 
 
 def prepare(config: RunConfig) -> None:

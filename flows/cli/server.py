@@ -51,8 +51,20 @@ def ui(
     print_lines(guarded(lambda: open_pages(root, run, uri, port)))
 
 
-def deploy() -> None:
-    """Create the Prefect deployments of train and sft; a worker runs them from this folder."""
-    from millrace.flows.tools.deploy import create_deployments
+def deploy(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="YAML files of runs that get a deployment each, besides the recipes."),
+    ] = None,
+    pool: Annotated[str, typer.Option(help="Work pool of the deployments; made unless it exists.")] = "local",
+    kind: Annotated[
+        str, typer.Option("--type", help="What a flow run is there: process, docker or kubernetes.")
+    ] = "process",
+    image: Annotated[
+        str | None, typer.Option(help="Image that has millrace, for docker and kubernetes.")
+    ] = None,
+) -> None:
+    """Create Prefect deployments of all recipes and given files; a worker runs them from this folder."""
+    from millrace.flows.tools import deploy as tool
 
-    print_lines(guarded(lambda: create_deployments(Path.cwd())))
+    print_lines(guarded(lambda: tool.deploy(Path.cwd(), files or (), pool=pool, kind=kind, image=image)))

@@ -18,11 +18,10 @@ def verify(run: str, root: RootOption = "runs") -> None:
     from millrace.flows.tools.verify import verify_run
 
     verdict = guarded(lambda: verify_run(root, run))
-    opened = verdict.open_iteration
+    opened = [str(iteration_number(index)) for index in verdict.open_iterations]
     console.print(
         f"{run}: {verdict.iterations} iterations, {verdict.files} files, {verdict.trained_samples} trained samples, "
-        f"{verdict.checkpoints} checkpoints looked at"
-        + (f"; iteration {iteration_number(opened)} is open" if opened is not None else "")
+        f"{verdict.checkpoints} checkpoints looked at" + (f"; open: {', '.join(opened)}" if opened else "")
     )
     for problem in verdict.problems:
         console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)

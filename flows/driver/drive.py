@@ -11,9 +11,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
+import httpx
+from prefect.states import Cancelled
+
+from millrace.connectors.prefect.flow_run_state import of_deployment
 from millrace.connectors.prefect.run_errors import log_errors_once
+from millrace.connectors.prefect.run_events import emit_run_event
 from millrace.connectors.prefect.run_page import log_to_page, tags
 from millrace.connectors.prefect.server import keep_server
 from millrace.connectors.storage.iteration_files import commit_again
@@ -22,15 +27,17 @@ from millrace.connectors.storage.local import bound_logs, keep_private, log_fold
 from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
-from millrace.core.errors import ConfigError, StorageError
+from millrace.core.contracts.own_code import expect
+from millrace.core.contracts.tracker import run_tags
+from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, StorageError, may_pass
 from millrace.core.garbage import use_few_heaps
 from millrace.core.hooks import call_function, search_in
+from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
 from millrace.flows.driver.run_record import finish_run_record, open_run_record, run_id
 from millrace.flows.preflight.check import check
-from millrace.tasks.report import run_tags
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -57,6 +64,7 @@ async def drive(
 
     Started again under the same run name it does what is missing; when nothing is, it returns at once.
     `before_first` runs ahead of index 0. Ctrl-C, SIGTERM and a cancelled flow run end it where it is, and its actors with it.
+    Where another process drives the run, a deployment's flow run ends as refused; any other raises LeaseHeldError.
     """
     driver = asyncio.current_task()
     assert driver is not None
@@ -64,8 +72,15 @@ async def drive(
     use_few_heaps()
     log_to_page()
     log_errors_once(by_command=in_command())
-    with on_signal(driver.cancel):
-        return await _drive(config, iteration, flow_name, before_first)
+    try:
+        with on_signal(driver.cancel):
+            return await _drive(config, iteration, flow_name, before_first)
+    except (MillraceError, httpx.TransportError) as error:
+        if isinstance(error, httpx.TransportError) or may_pass(error):
+            emit_run_event("may-go-on")
+        raise
+    finally:
+        emit_run_event("left")
 
 
 async def _drive(
@@ -84,7 +99,16 @@ async def _drive(
             "run %s is complete: %d iterations in %s", config.run.name, first, runtime.run_folder.store.url
         )
         return {"run": config.run.name, "iterations": first, "did": 0}
-    async with _leased(runtime) as attempt:
+    try:
+        lease = await asyncio.to_thread(Lease.take, runtime.run_folder.store)
+    except LeaseHeldError as error:
+        if not of_deployment():
+            raise
+        log.warning("%s", error)
+        return cast(
+            DriveResult, Cancelled(name="Refused", message=str(error))
+        )  # Prefect takes it as the end's state
+    async with _leased(runtime, lease) as attempt:
         await asyncio.to_thread(commit_again, runtime.run_folder)
         await open_run_record(
             runtime, attempt, config, here.commit
@@ -93,7 +117,13 @@ async def _drive(
         if before_first and first == 0:
             await before_first(runtime)
         with tags(*run_tags(config)):
-            await run_iterations(partial(iteration, runtime), flow_name, config, first)
+            await run_iterations(
+                partial(iteration, runtime),
+                flow_name,
+                config,
+                first,
+                lambda index: runtime.prompts.ahead.at(index),
+            )
         await finish_run_record(runtime)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 
@@ -103,6 +133,7 @@ async def _prepare(config: RunConfig) -> ModelHere:
 
     Returns the configuration with the model's folder on this host. Raises ConfigError with every problem.
     """
+    expect({})  # what an earlier run in this process found
     search_in(config.run.import_from)
     if config.run.prepare:
         await asyncio.to_thread(call_function, config.run.prepare, "run.prepare", config)
@@ -110,6 +141,7 @@ async def _prepare(config: RunConfig) -> ModelHere:
     problems = await asyncio.to_thread(check, here.config, prepared=True)
     if problems:
         raise ConfigError(render_problems(problems))
+    expect(await asyncio.to_thread(own_modules, here.config))
     return here
 
 
@@ -125,13 +157,12 @@ async def _keep_logs_bounded(config: RunConfig) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _leased(runtime: Runtime) -> AsyncIterator[int]:
-    """Hold the run's lease and open the runtime; yields the number of this attempt.
+async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
+    """Hold the run's lease with the runtime open; yields the number of this attempt.
 
     A background task renews the lease; when it is lost, the flow is cancelled. What interrupted writes left is removed first.
     The run's actors end on leaving, unless another driver has taken the lease and with it the actors.
     """
-    lease = await asyncio.to_thread(Lease.take, runtime.run_folder.store)
     driver = asyncio.current_task()
     assert driver is not None
     lost: list[Exception] = []

@@ -6,13 +6,13 @@ Owns what is hashed. Data sources have fingerprints of their own (millrace.core.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from millrace.core.config import RunConfig, UserFunction
 from millrace.core.config.rollout import Tool
+from millrace.core.contracts.own_code import hash_of, source_of
 from millrace.core.hooks import load, module_and_name
 from millrace.core.rewards.selection import all_rewards, comparisons
 from millrace.core.sessions.selection import rollout_functions
@@ -73,19 +73,27 @@ def _digest(file: Path) -> str:
     return hashed.hexdigest()
 
 
+def own_modules(config: RunConfig) -> dict[str, str]:
+    """The hash of each module of the user's functions, by its name."""
+    return {module: hash_of(source) for _, module, source in _sources(config)}
+
+
 def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for field, _, source in _sources(config):
+        yield f"{field}: {source.name}", hash_of(source)
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
+    """Field with path, module and file of each of the user's functions."""
     for field, function in _functions(config):
         path = f"{field}.function"
         if function is None or function.function.startswith(OURS):
             continue  # millrace's own are of its version, which run.json names
         load(function.function, path)
-        module = sys.modules[module_and_name(function.function)[0]]
-        source = inspect.getsourcefile(module)
+        module = module_and_name(function.function)[0]
+        source = source_of(sys.modules[module])
         if source:
-            yield (
-                f"{path} = {function.function}: {Path(source).name}",
-                hashlib.sha256(Path(source).read_bytes()).hexdigest(),
-            )
+            yield f"{path} = {function.function}", module, source
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, UserFunction | None]]:

@@ -22,15 +22,21 @@ from millrace.core.garbage import collect_garbage, give_back_memory
 GIVE_BACK_EVERY = 20  # iterations
 
 
+AheadOf = Callable[[int], int]
+Work = Callable[[int, "IterationSlot"], Coroutine[Any, Any, None]]
+
+
 class Stage(IntEnum):
     """How far an iteration is, in order."""
 
-    DRAWN = 1  # its prompts are committed
-    GENERATED = 2  # its batch is fixed, and no engine answers for it any more
-    TRAINED = 3
-    LEFT_TRAINER = 4  # engines have its weights, and the trainer's state is copied where it is to be saved
-    LEFT_ENGINES = 5  # it is evaluated
-    DONE = 6  # its manifest is written
+    DECIDED = 1  # it is known how many iterations may be open before it
+    DRAWN = 2  # its prompts are committed
+    GENERATED = 3  # its batch is fixed, and no engine answers for it any more
+    TRAINED = 4
+    SERVED = 5  # engines have its weights
+    LEFT_TRAINER = 6  # the trainer's state is copied where it is to be saved
+    LEFT_ENGINES = 7  # it is evaluated, unless the next iteration does that
+    DONE = 8  # its manifest is written
 
 
 class Progress:
@@ -64,6 +70,8 @@ class IterationSlot:
 
         async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             await slot.may_work()
+            ...  # decide to be less far ahead
+            await slot.may_draw()
             ...  # sample prompts
             await slot.reach(Stage.DRAWN)
             ...  # generate
@@ -72,7 +80,9 @@ class IterationSlot:
             ...  # train
             await slot.reach(Stage.TRAINED)
             await slot.may_sync()
-            ...  # sync weights, save
+            ...  # sync weights
+            await slot.reach(Stage.SERVED)
+            ...  # save
             await slot.reach(Stage.LEFT_TRAINER)
             ...  # evaluate
             await slot.reach(Stage.LEFT_ENGINES)
@@ -81,25 +91,38 @@ class IterationSlot:
             await slot.reach(Stage.DONE)
 
     Guarantees: an iteration works when the one L + 1 before it is done and the one before it has drawn, so at most L + 1 are
-    open. They train, sync and publish in their order. Flow runs are created when the iteration L + 1 before has trained: what
+    open. L may be lowered for an iteration before it draws. They train, sync and publish in their order. Flow runs are created when the iteration L + 1 before has trained: what
     is left of that one seldom fails. After an iteration that fails none begins to work.
     """
 
     def __init__(
-        self, index: int, progress: Progress, *, ahead: int = 0, last: int, finish: bool = False
+        self, index: int, progress: Progress, *, ahead: AheadOf, most: int, last: int, finish: bool = False
     ) -> None:
-        """last: index of the run's last iteration. finish: weights wait for the requests of iterations that are ahead."""
+        """ahead: L of each iteration as it stands now. most: the largest L. last: index of the run's last iteration.
+
+        finish: weights wait for the requests of iterations that are ahead.
+        """
         self.index = index
-        self._progress, self._ahead, self._last, self._finish = progress, ahead, last, finish
+        self._progress, self._ahead, self._most = progress, ahead, most
+        self._last, self._finish = last, finish
 
     async def may_work(self) -> None:
-        """Wait until the iteration L + 1 before is done and the one before has drawn."""
-        await self._progress.wait(self.index - self._ahead - 1, Stage.DONE)
+        """Wait until the one before has drawn and the iteration L + 1 before is done."""
         await self._progress.wait(self.index - 1, Stage.DRAWN)
+        await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
+
+    async def may_draw(self) -> None:
+        """L of this iteration is decided. Wait until the iteration L + 1 before is done, where L became less."""
+        await self.reach(Stage.DECIDED)
+        await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
 
     async def may_join(self) -> None:
         """Wait until the iteration before has generated: what it deferred is known then."""
         await self._progress.wait(self.index - 1, Stage.GENERATED)
+
+    async def may_evaluate(self) -> None:
+        """Wait until engines serve the weights that this iteration begins with. It must end before this one's own are synced."""
+        await self._progress.wait(self.index - 1, Stage.SERVED)
 
     async def may_train(self) -> None:
         """Wait until the trainer has done with the iteration before."""
@@ -108,12 +131,21 @@ class IterationSlot:
     async def may_sync(self) -> None:
         """Wait until engines may get this iteration's weights: the evaluation of the one before is over.
 
-        With pipeline.on_update=finish the L iterations after this one are also generated first: all of one by one version.
+        With pipeline.on_update=finish the iterations that are ahead of this one are also generated first: all of one by one version.
         """
         await self._progress.wait(self.index - 1, Stage.LEFT_ENGINES)
         if self._finish:
-            for later in range(self.index + 1, min(self.index + self._ahead, self._last) + 1):
+            for later in range(self.index + 1, min(self.index + self._most, self._last) + 1):
+                if not self._is_ahead(later):
+                    break  # this one must be done before it draws, and so before those after it do
+                await self._progress.wait(later, Stage.DECIDED)
+                if not self._is_ahead(later):
+                    break
                 await self._progress.wait(later, Stage.GENERATED)
+
+    def _is_ahead(self, later: int) -> bool:
+        """Whether a later iteration draws before this one is done, as far as that is decided: it may still become less ahead."""
+        return later - self._ahead(later) <= self.index
 
     async def may_publish(self) -> None:
         """Wait until the iteration before is done: manifests are written in order."""
@@ -124,11 +156,12 @@ class IterationSlot:
         await self._progress.reach(self.index, stage)
 
 
-Work = Callable[[int, IterationSlot], Coroutine[Any, Any, None]]
-
-
-async def run_iterations(work: Work, flow_name: str, config: RunConfig, first: int) -> None:
+async def run_iterations(
+    work: Work, flow_name: str, config: RunConfig, first: int, ahead_of: AheadOf | None = None
+) -> None:
     """Run every iteration of the run from index `first` on, each as a flow run of the flow `flow_name`.
+
+    ahead_of: how many iterations may be open before one; pipeline.ahead where not given, and never more than that.
 
     Raises the error of the iteration that fails; a flow run created after it ends too, with nothing done.
     """
@@ -137,7 +170,14 @@ async def run_iterations(work: Work, flow_name: str, config: RunConfig, first: i
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             for index in range(first, last + 1):
-                slot = IterationSlot(index, progress, ahead=ahead, last=last, finish=finish)
+                slot = IterationSlot(
+                    index,
+                    progress,
+                    ahead=ahead_of or (lambda _: ahead),
+                    most=ahead,
+                    last=last,
+                    finish=finish,
+                )
                 run_name = f"{config.run.name}, iteration {iteration_number(index)}"
                 group.create_task(_flow(work, slot, flow_name, run_name)(index))
                 if index == first + ahead + 1:

@@ -23,16 +23,17 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint, source_changes
-from millrace.core.errors import DataError, MissingFileError
+from millrace.core.errors import BudgetError, DataError, MissingFileError
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import check_same_model, taken_up
-from millrace.flows.tools.browse import ahead_of, check_no_run
+from millrace.flows.tools.browse import ahead_of, check_no_run, spans_of
 from millrace.tasks import report
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+STARTS = 10  # of one flow run in one iteration
 VERSIONED = (
     "millrace",
     "torch",
@@ -75,10 +76,11 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
         check_resume(before, asked, hashed)
     else:
         check_branch(before, asked, record["parent"], hashed)
+    since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
+    check_goes_on(record, str(flow_run.id), since)
     record["id"] = runtime.run_id
     prints = await asyncio.to_thread(fingerprints, runtime.config)
     check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
-    since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
     undrawn = await asyncio.to_thread(first_undrawn_iteration, runtime.run_folder)
     installed = versions()
     record["changes"] = taken_up(record, before, asked, prints, installed, since)
@@ -87,9 +89,11 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["model_commit"] = commit
     runtime.prompts.use_seed_name(record["seed_name"])
     record["data"] = await asyncio.to_thread(check_same_data, record.get("data", []), runtime)
-    ahead = ahead_of(record).since(undrawn, runtime.config.pipeline.ahead)
+    ahead = ahead_of(record)
+    if "ahead" not in record or _asks_for_another(before, runtime.config):
+        ahead = ahead.since(undrawn, runtime.config.pipeline.ahead)
     runtime.prompts.use_ahead(ahead)
-    record["ahead"] = [{"since": since, "iterations": iterations} for since, iterations in ahead.spans]
+    record["ahead"] = spans_of(ahead)
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
@@ -99,12 +103,34 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
         {
             "number": attempt,
             "started": datetime.now(UTC).isoformat(),
+            "complete": since,
             "host": platform.node(),
             "flow_run_id": flow_run.id,
             "flow_run_url": flow_run.ui_url,
         }
     )
     await asyncio.to_thread(store.write_sealed, "run.json", record)
+
+
+def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:
+    """Whether this start sets otherwise how far ahead the run is: else what was lowered stays so."""
+    return (before.pipeline.ahead, before.pipeline.min_ess) != (now.pipeline.ahead, now.pipeline.min_ess)
+
+
+def check_goes_on(record: dict[str, Any], flow_run_id: str, complete: int) -> None:
+    """Refuse the start of a flow run whose newest starts all ended before an iteration was complete: it would be resumed for ever.
+
+    complete: how many iterations are.
+    """
+    newest = record["attempts"][-STARTS:]
+    if len(newest) == STARTS and all(
+        (attempt["flow_run_id"], attempt.get("complete")) == (flow_run_id, complete) for attempt in newest
+    ):
+        raise BudgetError(
+            f"{STARTS} starts of this flow run ended before iteration {iteration_number(complete)} was complete",
+            where=f"run {record['name']}",
+            remedy="find out why in the logs of the flow run, then start the run again as a new flow run: it goes on",
+        )
 
 
 async def finish_run_record(runtime: Runtime) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.restart import Change, changes
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, of_run
 
 
 def stored_config(values: dict[str, Any], run: str) -> RunConfig:
@@ -52,12 +53,13 @@ def check_resume(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()
     """Refuse to go on with a run if a field differs that a resume may not change, naming every one."""
     refused = refused_in_run(before, now, hashed)
     if refused:
-        branch = all(change.restart.branch for change in refused)
+        branch, run = all(change.restart.branch for change in refused), before.run.name
+        url = RunFolder(now.storage.root, run).store.url
         raise ConfigError(
             f"exists with another configuration:\n{_lines(refused)}",
             where=f"run {now.run.name}",
-            remedy="Put these fields back, or change them in a branch: `millrace branch "
-            f"{before.run.name} NEW --at ITERATION`."
+            remedy="Put these fields back, or change them in a branch: "
+            f"`millrace branch {of_run(run, url, 'NEW', '--at ITERATION')}`."
             if branch
             else "Put these fields back, or give the new run another run.name.",
         )

@@ -20,7 +20,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.rows.chat_options import TEMPLATE_KWARGS, TOOLS
 from millrace.core.contracts.rows.own_sampling import SAMPLING
-from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, too_long
+from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, too_long
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput
 from millrace.core.rewards.forms import answer_of, reward_of
@@ -31,6 +31,11 @@ from millrace.tasks.data.own_rows import OwnRows
 
 ROWS, BYTES = 20_000, 8 << 20  # that are read of a file on a disk
 ROWS_FROM_AFAR, BYTES_FROM_AFAR = 1_000, 1 << 20
+REMEDIES = {  # by the kind of reason why no row can be used
+    "not UTF-8": "save the file as UTF-8; unpack it if it is compressed",
+    "wrong type": "change the column, or name another one in the source",
+    "too long": "shorten the prompts, or raise data.max_prompt_tokens",
+}
 ARRAY = "it is one JSON array; write an object a line, as `jq -c '.[]' FILE > FILE.jsonl` does"
 
 
@@ -94,7 +99,8 @@ class Rows:
         if self.usable:
             return []
         if not self.refused:
-            return [Problem(f"{self.field}.path", path, "holds no rows", "give a file with prompts")]
+            remedy = "give a file with prompts, or correct the slice at the end of its path"
+            return [Problem(f"{self.field}.path", path, "holds no rows", remedy)]
         return [self._none_usable()]
 
     def _made(self, source: Source) -> list[Problem]:
@@ -113,6 +119,13 @@ class Rows:
         self.refused = [item for item in found if isinstance(item, Quarantined)]
         self.whole = self.total == len(found)
         return [] if self.usable else [self._none_usable()]
+
+    def set_aside(self, limit: int) -> list[Problem]:
+        """Refuse rows of far more than `limit` tokens before they are rendered or tokenised; a problem if these are all."""
+        found = [far_too_long(row, self.source, limit) for row in self.usable]
+        self.refused += [item for item in found if item]
+        self.usable = [row for row, item in zip(self.usable, found, strict=True) if not item]
+        return [self._none_usable()] if found and not self.usable else []
 
     def measure(self, tokenizer: Any, limit: int) -> None:
         """Count the tokens of the texts, and note the rows with more than `limit`."""
@@ -143,7 +156,7 @@ class Rows:
             if array
             else "return rows with a prompt"
             if self.function
-            else "write a JSON object with the prompt on each line",
+            else REMEDIES.get(kind, "write a JSON object with the prompt on each line"),
         )
 
 
@@ -156,6 +169,8 @@ def sources(config: RunConfig) -> list[Rows]:
 
 def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Problem]:
     """Problems of the rows that were read, under the model's template and tokenizer; fills their texts and lengths."""
+    limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
+    yield from rows.set_aside(limit)
     if not rows.usable:
         return
     yield from _metadata(rows)
@@ -164,7 +179,6 @@ def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Pro
         rows.texts = yield from rendered(rows, model)
     else:
         yield from check_dialogues(rows, model)
-    limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
     if model.tokenizer is not None and rows.texts:
         rows.measure(model.tokenizer, limit)
         if len(rows.too_long) == len(rows.lengths):

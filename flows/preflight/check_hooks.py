@@ -115,7 +115,12 @@ def _hook(
     elif written_for_slime(path):
         taken = OF_SLIME.get(NAMED.sub("function", place))
         if taken is None:
-            yield Problem(field, path, "slime has no hook for this", "write it as package.module:function")
+            yield Problem(
+                field,
+                path,
+                "signatures of slime's are taken of rewards, group filters and rollouts alone",
+                "give it the parameters of docs/extending.md, and write it as package.module:function",
+            )
             return
         arguments, options = taken, {}  # its options become attributes of args
     try:

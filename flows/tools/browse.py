@@ -6,10 +6,12 @@ Owns what the command line shows of runs; starts nothing and changes no file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config.reading.stored import lifted
@@ -60,8 +62,9 @@ def run_listing(root: str, run: str) -> Listing:
     Iteration 0 is the model before training, where it was evaluated.
     """
     folder, record = RunFolder(root, run), run_record(root, run)
-    metrics_of = {item.iteration + 1: item.metrics for item in folder.committed()}
-    evaluated = evaluations(folder, metrics_of)
+    committed = list(folder.committed())
+    metrics_of = {item.iteration + 1: item.metrics for item in committed}
+    evaluated = evaluations(folder, committed)
     sets = sorted({name for values in evaluated.values() for name in values})
     rows: list[Sequence[Any]] = []
     for number in range(0 if 0 in evaluated else 1, len(metrics_of) + 1):
@@ -72,13 +75,8 @@ def run_listing(root: str, run: str) -> Listing:
     return Listing(["iteration", *COLUMNS, *(f"eval/{name}" for name in sets)], rows, _facts(folder, record))
 
 
-def evaluations(
-    folder: RunFolder, metrics_of: Mapping[int, Mapping[str, float]]
-) -> dict[int, dict[str, float]]:
-    """Mean reward by iterations trained, and by set; of supervised runs loss and perplexity. 0: before training.
-
-    metrics_of: those of committed iterations, which are counted from 1.
-    """
+def evaluations(folder: RunFolder, committed: Iterable[Committed]) -> dict[int, dict[str, float]]:
+    """Mean reward by iterations trained, and by set; of supervised runs loss and perplexity. 0: before training."""
     files = IterationFiles(folder, 0)
     found: dict[int, dict[str, float]] = {0: {}}
     for name, held_out in (files.record("evaluate_before") or {"sets": {}})["sets"].items():
@@ -86,13 +84,20 @@ def evaluations(
             found[0][name] = held_out["reward_mean"]
     for name, held_out in (files.record("held_out_loss_before") or {"sets": {}})["sets"].items():
         found[0] |= {f"{name}/{figure}": held_out[figure] for figure in ("loss", "perplexity")}
-    for done, metrics in sorted(metrics_of.items()):
-        found[done] = {
-            match["set"] or match["loss"]: value
-            for name, value in metrics.items()
-            if (match := EVALUATION.match(name))
-        }
+    for item in committed:
+        found.setdefault(item.iteration + 1, {}).update(_evaluated(item.metrics))
+        if item.evaluated:  # of the weights that the iteration began with
+            found.setdefault(item.evaluated["done"], {}).update(_evaluated(item.evaluated["metrics"]))
     return {done: values for done, values in found.items() if values}
+
+
+def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What is listed of evaluations, by set, or by set and figure."""
+    return {
+        match["set"] or match["loss"]: value
+        for name, value in metrics.items()
+        if (match := EVALUATION.match(name))
+    }
 
 
 def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
@@ -133,7 +138,7 @@ def run_record(root: str, run: str) -> Any:
     except MissingFileError as error:
         check_no_run(store)
         raise StorageError(
-            "no such run", where=store.url, remedy=f"`millrace runs --root {root}` lists them"
+            "no such run", where=store.url, remedy=f"`millrace runs --root {shlex.quote(root)}` lists them"
         ) from error
 
 
@@ -145,3 +150,8 @@ def check_no_run(store: Store) -> None:
             where=store.url_of("run.json"),
             remedy="restore it from a copy, or start a new run under another run.name",
         )
+
+
+def spans_of(ahead: Ahead) -> list[dict[str, int]]:
+    """The same as run.json keeps it."""
+    return [{"since": since, "iterations": iterations} for since, iterations in ahead.spans]

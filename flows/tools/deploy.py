@@ -1,51 +1,163 @@
-"""`millrace deploy`: create the Prefect deployments that ship with millrace, to run from a folder of the user's.
+"""`millrace deploy`: Prefect deployments of millrace, one for each recipe and each given file, to run from a folder of the user's.
 
-Owns no definition: deployments/prefect.yaml holds them. Prefect's own commands do the work.
+Owns how a recipe becomes a deployment. deployments/ holds the rest: prefect.yaml the deployments for any run, pools/ what a
+kind of work pool needs, automations.yaml what the server does by itself.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import asyncio
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from millrace.connectors.prefect.server import ensure_server, export_line
-from millrace.core.errors import MillraceError
+from millrace.core.config import RunConfig
+from millrace.core.config.reading.files import read_files
+from millrace.core.config.reading.load import load_config
+from millrace.core.contracts.tracker import run_tags
+from millrace.core.errors import ConfigError
 
-POOL = "local"  # the work pool that prefect.yaml names
+if TYPE_CHECKING:
+    from prefect import Flow
+
+    from millrace.connectors.prefect.deployments import Described, Pool
+
+TAG = "millrace"  # of all deployments, by which automations know their runs
+FILES = Path(str(resources.files("millrace.deployments")))
 
 
-def create_deployments(folder: Path) -> list[str]:
-    """Create the work pool, unless it exists, and the deployments; returns the lines that start a worker.
+def deploy(
+    folder: Path,
+    files: Sequence[Path] = (),
+    *,
+    pool: str = "local",
+    kind: str = "process",
+    image: str | None = None,
+) -> list[str]:
+    """Create the work pool, unless it exists, the deployments and the automations; returns the lines that start a worker.
 
-    Flow runs import from `folder` and resolve relative paths against it.
+    Flow runs import from `folder` and resolve relative paths against it. files: YAML files of runs. image: for containers.
     """
+    where = pool_of(pool, kind, str(folder), image)
+    described = all_deployments(files)
     api = ensure_server()
-    if _prefect(folder, "work-pool", "inspect", POOL).returncode:
-        _must(_prefect(folder, "work-pool", "create", POOL, "--type", "process"))
-    file = str(resources.files("millrace.deployments") / "prefect.yaml")
-    _must(_prefect(folder, "deploy", "--all", "--prefect-file", file))
+    asyncio.run(_create(described, where, str(folder)))
     return [
-        f"train/train (a form), train/file (a YAML file) and sft/sft run from {folder} once a worker runs:",
+        f"Deployments: {', '.join(map(shown_name, described))}",
+        f"train/train and sft/sft are forms, train/file takes a YAML file. They run from {folder} once a worker runs:",
         export_line(api),
-        f"prefect worker start --pool {POOL}",
+        f"prefect worker start --pool {pool}",
     ]
 
 
-def _prefect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "prefect", "--no-prompt", *arguments],
-        cwd=folder,
-        env={**os.environ, "PWD": str(folder)},  # prefect.yaml's working directory
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
+async def _create(described: Sequence[Described], pool: Pool, folder: str) -> None:
+    from millrace.connectors.prefect.automations import keep_automations
+    from millrace.connectors.prefect.deployments import create_deployments
+    from millrace.flows.from_file import train_file, train_recipe
+    from millrace.flows.sft import sft
+    from millrace.flows.train import train
+
+    all_flows: tuple[Flow[..., Any], ...] = (train, sft, train_file, train_recipe)
+    flows = {f"{flow.fn.__module__}.{flow.fn.__name__}": flow for flow in all_flows}
+    await create_deployments(described, flows, pool, folder)
+    await keep_automations(FILES / "automations.yaml")
 
 
-def _must(done: subprocess.CompletedProcess[str]) -> None:
-    if done.returncode:
-        raise MillraceError(f"`prefect {' '.join(done.args[5:])}` failed:\n{done.stdout.strip()}")
+def pool_of(name: str, kind: str, folder: str, image: str | None) -> Pool:
+    """The work pool of a name and kind, with the job variables of pools/KIND.yaml. Raises ConfigError where it cannot be."""
+    kinds = [file.stem for file in sorted((FILES / "pools").glob("*.yaml"))]
+    if kind not in kinds:
+        raise ConfigError(
+            "is no kind of work pool", where=f"--type {kind}", remedy=f"give one of {', '.join(kinds)}"
+        )
+    if (image is None) != (kind == "process"):
+        raise ConfigError(
+            "runs are processes there" if image else "runs are containers there",
+            where=f"--type {kind}",
+            remedy="leave --image out" if image else "name an image that has millrace: --image IMAGE",
+        )
+    variables = yaml.safe_load((FILES / "pools" / f"{kind}.yaml").read_text())
+    words = {"FOLDER": folder, "IMAGE": image or ""}
+    return {"name": name, "kind": kind, "variables": _filled(variables, words)}
+
+
+def all_deployments(files: Sequence[Path]) -> list[Described]:
+    """The deployments of prefect.yaml, of recipes and of files.
+
+    Raises ConfigError for a file that is no configuration, and for two deployments of one name.
+    """
+    for_any_run: list[Described] = [
+        {
+            "name": item["name"],
+            "entrypoint": item["entrypoint"],
+            "description": item["description"],
+            "tags": item["tags"],
+            "parameters": {},
+        }
+        for item in yaml.safe_load((FILES / "prefect.yaml").read_text())["deployments"]
+    ]
+    recipes = sorted((FILES / "recipes").glob("*.yaml"))
+    described = [*for_any_run, *map(of_recipe, recipes), *map(of_file, files)]
+    names = list(map(shown_name, described))
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                "there are two deployments of that name", where=name, remedy="change run.name of the file"
+            )
+    return described
+
+
+def of_recipe(path: Path) -> Described:
+    """The deployment of a recipe: a form that is filled in with what the recipe says, and with defaults elsewhere."""
+    return {
+        "name": path.stem,
+        "entrypoint": "millrace.flows.from_file.train_recipe",
+        "description": "\n".join(_comment(path)),
+        "tags": _tags(load_config(str(path))),
+        "parameters": {"config": read_files(str(path)), "overrides": []},
+    }
+
+
+def of_file(path: Path) -> Described:
+    """The deployment of a user's file, by the name of its run: each flow run reads the file as it is then."""
+    config = load_config(str(path))
+    return {
+        "name": config.run.name,
+        "entrypoint": "millrace.flows.from_file.train_file",
+        "description": f"The run of {path}, which is read when it starts. The overrides are fields as behind `millrace train`.",
+        "tags": _tags(config),
+        "parameters": {"path": str(path), "overrides": []},
+    }
+
+
+def shown_name(described: Described) -> str:
+    """The name by which Prefect's commands know a deployment: flow/name."""
+    flow = described["entrypoint"].rpartition(".")[2].partition("_")[0]
+    return f"{flow}/{described['name']}"
+
+
+def _tags(config: RunConfig) -> list[str]:
+    return [TAG, *sorted(run_tags(config))]
+
+
+def _comment(path: Path) -> list[str]:
+    """The lines of comment that a file begins with."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return [line.removeprefix("#").strip() for line in lines]
+
+
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    """A value of YAML with words in place of `<WORD>` in its texts."""
+    if isinstance(value, dict):
+        return {name: _filled(item, words) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, words) for item in value]
+    if isinstance(value, str):
+        for word, text in words.items():
+            value = value.replace(f"<{word}>", text)
+    return value

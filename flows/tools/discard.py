@@ -12,10 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from millrace.connectors.storage.files import move_file
+from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.lease import Lease
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.errors import StorageError
+from millrace.core.errors import StorageError, of_run
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.stop import end_actors
 
@@ -61,11 +62,11 @@ def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:
     committed = folder.first_open_iteration(strict=False)
     if index < committed or any(folder.manifest(other) for other in _begun(folder) if other > index):
         what = "" if index < committed else "an iteration after "
-        before = [done for done in folder.complete_checkpoints() if done <= index]
+        newest = max((done for done in folder.complete_checkpoints() if done <= index), default=0)
         raise StorageError(
             f"{what}iteration {iteration_number(index)} is committed, and a committed iteration is final",
             where=folder.store.url,
-            remedy=f"go on without it in a branch: `millrace branch {folder.name} NEW --at {before[-1] if before else 0}`",
+            remedy=f"go on without it in a branch: `millrace branch {of_run(folder.name, folder.store.url, 'NEW', f'--at {newest}')}`",
         )
     if not folder.iteration(index).list():
         raise StorageError(
@@ -77,7 +78,7 @@ def _check_may_go(folder: RunFolder, index: int, later: bool) -> None:
         raise StorageError(
             f"iterations after {iteration_number(index)} were begun",
             where=folder.store.url,
-            remedy=f"give them up too: `millrace discard {folder.name} --from {iteration_number(index)}`",
+            remedy=way_out(folder, index).replace("the iteration", "them too"),
         )
 
 

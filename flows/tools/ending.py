@@ -9,6 +9,7 @@ import shlex
 from pathlib import PurePosixPath
 
 from millrace.connectors.mlflow.tracker import is_server
+from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.flows.tools.browse import evaluations
@@ -35,9 +36,9 @@ def ending(config: RunConfig) -> list[str]:
 def _best(config: RunConfig, folder: RunFolder) -> list[str]:
     names = [held_out.name for held_out in config.evaluation.sets]
     files = [PurePosixPath(path).stem for name in names for path in folder.store.list(f"eval/{name}")]
-    manifests = {int(done) - 1: folder.manifest(int(done) - 1) for done in set(files) if int(done)}
-    metrics_of = {index + 1: manifest.tasks["metrics"] for index, manifest in manifests.items() if manifest}
-    found = evaluations(folder, metrics_of)
+    evaluated_by = {index for done in map(int, files) for index in (done - 1, done) if index >= 0}
+    manifests = [folder.manifest(index) for index in sorted(evaluated_by)]
+    found = evaluations(folder, [Committed.of(manifest) for manifest in manifests if manifest])
     lines = []
     for name in names:
         values = {done: of_sets[name] for done, of_sets in found.items() if name in of_sets}

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import track
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.core.account.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.errors import ConfigError, StorageError
+from millrace.core.errors import ConfigError, StorageError, of_run
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.tasks.samples.account import open_account, stored_account
@@ -41,11 +41,10 @@ def accounts_of_run(root: str, run: str, at: int | None = None) -> Accounts:
         raise ConfigError(
             "a supervised run generates nothing, so that there is nothing to account for",
             where=folder.store.url,
-            remedy=f"`millrace show {run}` lists what it trained",
+            remedy=f"`millrace show {of_run(run, folder.store.url)}` lists what it trained",
         )
     committed = folder.first_open_iteration()
-    opened = bool(folder.store.list(folder.iteration_path(committed)))
-    indices = range(committed + opened)
+    indices = [*range(committed), *open_iterations(folder)]
     if at is not None:
         if at - 1 not in indices:
             raise StorageError(

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import (
+    OF_SOME,
     PUBLISH,
     TABLES,
     IterationFiles,
     record_path,
 )
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers
-from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
+from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder, open_iterations
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
 
@@ -40,10 +41,10 @@ def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
 def strangers(folder: RunFolder, named: Iterable[FileEntry]) -> list[str]:
     """Files in a run's folder that no manifest, record or marker names. `named`: those of records.
 
-    What tasks of the open iteration write counts as named: their records follow.
+    What tasks of open iterations write counts as named: their records follow.
     """
     known = {*OF_THE_RUN, *(entry.path for entry in named)}
-    for index in range(folder.first_open_iteration() + 1):
+    for index in [*range(folder.first_open_iteration()), *open_iterations(folder)]:
         known |= {f"{folder.iteration_path(index)}/{path}" for path in _of_iteration(folder, index)}
     for done in folder.complete_checkpoints():
         known |= {f"{folder.checkpoint_path(done)}/{path}" for path in _of_checkpoint(folder, done)}
@@ -57,7 +58,12 @@ def _of_iteration(folder: RunFolder, index: int) -> list[str]:
     if manifest:
         return [MANIFEST, record_path(PUBLISH), *(entry.path for entry in manifest.files)]
     files = IterationFiles(folder, index)
-    named = [*TABLES, *list_takeovers(files.folder), *map(record_path, IterationRecords.__annotations__)]
+    named = [
+        *TABLES,
+        *OF_SOME,
+        *list_takeovers(files.folder),
+        *map(record_path, IterationRecords.__annotations__),
+    ]
     for kind in PART_FOLDERS:
         parts = [path for path in _entries(files) if path.startswith(f"{kind}/")]
         named += parts or list_parts(files.folder, kind)

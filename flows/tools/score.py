@@ -130,7 +130,7 @@ def _read(path: str) -> list[dict[str, Any]]:
         if path.endswith(".parquet"):
             rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
             return rows
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise DataError(f"cannot be read: {error}", where=path, remedy="correct the path") from error
     values = []

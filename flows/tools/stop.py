@@ -6,12 +6,13 @@ import asyncio
 import signal
 import time
 
+from millrace.connectors.prefect.server import ensure_server
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.errors import LeaseHeldError
+from millrace.core.errors import LeaseHeldError, of_run
 from millrace.flows.tools.browse import run_record, settings_of
 
 PROMISED_S = 10.0  # in which a command ends after SIGTERM
@@ -25,12 +26,22 @@ def stop_run(root: str, run: str) -> str:
     """
     folder = RunFolder(root, run)
     driver = find_driver(folder.store)
-    ended = (
-        [f"{driver}, which drove {run}, ended"]
-        if driver and end_driver(driver, run, folder.store.url)
-        else []
-    )
+    ended = []
+    if driver and end_driver(driver, run, folder.store.url):
+        ended = [f"{driver}, which drove {run}, ended", *_cancelled(root, run)]
     return "; ".join([*ended, f"{end_actors(root, run)} actors of {run} ended"])
+
+
+def _cancelled(root: str, run: str) -> list[str]:
+    """Mark the deployment's flow run that was just ended, if it was one, as cancelled, and say so."""
+    attempts = run_record(root, run).get("attempts")
+    if not attempts:
+        return []
+    ensure_server()
+    from millrace.connectors.prefect.flow_run_state import cancel_ended
+
+    done = cancel_ended(attempts[-1]["flow_run_id"], f"Ended by `millrace stop {run}`.")
+    return ["its flow run is cancelled"] if done else []
 
 
 def end_actors(root: str, run: str) -> int:
@@ -53,7 +64,7 @@ def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
         raise LeaseHeldError(
             f"driven by {driver}, on another host or in another container than this process",
             where=url,
-            remedy=f"there, `millrace stop {run}` or `kill {driver.pid}` ends it",
+            remedy=f"there, `millrace stop {of_run(run, url)}` or `kill {driver.pid}` ends it",
         )
     try:
         was_alive = driver.send_signal(signal.SIGTERM)
@@ -67,7 +78,7 @@ def end_driver(driver: ProcessIdentity, run: str, url: str) -> bool:
             raise LeaseHeldError(
                 f"{driver} drives it and did not end within {PROMISED_S:g} s of SIGTERM",
                 where=url,
-                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {run}` ends what it leaves",
+                remedy=f"`kill -9 {driver.pid}` ends it; then `millrace stop {of_run(run, url)}` ends what it leaves",
             )
         time.sleep(POLL_S)
     return was_alive

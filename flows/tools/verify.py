@@ -15,8 +15,9 @@ from rich.progress import track
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
+from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.parts import check_takeover, list_takeovers
-from millrace.connectors.storage.run_folder import JOINED, RunFolder
+from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.buffer.buffer import Buffer
@@ -56,7 +57,7 @@ class Verdict:
     files: int = 0
     trained_samples: int = 0
     checkpoints: int = 0
-    open_iteration: int | None = None
+    open_iterations: list[int] = field(default_factory=list)
 
 
 def verify_run(root: str, run: str) -> Verdict:
@@ -82,19 +83,27 @@ def verify_run(root: str, run: str) -> Verdict:
         verdict.iterations += 1
     verdict.problems += _ledger(folder, record, config)
     verdict.problems += _buffer(folder, record, config)
-    if folder.store.list(folder.iteration_path(len(committed))):
-        verdict.open_iteration = len(committed)
-        opened = IterationFiles(folder, len(committed))
-        verdict.problems += _problems(
-            lambda: in_threads(lambda entry: opened.check([entry]), opened.entries.values())
-        )
-        verdict.problems += _problems(lambda: _check_takeovers(folder, opened))
+    verdict.open_iterations = open_iterations(folder)
+    for index in verdict.open_iterations:
+        verdict.problems += _open_iteration(folder, index)
     named = list(_problems_of_records(folder, record, verdict))
     for done in folder.complete_checkpoints():
         verdict.problems += _checkpoint(folder, done)
         verdict.checkpoints += 1
     verdict.strangers = strangers(folder, named)
     return verdict
+
+
+def _open_iteration(folder: RunFolder, index: int) -> list[str]:
+    """What is wrong with the files that its records name, and with its notes of takeovers."""
+    files = IterationFiles(folder, index)
+    takeovers = _problems(lambda: _check_takeovers(folder, files))
+    try:
+        named = list(files.entries.values())
+    except StorageError as error:
+        return [str(error), *takeovers]
+    checked = in_threads(lambda entry: _problems(lambda: files.check([entry])), named)
+    return [*(line for found in checked for line in found), *takeovers]
 
 
 def _problems(check: Callable[[], object]) -> list[str]:
@@ -120,8 +129,7 @@ def _file_problems(store: Store, entries: Iterable[FileEntry]) -> list[str]:
 
 def _problems_of_records(folder: RunFolder, record: dict[str, Any], verdict: Verdict) -> Iterator[FileEntry]:
     """The entries of files outside iterations that records name; what is wrong with them goes into the verdict."""
-    last = verdict.iterations + (verdict.open_iteration is not None)
-    for index in range(last):
+    for index in [*range(verdict.iterations), *verdict.open_iterations]:
         entries: list[FileEntry] = []
         problems = _problems(lambda: entries.extend(named_by_records(folder, index)))  # noqa: B023
         verdict.problems += [line for line in problems if line not in verdict.problems]

@@ -16,8 +16,8 @@ from millrace.connectors.workers.pool import WorkerPool
 from millrace.core.config import UserFunction
 from millrace.core.config.data import Levels, Source
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, parse_row, refuse
-from millrace.core.errors import ConfigError, DataError, described
-from millrace.core.hooks import load_function
+from millrace.core.errors import ConfigError, DataError
+from millrace.core.hooks import cleaned, failure_of, load_function
 
 TIMEOUT_S = 600.0  # for the function itself, and for the rows of a draw
 SAMPLED = 64  # rows of each level, spread over it, that a fingerprint is made of
@@ -95,9 +95,8 @@ class OwnRows:
         """The call's value. Runs in a thread without an event loop."""
         outcome = asyncio.run(self._pool.call(function, *args, timeout_s=TIMEOUT_S, again=1))
         if outcome.kind != "done":
-            raise DataError(
-                f"{self.name} failed: {outcome.reason}", where=self._where, remedy="correct the function"
-            )
+            reason = cleaned(outcome.reason or outcome.kind, self._function)
+            raise DataError(f"{self.name} failed: {reason}", where=self._where, remedy="correct the function")
         return outcome.value
 
 
@@ -116,20 +115,20 @@ def rows_at(
 ) -> list[str | dict[str, str]]:
     """Rows as JSON, or what is wrong with them. Runs in the worker process."""
     rows = _rows(function.model_dump_json(), where, level)
-    return [_row(rows, number) for number in numbers]
+    return [_row(rows, number, function) for number in numbers]
 
 
-def _row(rows: Any, number: int) -> str | dict[str, str]:
+def _row(rows: Any, number: int, function: UserFunction) -> str | dict[str, str]:
     try:
         row = rows[number]
     except Exception as error:  # noqa: BLE001 - a user's code raises anything
-        return {"problem": f"raised: {described(error)}"}
+        return {"problem": f"raised: {failure_of(error, function)}"}
     if not isinstance(row, Mapping):
         return {"problem": f"not an object: {type(row).__name__}"}
     try:
         return json.dumps(dict(row), allow_nan=False)
     except UNSTORABLE as error:
-        return {"problem": f"wrong type: {error}"}
+        return {"problem": f"wrong type: {cleaned(str(error), function)}"}
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from millrace.core.contracts.rows.prompts import (
     PromptRow,
     Quarantined,
     SourceFingerprint,
+    far_too_long,
     refuse,
     too_long,
     without_label,
@@ -69,6 +70,14 @@ def tokenised(
     source: Source | EvalSet, rows: Sequence[PromptRow], tokenizer: PromptTokenizer, limit: int
 ) -> list[Read]:
     """Each row with its prompt's tokens; those of more than `limit` tokens cannot be used."""
+    refused = {row.row: found for row in rows if (found := far_too_long(row, source, limit))}
+    read = iter(_tokenised(source, [row for row in rows if row.row not in refused], tokenizer, limit))
+    return [refused[row.row] if row.row in refused else next(read) for row in rows]
+
+
+def _tokenised(
+    source: Source | EvalSet, rows: Sequence[PromptRow], tokenizer: PromptTokenizer, limit: int
+) -> list[Read]:
     if source.loss_on != "answer":
         reader = Dialogues(tokenizer, ())
         return [_dialogue(source, row, reader, limit) for row in rows]
@@ -176,6 +185,12 @@ def too_many_unusable(
     name: str, quarantined: Sequence[Quarantined], bad: int, total: int, limit: float
 ) -> DataError:
     """The error that stops a run whose source has too few usable rows."""
+    if not total:
+        return DataError(
+            "holds no rows",
+            where=f"source {name}",
+            remedy="give a file with prompts, or correct the slice at the end of its path",
+        )
     unusable = Failures()
     for item in quarantined:
         unusable.add(item.reason, f"row {item.row}: {item.excerpt!r}")

@@ -24,6 +24,8 @@ class Curves:
         """Add what the run's committed iterations hold."""
         for item in folder.committed():
             self.add(item.metrics, item.iteration + 1)
+            if item.evaluated:
+                self.add(item.evaluated["metrics"], item.evaluated["done"])
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Add an iteration's."""

@@ -13,7 +13,7 @@ PHASES = {
     "training": ("train_step",),
     "sync": ("sync_weights",),
     "checkpoint": ("checkpoint",),
-    "evaluation": ("evaluate", "held_out_loss"),
+    "evaluation": ("evaluate", "evaluate_before", "held_out_loss"),
 }
 LEVELS = "▁▂▃▄▅▆▇█"
 NEWEST = 40  # values of a sparkline

@@ -88,9 +88,10 @@ class Prompts:
         )
 
     def use_ahead(self, ahead: Ahead) -> None:
-        """Draw as run.json says how many iterations might be open ahead."""
-        assert self._ledger is None, "the ledger has drawn already"
+        """Draw as run.json says how many iterations might be open ahead; the same as before for those that are drawn."""
         self.ahead = ahead
+        if self._ledger is not None:
+            self._ledger.use_ahead(ahead)
 
     def ledger(self) -> Ledger:
         """The ledger over the committed manifests."""

@@ -6,10 +6,11 @@ import pyarrow as pa
 
 from millrace.connectors.storage.iteration_files import IterationFiles, way_out
 from millrace.connectors.storage.parts import read_parts
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.account.account import Account
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.ids import iteration_number
-from millrace.core.errors import StorageError
+from millrace.core.errors import StorageError, of_run
 
 
 def carried_to(files: IterationFiles) -> pa.Table | None:
@@ -38,13 +39,13 @@ def open_account(files: IterationFiles) -> Account:
     return account_of(rollouts, turns, cut=cut, carried=carried_to(files))
 
 
-def check_closes(account: Account, files: IterationFiles, run: str) -> None:
+def check_closes(account: Account, files: IterationFiles, run: RunFolder) -> None:
     """Raise StorageError if the account of an iteration does not close."""
     problems = account.problems()
     if problems:
         raise StorageError(
             f"the account of iteration {iteration_number(files.index)} does not close: {'; '.join(problems)}",
             where=files.folder.url,
-            remedy=f"its files disagree: `millrace verify {run}` names them; restore them from a copy, or "
+            remedy=f"its files disagree: `millrace verify {of_run(run.name, run.store.url)}` names them; restore them from a copy, or "
             f"{way_out(run, files.index)}",
         )

@@ -1,87 +1,67 @@
-"""Samples of one answer each: asked for, or gone on with where they were deferred, and as rows.
+"""Samples of one answer each: asked for, or gone on with where they were deferred or a kill ended them, and as rows.
 
-Owns the row of a sample and how the pieces of an answer become one. Knows nothing of engines or files.
+Owns the row of a sample. Knows nothing of engines or files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from millrace.connectors.sglang.dispatcher import NOTHING, joined_spans
+from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
+from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.generation import Answer, SampleGenerator
 from millrace.tasks.samples.part_writer import PartWriter
-
-
-@dataclass(frozen=True)
-class Made:
-    """What was generated of an answer in earlier iterations."""
-
-    output_ids: npt.NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS.ids)
-    logprobs: npt.NDArray[np.float64] = field(default_factory=lambda: NO_TOKENS.logprobs)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # first token, weight version
-
-    @classmethod
-    def of(cls, row: GeneratedSample | None) -> Made:
-        """Of the row of a sample that was cut; nothing of None."""
-        if row is None:
-            return cls()
-        spans = [(span["first_token"], span["version"]) for span in row.policy_versions]
-        length = row.response_length
-        ids = np.asarray(row.tokens[len(row.tokens) - length :], dtype=np.int32)
-        return cls(ids, np.asarray(row.rollout_logprobs, dtype=np.float64), spans)
-
-    def then(self, answer: Answer, text_of: Callable[[Sequence[int]], str]) -> Answer:
-        """The whole answer, with what was generated now. One that failed has no tokens."""
-        if not len(self.output_ids) or answer.status == "failed":
-            return answer
-        new = answer.generation or NOTHING
-        output_ids = np.concatenate([self.output_ids, new.output_ids])
-        whole = replace(
-            new,
-            output_ids=output_ids,
-            logprobs=np.concatenate([self.logprobs, new.logprobs]),
-            text=text_of(output_ids.tolist()),
-            weight_versions=joined_spans(self.versions, new.weight_versions, len(self.output_ids)),
-        )
-        return replace(answer, generation=whole)
+from millrace.tasks.samples.segments.answer_segments import AnswerSegments
+from millrace.tasks.samples.segments.made import Made
+from millrace.tasks.sessions.record import stored_events
+from millrace.tasks.stream import Joined
 
 
 class Answers:
     """Makes samples of one answer each."""
 
-    def __init__(self, ctx: IterationContext, generator: SampleGenerator, writer: PartWriter) -> None:
+    def __init__(
+        self,
+        ctx: IterationContext,
+        generator: SampleGenerator,
+        writer: PartWriter,
+        segments: PartWriter,
+        stored: Iterable[TurnRow] = (),
+    ) -> None:
+        """stored: segments of an earlier attempt."""
         self._ctx, self._generator = ctx, generator
         self._keys = {source.name: source.sampling_key for source in ctx.config.data.sources}
-        self._writer = writer
+        self._writer, self._segments = writer, segments
+        self._stored = stored_events(stored)
         self.begun: list[GeneratedSample] = []  # that the cut ended
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Samples are written meanwhile, and all of them at the end."""
-        async with self._writer.open():
+        """Samples and segments are written meanwhile, and all of them at the end."""
+        async with self._writer.open(), self._segments.open():
             yield
 
     async def __call__(self, group: DrawnGroup, index: int) -> None:
-        """Make a sample of a group, or the rest of one that was deferred."""
+        """Make a sample of a group, or the rest of one that was begun before."""
         ctx, sample = self._ctx, sample_id(group.group_id, index)
-        joined = ctx.stream.joined if ctx.stream and group.deferrals else None
-        if joined and sample in joined.finished:
-            self._writer.put([joined.finished[sample]])
+        whole = self._whole(group, sample)
+        if whole:
+            self._writer.put([whole])
             return
-        seed = ctx.runtime.prompts.sample_seed(group, index)
-        made = Made.of(joined.begun.get(sample) if joined else None)
+        seed, every = ctx.runtime.prompts.sample_seed(group, index), ctx.config.rollout.flush_tokens
+        segments = self._begun(group, sample, seed)
+        made = segments.made
         answer = await self._generator.generate(
             group.prompt_tokens,
             seed=seed,
@@ -90,12 +70,46 @@ class Answers:
             own=self._own(group),
             made=made.output_ids.tolist(),
             priority=ctx.index,
+            flush=Flush(every, segments) if every else None,
         )
         row = generated_sample(group, index, seed, made.then(answer, ctx.runtime.prompts.tokenizer.decode))
         if row.status == "aborted":
             self.begun.append(row)
         else:
             self._writer.put([row])
+
+    def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
+        """What is stored of a sample that was not begun again; None where that is nothing."""
+        sample = sample_id(group.group_id, index)
+        whole = self._whole(group, sample)
+        seed = self._ctx.runtime.prompts.sample_seed(group, index)
+        made = self._begun(group, sample, seed).made
+        if whole or not len(made.output_ids):
+            return whole
+        none = Answer(None, None, time.time(), 0.0)
+        text_of = self._ctx.runtime.prompts.tokenizer.decode
+        return generated_sample(group, index, seed, made.then(none, text_of))
+
+    def _whole(self, group: DrawnGroup, sample: str) -> GeneratedSample | None:
+        """The row of a sample that was whole when its group was deferred."""
+        joined = self._joined(group)
+        return joined.finished.get(sample) if joined else None
+
+    def _begun(self, group: DrawnGroup, sample: str, seed: int) -> AnswerSegments:
+        joined = self._joined(group)
+        return AnswerSegments(
+            group,
+            sample,
+            seed,
+            Made.of(joined.begun.get(sample) if joined else None),
+            self._stored.get(sample, ()),
+            self._segments,
+            self._ctx.runtime.prompts.tokenizer.decode,
+        )
+
+    def _joined(self, group: DrawnGroup) -> Joined | None:
+        """What was deferred to the iteration, of a group that was."""
+        return self._ctx.stream.joined if self._ctx.stream and group.deferrals else None
 
     def _own(self, group: DrawnGroup) -> dict[str, Any]:
         """Sampling parameters that the group's row names."""

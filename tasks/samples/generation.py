@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
@@ -94,12 +95,13 @@ class SampleGenerator:
         own: Mapping[str, Any] | None = None,
         made: Sequence[int] = (),
         priority: int | None = None,
+        flush: Flush | None = None,
     ) -> Answer:
         """Generate one answer. Equal tokens, seed and weights give an equal answer.
 
         `session` keeps the samples of a group together. own: sampling parameters of this answer alone. made: what was
-        generated of it before: it goes on from there. priority: among waiting requests, the smallest first. One that no
-        engine can generate has an answer that says why. Raises BudgetError if too many of them failed.
+        generated of it before: it goes on from there. priority: among waiting requests, the smallest first. flush: stores its
+        tokens meanwhile. One that no engine can generate has an answer that says why. Raises BudgetError if too many of them failed.
         """
         self.outstanding += 1
         async with self._places:
@@ -116,6 +118,7 @@ class SampleGenerator:
                         session=session,
                         continued=len(made),
                         priority=priority,
+                        flush=flush,
                     )
             except EngineError as error:
                 reason = str(error)

@@ -11,13 +11,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
-from millrace.connectors.storage.run_folder import CUT, DEFERRED, JOINED
-from millrace.connectors.storage.sealed import check_seal
+from millrace.connectors.storage.manifests.outcomes import JOINED
+from millrace.connectors.storage.run_folder import CUT, DEFERRED
+from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts import schema
 from millrace.core.contracts.cut import Cut
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.core.errors import CorruptFileError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.scoring import scored_as_one
 from millrace.tasks.stream import Joined
@@ -25,11 +29,29 @@ from millrace.tasks.stream import Joined
 UNFINISHED = "aborted"  # the status of a sample that goes on in a later iteration
 
 
+def is_cut(ctx: IterationContext) -> bool:
+    """Whether those that finish first fill the batch: as pipeline.select says, or as a cut says that was made before it changed."""
+    return ctx.config.pipeline.select == "finish" or ctx.folder.exists(CUT)
+
+
 def read_cut(ctx: IterationContext) -> Cut | None:
     """The cut of the iteration, None where there is none yet."""
-    if not ctx.folder.exists(CUT):
-        return None
-    return Cut.model_validate(ctx.folder.read_sealed(CUT))
+    files = IterationFiles(ctx.run_folder, ctx.index)
+    with files.with_remedy():
+        if not ctx.folder.exists(CUT):
+            return None
+        content, url = ctx.folder.read_json(CUT), ctx.folder.url_of(CUT)
+        cut = _opened(content, url)
+        ctx.run_folder.owner.check(content.get(RUN), url)
+        return cut
+
+
+def _opened(content: Any, url: str) -> Cut:
+    """Raises CorruptFileError if it is not what was written."""
+    try:
+        return Cut.model_validate(check_seal(content, url))
+    except ValidationError as error:
+        raise CorruptFileError("does not say which groups are trained", where=url) from error
 
 
 async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaitable[None]]) -> None:
@@ -46,7 +68,7 @@ def join(ctx: IterationContext) -> Joined:
     before = IterationFiles(ctx.run_folder, ctx.index - 1)
     if not ctx.index or CUT not in before.entries:
         return Joined()
-    deferred = Cut.model_validate(check_seal(before.read_json(CUT), before.folder.url_of(CUT))).deferred
+    deferred = _opened(before.read_json(CUT), before.folder.url_of(CUT)).deferred
     if not deferred:
         return Joined()
     drawn = {group.group_id: group for group in _groups_of(before)}

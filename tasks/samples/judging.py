@@ -13,7 +13,6 @@ from typing import Any
 
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.connectors.storage.parts import list_parts
-from millrace.core.config import RunConfig
 from millrace.core.config.filter import Filter
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.sample import Scorable, ScoredSample, columns
@@ -34,7 +33,7 @@ class Judging:
         self._ctx = ctx
         self._by_id: dict[str, ScoredGroup] = {}
         self._wanted = _columns_read(ctx.config.filter)
-        self._budget = _budget(ctx.config, ctx.index)
+        self._budget = _budget(ctx)
         self._read: set[str] = set()
         self._waiting: list[ScoredSample] = []  # of groups that are not known yet
 
@@ -112,16 +111,17 @@ def _columns_read(filter: Filter) -> list[str]:
     return ["sample_id", "group_id", "response_length", "status"]
 
 
-def _budget(config: RunConfig, index: int) -> FailureBudget:
+def _budget(ctx: IterationContext) -> FailureBudget:
+    config = ctx.config
     function = config.filter.group_filter.function if config.filter.group_filter else ""
     return FailureBudget(
         "filter.max_failed_share",
         config.filter.max_failed_share,
         config.rollout.prompts,
         what=f"could not be judged by filter.group_filter.function = {function}",
-        where=f"iteration {iteration_number(index)}",
+        where=f"iteration {iteration_number(ctx.index)}",
         remedy="correct the function, or raise the share, and start the same command again: the iteration's groups are judged "
-        f"again. Or {way_out(config.run.name, index)}",
+        f"again. Or {way_out(ctx.run_folder, ctx.index)}",
         unit="group",
     )
 

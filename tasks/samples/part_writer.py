@@ -24,22 +24,32 @@ class PartWriter:
     """Takes rows; `open` writes them."""
 
     def __init__(
-        self, ctx: IterationContext, kind: str, limit: int, busy: Callable[[], bool], landed: Landed
+        self,
+        ctx: IterationContext,
+        kind: str,
+        limit: int,
+        busy: Callable[[], bool],
+        landed: Landed,
+        wait_s: float = WAIT_S,
     ) -> None:
-        """limit: rows of a part. busy: whether more rows may come soon. landed: called for each part that is whole."""
+        """limit: rows of a part. busy: whether more rows may come soon, for which others wait. landed: called for each part that is whole."""
         self._ctx, self._kind, self._limit = ctx, kind, limit
-        self._busy, self._landed = busy, landed
+        self._busy, self._landed, self._wait_s = busy, landed, wait_s
         self._queue: asyncio.Queue[list[Any] | None] = asyncio.Queue()
         self._put = self._written = 0
         self._moved = asyncio.Condition()
 
-    def put(self, rows: Sequence[Any]) -> None:
-        """Have rows written, in one part."""
+    def put(self, rows: Sequence[Any]) -> Callable[[], bool]:
+        """Have rows written, in one part. What is returned says whether they are by now."""
         self._put += 1
+        number = self._put
         self._queue.put_nowait(list(rows))
+        return lambda: self._written >= number
 
-    async def settled(self) -> None:
-        """Wait until what was put so far is stored."""
+    async def settled(self, at_once: bool = False) -> None:
+        """Wait until what was put so far is stored. at_once: no row waits for company."""
+        if at_once:
+            self.put([])
         wanted = self._put
         async with self._moved:
             await self._moved.wait_for(lambda: self._written >= wanted)
@@ -60,8 +70,8 @@ class PartWriter:
         open_ = True
         while open_:
             items = [await self._queue.get()]
-            deadline = asyncio.get_running_loop().time() + WAIT_S
-            while items[-1] is not None and _rows(items) < self._limit and self._more():
+            deadline = asyncio.get_running_loop().time() + self._wait_s
+            while items[-1] and _rows(items) < self._limit and self._more():
                 try:
                     async with asyncio.timeout_at(deadline):
                         items.append(await self._queue.get())

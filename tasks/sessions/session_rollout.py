@@ -61,6 +61,7 @@ class _Said:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)  # messages after each turn
+    plain: bool = True  # before the first turn: the messages are all of the prompt
 
     def __post_init__(self) -> None:
         self._first = len(self.messages)
@@ -154,7 +155,8 @@ class SessionRollout:
         ids = None if own is None else self._opening_ids([], own)
         branch = self.tree.branch(number, begin["parent"], begin["parent_turns"], begin["name"], ids)
         origin = self.said[begin["parent"]]
-        self.said[number] = _Said(_messages(own) if own is not None else origin.after(begin["parent_turns"]))
+        messages = _messages(own) if own is not None else origin.after(begin["parent_turns"])
+        self.said[number] = _Said(messages, plain=own is None or len(messages) == len(own))
         return branch
 
     async def _generate(self, branch: Branch, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,23 +231,31 @@ class SessionRollout:
         return turn
 
     def _observe(self, branch: Branch, new: Sequence[Any]) -> None:
-        """Add what is new to a branch. Raises ValueError where the chat template refuses it."""
+        """Add what is new to a branch, all of it or nothing. Raises ValueError where the chat template refuses it."""
         said = self.said[branch.number]
-        turns = self.said[branch.number].turns
-        began = bool(turns) or (branch.parent_turns or 0) > 0
+        began = bool(said.turns) or (branch.parent_turns or 0) > 0
+        prompt, added, messages, plain = branch.prompt_ids, list[int](), list[Message](), said.plain
         run: list[Message] = []
         for piece in [*new, {"ids": []}]:
             if "ids" not in piece:
                 run.append(piece)
                 continue
-            if run and not began:
-                branch.prompt_ids = self._opening_ids(said.messages, run)
+            if run and began:
+                ids = [*branch.ids, *added]
+                added += self._dialogues.following(run, ids, self.opening.chat, self.opening.options)
             elif run:
-                ids = branch.ids
-                branch.observe(self._dialogues.following(run, ids, self.opening.chat, self.opening.options))
-            said.messages += run
+                if not plain:
+                    raise ValueError(
+                        "a message cannot follow token ids before the first turn: put it before them, or give its ids"
+                    )
+                prompt = self._opening_ids([*said.messages, *messages], run)
+            messages += run
             run = []
-            branch.observe(piece["ids"])
+            added += piece["ids"]
+            plain = plain and not piece["ids"]
+        branch.prompt_ids, said.plain = prompt, plain or began
+        branch.observe(added)
+        said.messages += messages
 
     def _opening_ids(self, before: Sequence[Message], new: Sequence[Any]) -> list[int]:
         ids: list[int] = []
@@ -263,7 +273,7 @@ class SessionRollout:
         branch.events += 1
         found = self.record.answer(branch.number, event, request["tool"], request["arguments"])
         if found:
-            return {"answer": found.text}
+            return {"answer": found.text, "failed": found.failed}
         await self._diverge(branch, event)
         await self._places.acquire()
         self._calls[branch.number, event] = (request, time.time())

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from prefect import task
 
-from millrace.connectors.storage.parts import read_parts, write_part
+from millrace.connectors.storage.parts import write_part
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.handles import HeldOutSample
@@ -23,11 +23,11 @@ from millrace.core.contracts.task_records import HeldOutRecord, HeldOutSet, Held
 from millrace.core.errors import DataError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import UsablePrompt
+from millrace.tasks.evaluate import KIND, stored_samples, write_set
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.supervised.response import response_of
 
-KIND = "evaluations"
 PART = 256  # rows that the ranks get at a time
 
 
@@ -46,9 +46,7 @@ async def held_out_loss_before(ctx: IterationContext) -> HeldOutRecord:
 async def _losses(ctx: IterationContext, done: int, version: int) -> HeldOutRecord:
     """Losses of all sets at a weight version, in one table a set. `done`: iterations trained."""
     started = time.perf_counter()
-    stored = await asyncio.to_thread(read_parts, ctx.folder, KIND, KIND, ignore_incomplete=True)
-    await asyncio.to_thread(ctx.start_parts, KIND)
-    known = [EvaluatedSample(**row) for row in stored.to_pylist() if row["version"] == version]
+    known = await stored_samples(ctx, version)
     sets: dict[str, HeldOutSet] = {}
     for held_out in ctx.config.evaluation.sets:
         prompts = await asyncio.to_thread(ctx.runtime.prompts.held_out, held_out)
@@ -68,9 +66,8 @@ async def _losses(ctx: IterationContext, done: int, version: int) -> HeldOutReco
             ctx.parts[KIND].append(entry.record())
             await kill_point(ctx.index, "held_out_loss", "in")
         rows = [made[prompt.row.prompt_id] for prompt in prompts.usable]
-        path, table = f"eval/{held_out.name}/{done:06d}.parquet", schema.to_table(rows, KIND)
-        entry = await asyncio.to_thread(ctx.run_folder.store.write_table, path, table, KIND)
-        sets[held_out.name] = {"file": entry.record(), **_figures(rows), "subsets": dict(_subsets(rows))}
+        file = await write_set(ctx, held_out, done, rows)
+        sets[held_out.name] = {"file": file, **_figures(rows), "subsets": dict(_subsets(rows))}
     seconds = time.perf_counter() - started
     return {"version": version, "done": done, "sets": sets, "seconds": seconds, "files": ctx.parts[KIND]}
 

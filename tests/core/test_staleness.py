@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.core.contracts.sample import PolicySpan
-from millrace.core.staleness import Ahead, VersionRange, admissible, ahead_after, oldest_versions, token_ages
+from millrace.core.staleness import (
+    Ahead,
+    VersionRange,
+    admissible,
+    ahead_after,
+    lowered,
+    oldest_versions,
+    token_ages,
+)
 
 SPANS = pa.list_(pa.struct([("first_token", pa.int32()), ("version", pa.int64())]))
 
@@ -160,3 +169,47 @@ def test_it_goes_at_most_one_down_never_up_and_a_higher_bound_never_keeps_more(
     assert ahead_after(history, ahead, low) in {ahead, max(0, ahead - 1)}
     assert ahead_after(history, ahead, high) <= ahead_after(history, ahead, low)
     assert ahead_after([*history, 1.0], ahead, high) == ahead
+
+
+runs_of_ess = st.lists(st.none() | st.sampled_from([0.1, 0.4, 0.6]) | shares, min_size=1, max_size=24)
+
+
+def decisions(ess: list[float | None], ahead: int, bound: float) -> Ahead:
+    """What is decided of each iteration in turn, each from all that may be committed by then, and from no more."""
+    made = Ahead(((0, ahead),))
+    for iteration in range(len(ess)):
+        known = dict(
+            enumerate(ess[: iteration - made.at(iteration)] if iteration > made.at(iteration) else [])
+        )
+        made = lowered(made, iteration, known, bound)
+    return made
+
+
+@given(runs_of_ess, st.integers(0, 4), shares)
+def test_how_far_ahead_a_run_may_be_follows_from_what_is_committed_before_each_draw(
+    ess: list[float | None], ahead: int, bound: float
+) -> None:
+    made = decisions(ess, ahead, bound)
+    values = [made.at(iteration) for iteration in range(len(ess))]
+    assert values[0] == ahead
+    for iteration, (before, after) in enumerate(pairwise(values), 1):
+        assert after in (before, before - 1)
+        if after < before:
+            since = max(i for i in range(iteration) if i == 0 or values[i] < values[i - 1])
+            seen = ess[since : iteration - before]
+            assert len(seen) >= 3, "three iterations were drawn under the setting and are committed"
+            assert all(value is not None and value < bound for value in seen[-3:])
+
+
+@given(runs_of_ess, st.integers(0, 4), shares, st.data())
+def test_a_run_that_goes_on_decides_as_one_that_was_never_killed(
+    ess: list[float | None], ahead: int, bound: float, data: st.DataObject
+) -> None:
+    """Whatever else is committed by then, and for an iteration that was decided already: what is decided is in run.json."""
+    whole = decisions(ess, ahead, bound)
+    killed = data.draw(st.integers(1, len(ess)))
+    kept = Ahead(tuple(span for span in whole.spans if span[0] < killed))
+    for iteration in range(killed, len(ess)):
+        kept = lowered(kept, iteration, dict(enumerate(ess)), bound)
+        assert lowered(kept, iteration, dict(enumerate(ess)), bound) == kept
+    assert kept == whole

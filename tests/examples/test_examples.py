@@ -229,6 +229,25 @@ def test_the_levels_of_a_source_follow_the_policy(workplace: Workplace) -> None:
 
 
 @pytest.mark.slow
+def test_solved_and_hopeless_rows_of_the_fixed_set_rest(workplace: Workplace) -> None:
+    """Eight usable rows, drawn six an iteration: from the first row of the second pass on pools decide."""
+    rest = [f"data.sources.fixed.pools.{name}_share=1.0e-9" for name in ("solved", "unsolved")]
+    few = ["data.sources.fixed.path=train.jsonl@[:10]", "data.sources.fixed.weight=9"]
+    found = iterations(workplace, "levels", "growing", *SOME_REWARD, *few, *rest)
+    seen: dict[str, float] = {}
+    passes: list[tuple[int, float | None]] = []
+    for iteration in found:
+        judged = [row for row in rows(iteration, "verdicts") if row["verdict"] != "returned"]
+        rewards = {row["group_id"]: row["group_reward"] for row in judged}
+        drawn = [row for row in rows(iteration, "prompts") if row["source"] == "fixed"]
+        passes += [(row["epoch"], seen.get(row["prompt_id"])) for row in drawn]
+        seen |= {row["prompt_id"]: rewards[row["group_id"]] for row in drawn if row["group_id"] in rewards}
+    again = [score for epoch, score in passes if epoch]
+    assert again
+    assert all(score is None or 0.0 < score < 1.0 for score in again)
+
+
+@pytest.mark.slow
 def test_questions_of_two_generators_come_at_levels(workplace: Workplace) -> None:
     pytest.importorskip("reasoning_gym")
     of_files = ("data.", "evaluation.", "trainer.max_pack_tokens")

@@ -54,6 +54,7 @@ class Answers:
             make_call=_nothing,
             serve=lambda session: ("", ""),
             timeout_s=5.0,
+            sampling={},
             over=lambda: None,
         )
         self.rewards = shared.rewards

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.deployed import Deployed
-from tests.support.flow_runs import Workplace, make_workplace
+from tests.support.flow_runs import Workplace, configuration, make_workplace
 from tests.support.mistakes import write_mistakes, write_runs
 from tests.support.wrong_configs import write_good
 
@@ -56,3 +57,25 @@ def deployed(workplace: Workplace) -> Iterator[Deployed]:
     here.start_worker(workplace.folder / "worker.log")
     yield here
     here.kill_worker()
+
+
+@pytest.fixture(scope="module")
+def project(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a user's with the file of the run `a`, and what it names."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("model", "train.jsonl", "held_out.jsonl"):
+        (folder / name).symlink_to(workplace.folder / name)
+    (folder / "run.yaml").write_text(yaml.safe_dump(configuration()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own_deployments(workplace: Workplace, project: Path) -> Iterator[Deployed]:
+    """A worker in that folder for what `millrace deploy run.yaml` makes there."""
+    here = Deployed(workplace.api, workplace.login, workplace.environment, project)
+    here.millrace("deploy", "run.yaml")
+    here.start_worker(workplace.folder / "worker.log")
+    yield here
+    here.kill_worker()
+    for automation in here.ask("/automations/filter", {}):
+        here.ask(f"/automations/{automation['id']}", method="DELETE")

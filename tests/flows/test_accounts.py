@@ -80,5 +80,5 @@ def test_an_account_that_does_not_close_ends_with_one_and_names_the_iteration(
     assert "iteration 1: " not in said
     assert "without one verdict" in said
     with pytest.raises(StorageError, match="the account of iteration 2 does not close") as error:
-        check_closes(stored_account(IterationFiles(run, 1)), IterationFiles(run, 1), "a")
+        check_closes(stored_account(IterationFiles(run, 1)), IterationFiles(run, 1), run)
     assert "millrace verify a" in str(error.value)

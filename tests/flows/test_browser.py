@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from pydantic import BaseModel
 
 from millrace.core.config import RunConfig
 from millrace.core.config.algorithm import Algorithm
+from millrace.core.config.reading.load import load_config
 from tests.support.browser import open_browser
-from tests.support.deployed import Deployed
-from tests.support.flow_runs import Workplace
+from tests.support.deployed import Deployed, flow_process
+from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +33,13 @@ def fill(page: Any, field: str, text: str, which: int = 0) -> None:
     page.get_by_label(re.compile(rf"^{field}( \(Optional\))?$")).nth(which).fill(text)
 
 
-def submit_form(page: Any, workplace: Workplace, root: Path, preset: str) -> None:
+def submit_form(
+    page: Any, workplace: Workplace, root: Path, preset: str, name: str, iterations: int | None = None
+) -> None:
     page.get_by_label("name", exact=True).first.wait_for()
-    fill(page, "name", "from-the-form")
+    fill(page, "name", name)
+    if iterations:
+        fill(page, "iterations", str(iterations))
     fill(page, "path", str(workplace.folder / "model"))
     page.get_by_role("button", name="Add item").nth(1).click()
     fill(page, "path", str(workplace.folder / "train.jsonl"), which=1)
@@ -59,7 +67,7 @@ def test_a_preset_chosen_in_the_form_is_what_the_run_trains_and_its_curves_are_s
     with open_browser(*workplace.login.split(":")) as page:
         log_in(page, address, workplace.login)
         page.goto(f"{address}/v2/deployments/deployment/{deployment}/run")
-        submit_form(page, workplace, tmp_path, "dapo")
+        submit_form(page, workplace, tmp_path, "dapo", "from-the-form")
         (run,) = deployed.ask(
             "/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}, "limit": 1}
         )
@@ -75,3 +83,85 @@ def test_a_preset_chosen_in_the_form_is_what_the_run_trains_and_its_curves_are_s
         curves = next(line.split()[1] for line in said if line.startswith("MLflow"))
         page.goto(curves)
         page.get_by_text("reward", exact=True).first.wait_for()  # the heading of the charts reward/...
+
+
+def choose(page: Any, action: str, *, confirmed_by: str, seconds: int | None = None) -> None:
+    """Choose an action in the menu of a flow run's page, and confirm it."""
+    page.get_by_role("button", name="Open menu").first.click()
+    page.get_by_role("menuitem", name=action, exact=True).click()
+    if seconds is not None:
+        page.get_by_label("Timeout (seconds)").fill(str(seconds))
+    page.get_by_role("dialog").or_(page.get_by_role("alertdialog")).get_by_role(
+        "button", name=confirmed_by, exact=True
+    ).click()
+
+
+def test_a_run_from_the_form_goes_on_after_pause_and_retry_as_if_nothing_had_happened(
+    own_deployments: Deployed, workplace: Workplace, tmp_path: Path
+) -> None:
+    server, address = own_deployments, workplace.api.removesuffix("/api")
+    for automation in server.ask("/automations/filter", {}):
+        server.ask(f"/automations/{automation['id']}", {"enabled": False}, "PATCH")
+    deployment = server.ask("/deployments/name/train/train")["id"]
+    run = tmp_path / "watched"
+    with open_browser(*workplace.login.split(":")) as page:
+        log_in(page, address, workplace.login)
+        page.goto(f"{address}/v2/deployments/deployment/{deployment}/run")
+        submit_form(page, workplace, tmp_path, "grpo", "watched", iterations=12)
+        query = {
+            "deployments": {"id": {"any_": [deployment]}},
+            "sort": "EXPECTED_START_TIME_DESC",
+            "limit": 1,
+        }
+        (started,) = server.ask("/flow_runs/filter", query)
+        wait_until(lambda: (run / "iterations/000001/manifest.json").exists())
+        page.goto(f"{address}/v2/runs/flow-run/{started['id']}")
+
+        process = flow_process(server)
+        choose(page, "Pause", confirmed_by="Pause Flow Run", seconds=3600)
+        wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 60)
+        assert server.ask(f"/flow_runs/{started['id']}")["state_name"] == "Suspended"
+        complete = len(list((run / "iterations").glob("*/manifest.json")))
+        assert complete < 12
+        page.reload()
+        choose(page, "Resume", confirmed_by="Resume")
+        wait_until(lambda: len(list((run / "iterations").glob("*/manifest.json"))) > complete)
+
+        flow_process(server).kill()
+        wait_until(lambda: server.state(started["id"]) == "CRASHED")
+        page.reload()
+        choose(page, "Retry", confirmed_by="Retry")
+        assert server.wait(started["id"]) == "COMPLETED"
+    attempts = json.loads((run / "run.json").read_text())["attempts"]
+    assert [attempt["flow_run_id"] for attempt in attempts] == 3 * [started["id"]]
+    given = started["parameters"]["config"]
+    straight = server.start({**given, "storage": {"root": str(tmp_path / "straight")}})
+    assert server.wait(straight) == "COMPLETED"
+    assert trained(run) == trained(tmp_path / "straight/watched")
+    assert final_weights(run) == final_weights(tmp_path / "straight/watched")
+
+
+def test_the_form_of_a_recipe_is_filled_in_and_says_what_each_field_is(
+    own_deployments: Deployed, workplace: Workplace
+) -> None:
+    address = workplace.api.removesuffix("/api")
+    deployment = own_deployments.ask("/deployments/name/train/dapo")["id"]
+    recipe = Path(__file__).parents[2] / "deployments/recipes/dapo.yaml"
+    own_deployments.ask("/work_pools/local", {"is_paused": True}, "PATCH")  # so that it does not begin
+    with open_browser(*workplace.login.split(":")) as page:
+        log_in(page, address, workplace.login)
+        page.goto(f"{address}/v2/deployments/deployment/{deployment}/run")
+        page.get_by_label("name", exact=True).first.wait_for()
+        assert page.get_by_label("name", exact=True).first.input_value() == "dapo"
+        shown = page.locator("main").inner_text()
+        for name, field in RunConfig.model_fields.items():
+            assert name in shown
+            section = field.annotation
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                assert all(str(each.description) in shown for each in section.model_fields.values())
+        page.get_by_role("button", name="Submit").click()
+        page.wait_for_url("**tab=Runs**")
+    (run,) = own_deployments.ask("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
+    assert RunConfig.model_validate(run["parameters"]["config"]) == load_config(str(recipe))
+    own_deployments.ask(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+    own_deployments.ask("/work_pools/local", {"is_paused": False}, "PATCH")

@@ -12,7 +12,7 @@ import yaml
 
 from millrace.core.config.reading.load import load_config
 from tests.soak.victims import processes
-from tests.support.deployed import Deployed
+from tests.support.deployed import Deployed, flow_process
 from tests.support.flow_runs import Workplace, configuration, final_weights, trained, wait_until
 
 REWARD = """
@@ -42,13 +42,6 @@ def project(workplace: Workplace, tmp_path: Path) -> Path:
 def config(project: Path, tmp_path: Path) -> dict[str, Any]:
     """The same run as the form gives it: with absolute paths, and a storage root of its own."""
     return load_config(str(project), [f"storage.root={tmp_path}"]).model_dump(mode="json")
-
-
-def flow_process(deployed: Deployed) -> psutil.Process:
-    """The one process that the worker runs a flow in."""
-    assert deployed.worker is not None
-    (found,) = deployed.worker.children()
-    return found
 
 
 def test_retry_resumes_a_killed_run_of_a_file_and_so_does_a_run_of_its_name_from_the_form(

@@ -75,10 +75,14 @@ def test_what_the_iteration_made_is_moved_aside_with_the_reason_and_nothing_else
 def test_a_committed_iteration_is_refused_and_the_branch_that_goes_on_without_it_is_named(
     folder: RunFolder,
 ) -> None:
-    with pytest.raises(StorageError, match=r"iteration 1 is committed.*`millrace branch a NEW --at 0`"):
+    with pytest.raises(
+        StorageError, match=r"iteration 1 is committed.*`millrace branch a NEW --at 0 --root \S+`"
+    ):
         discard(folder, 1)
     folder.commit_manifest(1, Manifest(iteration=1, files=[]))
-    with pytest.raises(StorageError, match=r"iteration 2 is committed.*`millrace branch a NEW --at 1`"):
+    with pytest.raises(
+        StorageError, match=r"iteration 2 is committed.*`millrace branch a NEW --at 1 --root \S+`"
+    ):
         discard(folder, 2)
     folder.store.remove("iterations/000000/manifest.json")
     with pytest.raises(StorageError, match="an iteration after iteration 1 is committed"):
@@ -87,7 +91,7 @@ def test_a_committed_iteration_is_refused_and_the_branch_that_goes_on_without_it
 
 def test_later_iterations_go_only_when_asked_for(folder: RunFolder) -> None:
     folder.store.write("iterations/000002/prompts.parquet", b"")
-    with pytest.raises(StorageError, match=r"`millrace discard a --from 2`"):
+    with pytest.raises(StorageError, match=r"`millrace discard a --from 2 --root \S+`"):
         discard(folder, 2)
     with pytest.raises(StorageError, match="iteration 9 was not begun; the open iteration is 2"):
         discard(folder, 9)
@@ -119,8 +123,8 @@ def test_a_tripped_guard_names_discard_and_after_it_the_run_goes_on(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     short = ("run.iterations=1", "evaluation.every=9")
-    out = workplace.train(tmp_path, *short, "sync.max_logprob_gap=1e-12", expect=2)
-    assert "`millrace discard a --from 1`" in out
+    out = workplace.train(tmp_path, *short, "sync.max_logprob_gap=1e-12", expect=2, COLUMNS="400")
+    assert f"`millrace discard a --from 1 --root {tmp_path}`" in out
     out = workplace.call(
         "discard", "a", "--iteration", "1", "--reason", "gap", "--root", str(tmp_path), COLUMNS="300"
     )

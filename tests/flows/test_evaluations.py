@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.soak.promises import finished
 from tests.support.flow_runs import Workplace, final_weights, wait_until
 
 ROWS = ["set", "prompt_id", "index", "prompt", "label", "response", "reward", "scoring", "version", "subset"]
@@ -43,10 +44,10 @@ def test_an_evaluation_that_was_killed_goes_on_and_answers_nothing_again(
     parts = list((run / "iterations" / "000001" / "evaluations").glob("part-*.parquet"))
     kept = {(row["prompt_id"], row["index"]) for part in parts for row in evaluated(part)}
     assert 0 < len(kept) <= 10
-    before = len(log.read_text().split())
+    before = len(finished(log))
     out = workplace.train(tmp_path / "killed", "rollout.part_groups=1", MILLRACE_FINISHED_LOG=str(log))
     assert "3 iterations complete, 2 of them now" in out
-    again = {rid.split("~")[0] for rid in log.read_text().split()[before:] if rid.startswith("eval-4-")}
+    again = {rid.split("~")[0] for rid in finished(log)[before:] if rid.startswith("eval-4-")}
     assert not again & {f"eval-4-{prompt}-{index}" for prompt, index in kept}
     for done in (0, 2, 3):
         file = f"eval/held_out/{done:06d}.parquet"

@@ -13,9 +13,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from millrace.connectors.storage.manifests.manifest import Manifest
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.flows.cli import app, tables
+from millrace.flows.tools.browse import evaluations
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.sql import ALL, QueryError, answer, connect
+from millrace.tasks.pages.curves import Curves
 from tests.support.stored_run import MESSAGES, SYSTEM, write_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sql.md").read_text(encoding="utf-8")
@@ -140,3 +144,22 @@ def test_the_page_has_every_view_with_its_columns(root: str, view: str) -> None:
         assert own <= there
     else:
         assert own | (common & there) == there
+
+
+def test_an_evaluation_stands_at_the_weights_that_it_is_of_whichever_iteration_made_it(
+    tmp_path: Path,
+) -> None:
+    """The second iteration waited for its own, others evaluated what they began with, and the last also what it made."""
+    folder, name = RunFolder(str(tmp_path), "b"), "eval/easy/reward_mean"
+    own: list[dict[str, float]] = [{}, {name: 0.2}, {}, {name: 0.4}]
+    began = [{name: 0.0}, {}, {}, {name: 0.3}]
+    for index, (metrics, behind) in enumerate(zip(own, began, strict=True)):
+        evaluated = {"evaluated": {"done": index, "version": 2 * index, "metrics": behind}}
+        tasks = {"metrics": metrics, **(evaluated if behind else {})}
+        folder.commit_manifest(index, Manifest(iteration=index, files=[], tasks=tasks))
+    expected = {0: 0.0, 2: 0.2, 3: 0.3, 4: 0.4}
+    found = evaluations(folder, folder.committed())
+    assert found == {done: {"easy": value} for done, value in expected.items()}
+    curves = Curves()
+    curves.read(folder)
+    assert curves.points(name) == sorted(expected.items())

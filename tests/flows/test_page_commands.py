@@ -1,4 +1,4 @@
-"""The commands of the pages on Prefect and MLflow, in a project's folder: deployments, a run of a file, a schedule, the addresses."""
+"""The commands of the pages on deployments and MLflow, in a project's folder: deployments, runs, a schedule, pools, the addresses."""
 
 from __future__ import annotations
 
@@ -53,31 +53,57 @@ def deployment(server: Deployed, name: str) -> Any:
     return server.ask(f"/deployments/name/{name}")
 
 
-def test_the_page_on_prefect(shell: Shell, workplace: Workplace, tmp_path: Path) -> None:
+def started(server: Deployed, name: str) -> Any:
+    """The one flow run of a deployment, which is cancelled."""
+    query = {"deployments": {"id": {"any_": [deployment(server, name)["id"]]}}}
+    (found,) = server.ask("/flow_runs/filter", query)
+    server.ask(f"/flow_runs/{found['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+    return found
+
+
+def test_the_page_on_deployments(shell: Shell, workplace: Workplace, tmp_path: Path) -> None:
     server = Deployed(workplace.api, workplace.login, workplace.environment, tmp_path)
-    deploy, run, schedule = (block.strip() for block in blocks("prefect-page", "sh"))
-    (printed,) = blocks("prefect-page", "text")
-    said = shell.types(deploy)
-    assert [line.split("=")[0] for line in said[-2:]] == [line.split("=")[0] for line in printed.splitlines()]
+    lines = [line for block in blocks("deployments", "sh") for line in block.splitlines()]
+    deploy, deploy_file, run_recipe, run_file, schedule, docker, kubernetes = lines
+    (printed,) = blocks("deployments", "text")
+    for line, names in ((deploy, []), (deploy_file, ["train/a"])):
+        said = shell.types(line)
+        assert [word.split("=")[0] for word in said[-2:]] == [
+            word.split("=")[0] for word in printed.splitlines()
+        ]
+        for name in ("train/train", "train/file", "sft/sft", "train/grpo", *names):
+            assert name in said[-4]
+            assert deployment(server, name)["pull_steps"][0].popitem()[1] == {"directory": str(tmp_path)}
     shell.before.append(said[-2])
-    for name in ("train/train", "train/file", "sft/sft"):
-        assert name in " ".join(said)
-        assert deployment(server, name)["pull_steps"][0].popitem()[1] == {"directory": str(tmp_path)}
 
-    shell.types(run)
-    file = deployment(server, "train/file")["id"]
-    (started,) = server.ask("/flow_runs/filter", {"deployments": {"id": {"any_": [file]}}})
+    shell.types(run_recipe)
+    assert started(server, "train/grpo")["parameters"]["overrides"] == ["run.name=b", "run.iterations=3"]
+    shell.types(run_file)
     overrides = ["run.name=b", "run.iterations=300"]
-    assert started["parameters"] == {"path": "run.yaml", "overrides": overrides}
-    server.ask(f"/flow_runs/{started['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+    assert started(server, "train/file")["parameters"] == {"path": "run.yaml", "overrides": overrides}
 
-    (hourly,) = blocks("prefect-page", "yaml")
-    (tmp_path / "hourly.yaml").write_text(hourly)
     shell.types(schedule)
-    made = deployment(server, "train/hourly")
-    assert [item["schedule"]["cron"] for item in made["schedules"]] == ["0 * * * *"]
-    assert made["parameters"]["path"] == "run.yaml"
-    server.prefect("deployment", "delete", "train/hourly")
+    shell.types(deploy_file)  # which keeps the schedule
+    (made,) = deployment(server, "train/a")["schedules"]
+    assert (made["schedule"]["cron"], made["schedule"]["timezone"]) == ("0 * * * *", "Europe/Berlin")
+    assert made["active"]
+
+    for line, pool, variables in (
+        (
+            docker,
+            "docker",
+            {"network_mode": "host", "volumes": [f"{tmp_path}:{tmp_path}", "/dev/shm:/dev/shm"]},
+        ),
+        (kubernetes, "cluster", {"namespace": "default", "finished_job_ttl": 3600}),
+    ):
+        assert shell.types(line)[-1] == f"prefect worker start --pool {pool}"
+        there = deployment(server, "train/grpo")
+        assert there["work_pool_name"] == pool
+        assert there["job_variables"]["image"] == "registry.example/millrace:1"
+        assert variables.items() <= there["job_variables"].items()
+        known = server.ask(f"/work_pools/{pool}")["base_job_template"]["variables"]["properties"]
+        assert set(there["job_variables"]) <= set(known)
+    server.prefect("deployment", "delete", "train/a")
 
 
 def test_the_page_on_mlflow(shell: Shell, workplace: Workplace) -> None:

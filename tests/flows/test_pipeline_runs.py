@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from tests.soak import forms, promises
 from tests.soak.victims import processes
-from tests.support.flow_runs import Workplace, final_weights
+from tests.support.flow_runs import Workplace, final_weights, wait_until
 
 STEPS = 2  # of an iteration
 
@@ -110,3 +111,56 @@ def test_how_far_ahead_a_run_is_may_change_when_it_goes_on(tailed: Workplace, tm
     last = batches(tmp_path / "a")[-1]
     assert {row["iteration"] for row in last} == {3}
     assert "deferred" not in str(pq.read_table(tmp_path / "a/iterations/000002/verdicts.parquet")["verdict"])
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_degenerate_goes_less_far_ahead_also_after_a_kill(
+    tailed: Workplace, tmp_path: Path
+) -> None:
+    """Tokens of older weights fill every batch but the first, so that each of them is below such a bound."""
+    settings = [
+        *forms.overrides("ahead"),
+        "run.iterations=7",
+        "pipeline.min_ess=0.99999",
+        "trainer.optimizer.lr=0.005",
+        "checkpoint.every=3",
+    ]
+    reached = tmp_path / "reached"
+    process = tailed.start(
+        *("train", "run.yaml", f"storage.root={tmp_path / 'killed'}", *settings),
+        MILLRACE_KILL_POINT="5/sample_prompts/before",
+        MILLRACE_KILL_POINT_FILE=str(reached),
+    )
+    wait_until(lambda: reached.exists() or process.poll() is not None)
+    assert reached.exists(), process.communicate()[0]
+    process.kill()
+    process.communicate()
+    tailed.train(tmp_path / "killed", *settings)
+    tailed.train(tmp_path / "whole", *settings)
+    killed, whole = tmp_path / "killed" / "a", tmp_path / "whole" / "a"
+    lowered = [{"since": 0, "iterations": 1}, {"since": 5, "iterations": 0}]
+    for run in (killed, whole):
+        assert json.loads((run / "run.json").read_text())["ahead"] == lowered
+    ess = [[step["ess"] for step in read_steps(folder)] for folder in sorted(whole.glob("iterations/*"))]
+    assert [max(of) < 0.99999 for of in ess] == [False, True, True, True, True, False, False]
+    oldest = [
+        max(
+            index - min(span["version"] for span in row["policy_versions"]) // STEPS
+            for row in rows
+            if row["policy_versions"]
+        )
+        for index, rows in enumerate(batches(whole))
+    ]
+    assert oldest == [0, 1, 1, 1, 1, 0, 0]
+    assert not promises.different_numbers(whole, killed)
+    assert final_weights(whole) == final_weights(killed)
+    assert not promises.faulted_by_commands(tailed, killed)
+    tailed.call("branch", "a", "b", "--at", "6", "--root", str(killed.parent))
+    branch = killed.parent / "b"
+    assert json.loads((branch / "run.json").read_text())["ahead"] == lowered
+    assert "nothing is wrong" in tailed.call("verify", "b", "--root", str(killed.parent))
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = json.loads((folder / "step.json").read_text())["steps"]
+    return steps

@@ -66,6 +66,10 @@ def test_every_layout_and_pipeline_is_a_row(workplace: Workplace, whole: Path) -
         ({"rollout": {"buffer": {}}}, "rollout.buffer"),
         ({"pipeline": {"ahead": 1}}, "pipeline.ahead = 1"),
         ({"pipeline": {"select": "finish", "max_staleness": 1}}, "pipeline.select = finish"),
+        (
+            {"evaluation": {"background": True, "sets": [{"name": "held", "path": "h.jsonl"}]}},
+            "evaluation.background",
+        ),
     ],
 )
 def test_a_run_whose_phases_cannot_be_told_apart_is_refused(

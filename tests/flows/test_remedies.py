@@ -58,7 +58,11 @@ def sentences() -> Iterator[tuple[str, str]]:
         for file in sorted((SOURCES / folder).rglob("*.py")):
             tree = ast.parse(file.read_text())
             inside = {
-                id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+                id(part)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.JoinedStr)
+                for part in ast.walk(node)
+                if part is not node
             }
             documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             for node in ast.walk(tree):
@@ -67,10 +71,19 @@ def sentences() -> Iterator[tuple[str, str]]:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield f"{file.relative_to(SOURCES)}:{node.lineno}", node.value
                 elif isinstance(node, ast.JoinedStr):
-                    text = "".join(
-                        str(part.value) if isinstance(part, ast.Constant) else "VALUE" for part in node.values
-                    )
-                    yield f"{file.relative_to(SOURCES)}:{node.lineno}", text
+                    yield f"{file.relative_to(SOURCES)}:{node.lineno}", _text(node)
+
+
+def _text(node: ast.expr) -> str:
+    """A string as it reads: VALUE for a value, and for `of_run` the arguments that it writes."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    called = node.value if isinstance(node, ast.FormattedValue) else None
+    if isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and called.func.id == "of_run":
+        return " ".join(["VALUE", *map(_text, called.args[2:]), "--root", "VALUE"])
+    return "VALUE"
 
 
 def commands() -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ("core/ledger.py", "run.seed"): "one of the causes that are listed; the remedy puts it back",
     ("core/ledger.py", "data.shuffle"): "one of the causes that are listed; the remedy puts it back",
     (
-        "core/rewards/hub/ifeval.py",
+        "core/rewards/hub/instructions.py",
         "data.sources[].extra_keys",
     ): "the check scores rows before a run; later the row is corrected",
     ("connectors/sglang/client.py", "model.dtype"): "a place to look at, not a change",

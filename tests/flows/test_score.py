@@ -50,6 +50,12 @@ def test_rows_are_scored_in_order_and_failures_counted_by_reason(file: Path) -> 
     ]
 
 
+def test_marks_and_line_ends_of_other_systems_are_read(file: Path) -> None:
+    """A mark at the start of a file, which a source of a run may have, was no JSON."""
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n\r\n"))
+    assert "3 rows, 2 scored" in called(str(file), "--reward", f"{FORMS}:hostile")
+
+
 def test_options_parts_and_parquet(file: Path) -> None:
     source, target = file.with_suffix(".parquet"), file.parent / "scores.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), source)

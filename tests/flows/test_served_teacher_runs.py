@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.connectors.huggingface.tiny import build_tiny_model
+from tests.soak.promises import finished
 from tests.support.engine_process import CLOSE, embedded_engine, reference_logprobs
 from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, trained, wait_until
 from tests.support.metric_names import unexplained
@@ -75,7 +76,7 @@ def test_a_killed_run_keeps_what_the_teacher_answered_and_ends_in_the_same_weigh
             assert len(row["teacher_top_tokens"]) == 4 * size
     assert unexplained(["teacher/seconds_mean", "teacher/failed_share"]) == []
 
-    given, reached = answers.read_text().count("\n"), tmp_path / "reached"
+    given, reached = len(finished(answers)), tmp_path / "reached"
     held = {"MILLRACE_KILL_POINT": "1/reward/in", "MILLRACE_KILL_POINT_FILE": str(reached)}
     process = workplace.start("train", "run.yaml", f"storage.root={killed}", *asked, **held)
     wait_until(lambda: reached.exists() or process.poll() is not None)
@@ -95,7 +96,7 @@ def test_a_killed_run_keeps_what_the_teacher_answered_and_ends_in_the_same_weigh
     assert trained(killed / "a") == trained(whole / "a")
     assert final_weights(killed / "a") == final_weights(whole / "a")
     checks = given - SAMPLES  # the texts that each start has the server cut
-    assert answers.read_text().count("\n") - given == SAMPLES + 2 * checks
+    assert len(finished(answers)) - given == SAMPLES + 2 * checks
 
 
 @pytest.mark.slow

@@ -90,6 +90,9 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
     run = client.get_run(record["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.params["rollout.prompts"] == "8"
+    same = "params.`rollout.prompts` = '8' and params.`algorithm.preset` = 'grpo'"
+    found = client.search_runs([run.info.experiment_id], same)
+    assert run.info.run_id in [one.info.run_id for one in found]
     assert record["attempts"][-1]["flow_run_id"] == run.data.tags["prefect.flow_run_id"]
     for name in (
         "reward/mean", "train/loss", "train/logprob_gap_mean", "rollout/response_length_mean",
@@ -115,6 +118,11 @@ def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: 
     assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
     kinds = {artifact["type"] for artifact in ask(workplace, "/artifacts/filter", {})}
     assert {"progress", "table", "markdown", "image"} <= kinds
+    record = json.loads((whole / "run.json").read_text())
+    query = {"logs": {"flow_run_id": {"any_": [record["attempts"][-1]["flow_run_id"]]}}}
+    lines = [line["message"] for line in ask(workplace, "/logs/filter", query)]
+    assert "run a is complete: 3 iterations" in lines
+    assert any(line.startswith("iteration 3 of 3: reward") for line in lines)
 
 
 def ask(workplace: Workplace, path: str, body: dict[str, Any]) -> Any:

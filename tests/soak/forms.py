@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -19,7 +20,10 @@ from tests.soak import rollouts
 from tests.support.growing_rows import growing_rows
 
 TAILED, LONGEST = "tailed.jsonl", 96  # sums with answers of very different lengths, and the longest of them
-TURNS = "turns"  # a place within the task rollout, of rollouts of several turns: their first part is written
+FLUSH = 16  # tokens of an answer that a kill may have generated again
+TURNS = (
+    "turns"  # a place within the task rollout: the first part of turns, or of answers under way, is written
+)
 REWARD_SERVER = (
     "SOAK_REWARD_SERVER"  # the URL of the server that remote rewards ask, which fails for some samples
 )
@@ -48,6 +52,13 @@ def overrides(form: str) -> list[str]:
     return [f"{field}={json.dumps(value)}" for field, value in FORMS[form].settings.items()]
 
 
+TAILED_ANSWERS = {
+    "data.sources": [{"name": "sums", "path": TAILED, "sampling_key": "sampling"}],
+    "rollout.sampling.max_new_tokens": LONGEST,
+    "rollout.part_groups": 1,
+}
+
+
 def _several_turns(session: Mapping[str, Any]) -> Form:
     return Form(
         settings={
@@ -66,18 +77,25 @@ def _rows(run: Path, files: str) -> list[dict[str, Any]]:
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
-def _pipeline(driver_dies: tuple[tuple[str, str], ...], *, repeats: bool = False, **settings: Any) -> Form:
+def _pipeline(
+    driver_dies: tuple[tuple[str, str], ...],
+    *,
+    repeats: bool = False,
+    all_die_in: str = "rollout",
+    at_work: Callable[[Path], bool] = lambda run: _oldest(run) > 0,
+    evaluation: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> Form:
     return Form(
         settings={
-            "data.sources": [{"name": "sums", "path": TAILED, "sampling_key": "sampling"}],
-            "rollout.sampling.max_new_tokens": LONGEST,
-            "rollout.part_groups": 1,
+            **TAILED_ANSWERS,
             "algorithm.correction.kind": "truncate",
             **{f"pipeline.{name}": value for name, value in settings.items()},
+            **evaluation,
         },
         driver_dies=driver_dies,
-        all_die_in="rollout",
-        at_work=lambda run: _oldest(run) > 0,
+        all_die_in=all_die_in,
+        at_work=at_work,
         repeats=repeats,
     )
 
@@ -110,9 +128,33 @@ def tailed_rows() -> str:
     )
 
 
+EVALUATION = {  # long enough to be killed half-way: several parts
+    "evaluation.sets": [
+        {
+            "name": "held_out",
+            "path": "held_out.jsonl",
+            "samples_per_prompt": 4,
+            "sampling": {"max_new_tokens": 16, "temperature": 1.0},
+        }
+    ]
+}
 FORMS = {
     "ahead": _pipeline(
         (("train_step", "in"), ("sync_weights", "before"), ("publish", "before")),
+        ahead=1,
+        on_update="finish",
+        repeats=True,
+    ),
+    "evaluation_ahead": _pipeline(
+        (
+            ("evaluate_before", "before"),
+            ("evaluate_before", "after"),
+            ("train_step", "after"),
+            ("publish", "in"),
+        ),
+        all_die_in="evaluate_before",
+        at_work=lambda run: len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2,
+        evaluation=EVALUATION | {"evaluation.every": 1},
         ahead=1,
         on_update="finish",
         repeats=True,
@@ -131,6 +173,12 @@ FORMS = {
         reserve=0.5,
         ahead=1,
         max_staleness=2,
+    ),
+    "flushed": Form(
+        settings={**TAILED_ANSWERS, "rollout.flush_tokens": FLUSH},
+        driver_dies=((TURNS, "in"), ("rollout", "after")),
+        all_die_in="rollout",
+        at_work=lambda run: any(row["kind"] == "answer" for row in _rows(run, "turns/part-*")),
     ),
     **{name: _several_turns(session) for name, session in rollouts.SESSIONS.items()},
     "levels": Form(
@@ -174,18 +222,8 @@ FORMS = {
         at_work=lambda run: {row["scoring"] for row in _rows(run, "rewards/part-*")} == {"scored", "failed"},
         asks_server=True,
     ),
-    "evaluation": Form(  # long enough to be killed half-way: several parts
-        settings={
-            "evaluation.sets": [
-                {
-                    "name": "held_out",
-                    "path": "held_out.jsonl",
-                    "samples_per_prompt": 4,
-                    "sampling": {"max_new_tokens": 16, "temperature": 1.0},
-                }
-            ],
-            "rollout.part_groups": 1,
-        },
+    "evaluation": Form(
+        settings={**EVALUATION, "rollout.part_groups": 1},
         driver_dies=(("evaluate", "before"), ("evaluate", "after")),
         all_die_in="evaluate",
         at_work=lambda run: len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2,

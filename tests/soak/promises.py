@@ -134,8 +134,8 @@ def finished(log: Path, seen: int = 0) -> list[str]:
         return []
     with log.open() as file:
         file.seek(seen)
-        rids = file.read().split()
-    return [rid for rid in rids if not rid.startswith("health-")]
+        ended = [line.split() for line in file]
+    return [rid for rid, why, _ in ended if why != "abort" and not rid.startswith("health-")]
 
 
 def _generated_twice(run: Path, killed: Killed, deferred: Set[str] = frozenset()) -> list[str]:

@@ -36,8 +36,8 @@ def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None
 
 
 def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
-    pipeline = {"ahead", "sent_again", "retracted", "deferred", "deferred_ahead"}
-    assert set(FORMS) == {*SESSIONS, *pipeline, "levels", "reuse", "remote_reward", "evaluation"}
+    pipeline = {"ahead", "evaluation_ahead", "sent_again", "retracted", "deferred", "deferred_ahead"}
+    assert set(FORMS) == {*SESSIONS, *pipeline, "flushed", "levels", "reuse", "remote_reward", "evaluation"}
     for points in (matrix(), matrix(every=True)):
         assert {(point.form, point.victim) for point in points if point.form} == set(product(FORMS, VICTIMS))
         for name, form in FORMS.items():

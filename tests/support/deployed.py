@@ -32,18 +32,26 @@ class Deployed:
         self._headers = {"Content-Type": "application/json", **basic(login)}
         self.environment["PWD"] = str(folder)
         self._command = [python, "-P", "-m", "prefect", "--no-prompt"]
+        self._millrace = [python, "-P", "-m", "millrace.flows.cli"]
         self.worker: psutil.Process | None = None
 
     def prefect(self, *arguments: str) -> str:
         """Run a prefect command to its end and return what it printed."""
+        return self._call(*self._command, *arguments)
+
+    def millrace(self, *arguments: str) -> str:
+        """Run a millrace command to its end and return what it printed."""
+        return self._call(*self._millrace, *arguments)
+
+    def _call(self, *words: str) -> str:
         done = subprocess.run(
-            [*self._command, *arguments],
+            words,
             cwd=self.folder,
             env=self.environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stdout
@@ -67,21 +75,23 @@ class Deployed:
         os.killpg(self.worker.pid, signal.SIGKILL)
         self.worker.wait()
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One request to the server's API."""
+    def ask(self, path: str, body: object = None, method: str | None = None) -> Any:
+        """One request to the server's API: with a body a POST, unless said otherwise."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self.api}{path}", data, self._headers)
+        request = Request(f"{self.api}{path}", data, self._headers, method=method)
         with urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+            text = answer.read()
+        return json.loads(text) if text else None
 
     def start(self, config: dict[str, Any]) -> str:
         """Id of a new flow run of the deployment train/train."""
         return self.start_deployment("train/train", {"config": config})
 
-    def start_deployment(self, name: str, parameters: dict[str, Any]) -> str:
-        """Id of a new flow run of a deployment."""
+    def start_deployment(self, name: str, parameters: dict[str, Any], **environment: str) -> str:
+        """Id of a new flow run of a deployment. environment: of its process, besides that of the deployment."""
         deployment = self.ask(f"/deployments/name/{name}")["id"]
-        run = self.ask(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})
+        asked = {"parameters": parameters, "job_variables": {"env": environment}}
+        run = self.ask(f"/deployments/{deployment}/create_flow_run", asked)
         return str(run["id"])
 
     def state(self, flow_run: str) -> str:
@@ -92,3 +102,10 @@ class Deployed:
         """The state in which a flow run ended."""
         wait_until(lambda: self.state(flow_run) in ENDED)
         return self.state(flow_run)
+
+
+def flow_process(server: Deployed) -> psutil.Process:
+    """The one process that the worker runs a flow in."""
+    assert server.worker is not None
+    (found,) = server.worker.children()
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-PATIENCE_S = 240
+PATIENCE_S = float(os.environ.get("MILLRACE_TEST_PATIENCE_S", "240"))  # more on a machine that is busy
 MALFORMED = [  # lines among the training prompts, and what is wrong with them
     ('{"prompt": "1+1=", "label"', "not JSON"),
     ('{"question": "1+1="}', "missing key"),

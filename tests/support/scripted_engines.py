@@ -9,6 +9,7 @@ import numpy as np
 
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.core.errors import EngineError
 
 
@@ -29,6 +30,7 @@ class ScriptedEngines(Dispatcher):
     def __init__(self, fails: Callable[[str], bool] = lambda _: False) -> None:
         self.fails = fails
         self.requests: list[tuple[str, list[int], dict[str, Any], str | None]] = []
+        self.priorities: set[int | None] = set()
 
     async def generate(
         self,
@@ -39,8 +41,10 @@ class ScriptedEngines(Dispatcher):
         session: str | None,
         continued: int = 0,
         priority: int | None = None,
+        flush: Flush | None = None,
     ) -> Generation:
         self.requests.append((rid, list(input_ids), dict(params), session))
+        self.priorities.add(priority)
         if self.fails(rid):
             raise EngineError("engine-0: died")
         return FEW

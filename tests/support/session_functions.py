@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from millrace.core.sessions.interface import Done, Observation, Session, Task, Turn
+from millrace.core.sessions.interface import Done, Observation, Session, SessionError, Task, Turn
 
 # rollout functions
 
@@ -112,6 +112,41 @@ async def calls_side_by_side(session: Session, *, path: str) -> float:
 async def two_turns_at_once(session: Session) -> None:
     """What a branch does not do."""
     await asyncio.gather(session.generate(), session.generate())
+
+
+async def never_generates(session: Session) -> float:
+    """Gives a reward for nothing."""
+    session.observe("something", "user")
+    return 1.0
+
+
+async def refused_then_goes_on(session: Session) -> float:
+    """A message that cannot follow token ids yet, and then others in their place."""
+    session.observe([5, 6])
+    refusal = ""
+    try:
+        await session.generate("hello")
+    except SessionError as error:
+        refusal = str(error)
+    assert "a message cannot follow token ids before the first turn" in refusal
+    await session.generate("hello")
+    session.observe([5, 6])
+    await session.generate("and")
+    return 1.0
+
+
+async def asks_wrongly(session: Session) -> float:
+    """Lengths and stops that mean nothing, or mean something else than they say."""
+    for wrong in (0, -1):
+        refusal = ""
+        try:
+            await session.generate(max_new_tokens=wrong)
+        except ValueError as error:
+            refusal = str(error)
+        assert refusal == f"max_new_tokens is {wrong}: a turn has a token at least"
+    await session.generate(stop="ab")
+    await session.generate("more", stop=["ab", "c"])
+    return 1.0
 
 
 async def branches(session: Session) -> None:
@@ -243,6 +278,58 @@ class Echo(Countdown):
         return (
             Done(0.5) if len(turn.output_ids) % 3 == 0 else Observation(f"you wrote {len(turn.output_ids)}")
         )
+
+
+class NotAsync:
+    """An environment whose functions are not async."""
+
+    recovery = "stateless"
+
+    def reset(self, task: Task) -> Observation:
+        """Begin."""
+        return Observation("go")
+
+    def step(self, turn: Turn) -> Done:
+        """End."""
+        return Done(0.75)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class NoRecovery(NotAsync):
+    """Says nothing of what a restart may do."""
+
+    recovery = None  # type: ignore[assignment]
+
+
+class OddRecovery(NotAsync):
+    """Says what is not known."""
+
+    recovery = "always"
+
+
+class NoSnapshot(NotAsync):
+    """Promises a state that it cannot give."""
+
+    recovery = "snapshot"
+
+
+class BytesAsState(SavedCountdown):
+    """Gives its state as what is no text."""
+
+    def snapshot(self) -> Any:
+        """How many are left."""
+        return b"3"
+
+
+class NoStep:
+    """Only begins."""
+
+    recovery = "stateless"
+
+    async def reset(self, task: Task) -> None:
+        """Begin."""
 
 
 async def bad_or_good(session: Session, *, bad: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
@@ -47,6 +48,7 @@ class Engines(ScriptedEngines):
         session: str | None,
         continued: int = 0,
         priority: int | None = None,
+        flush: Flush | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         turn = int(rid.rpartition(".")[2])
@@ -61,8 +63,9 @@ class Place:
 
     def __init__(self, config: RunConfig, engines: Engines, **settings: Any) -> None:
         tools = [f"{FUNCTIONS}:{name}" for name in settings.pop("tools", ())]
+        tools += settings.pop("module_tools", ())
         for form in ("function", "environment"):
-            if form in settings:
+            if form in settings and not isinstance(settings[form], dict):
                 function, options = (
                     settings[form] if isinstance(settings[form], tuple) else (settings[form], {})
                 )

@@ -92,6 +92,7 @@ ROWS: dict[str, Row] = {
     **_branch("tasks/sample_prompts.py", *_under("rollout.buffer", "share max_age max_uses")),
     **_any_start("tasks/samples/generation.py", "rollout.max_concurrency"),
     **_any_start("tasks/rollout.py", *_under("rollout", "part_groups max_failed_share")),
+    **_any_start("tasks/samples/answers.py", "rollout.flush_tokens"),
     **_any_start("connectors/sglang/fleet.py", *_under("rollout", "progress_timeout_s attempts")),
     **_branch("tasks/runtime/scoring.py", *_under("reward", f"{FUNCTION} group")),
     **_branch("core/rewards/selection.py", *_under("reward.named.0", f"{FUNCTION} group name")),
@@ -154,9 +155,11 @@ ROWS: dict[str, Row] = {
         *_under("sync", "kind directory bucket_mib verify"),
     ),
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
+    **_any_start("flows/driver/ahead_guard.py", "pipeline.min_ess"),
     **_any_start("tasks/sample_prompts.py", *_under("pipeline", "select reserve")),
     **_any_start("core/config/pipeline.py", "pipeline.max_staleness"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
+    **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
     **_any_start(
         "tasks/checkpoint.py", *_under("checkpoint", "every background keep_last keep_every keep_best")
     ),
@@ -171,6 +174,7 @@ ROWS: dict[str, Row] = {
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
     **_any_start("flows/train.py", "evaluation.every"),
+    **_any_start("core/config/run_config.py", "evaluation.background"),
     **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
     **_any_start("tasks/report.py", "tracking.samples"),
 }

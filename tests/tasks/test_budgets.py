@@ -40,7 +40,7 @@ def failed_rewards(ctx: IterationContext) -> None:
 
 
 def failed_filters(ctx: IterationContext) -> None:
-    budget = filter_budget(ctx.config, ctx.index)
+    budget = filter_budget(ctx)
     for number, reason in enumerate(REASONS):
         budget.add(reason, f"s{number}")
     budget.check()
@@ -100,6 +100,7 @@ ONE_CAUSE = {  # what has one cause each time, and where the message is that nam
     "engines.start_timeout_s": "connectors/sglang/process.py",
     "placement.wait_s": "connectors/ray/placement.py",
     "sync.max_logprob_gap": "connectors/megatron/rank.py",
+    "sync.max_prompt_gap": "tasks/weight_check.py",
 }
 
 

@@ -20,6 +20,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined
 from millrace.core.errors import DataError
+from millrace.flows.preflight.check_data import Rows
 from millrace.tasks.data.prompt_dataset import PromptDataset
 from millrace.tasks.data.rows import UsablePrompt
 
@@ -173,6 +174,44 @@ def test_a_row_is_tokenised_when_it_is_read_and_an_unusable_one_says_why(tmp_pat
         "empty prompt",
         "too long",
     ]
+
+
+@pytest.mark.parametrize("above", [0, ROWS], ids=["drawn", "whole"])
+@pytest.mark.parametrize("long", [[{"role": "user", "content": "1" * (3 << 20)}], "1" * (3 << 20)])
+def test_a_row_of_megabytes_is_set_aside_without_its_tokens(
+    tmp_path: Path, above: int, long: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer takes a few hundred bytes of memory for each character: 50 MB of text ended the driver."""
+    given = [{"prompt": long if number == 1 else f"{number}+1=", "label": "2"} for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, given)))
+    seen: list[int] = []
+    encode = PromptTokenizer.encode_prompts
+
+    def counted(self: PromptTokenizer, prompts: Any, **options: Any) -> Any:
+        seen.extend(len(str(prompt)) for prompt in prompts)
+        return encode(self, prompts, **options)
+
+    monkeypatch.setattr(PromptTokenizer, "encode_prompts", counted)
+    config = configured(str(tmp_path / "rows.jsonl"))(above)
+    dataset = PromptDataset(config, PromptTokenizer(build_tokenizer()))
+    [refused] = dataset.sources["a"].quarantined
+    assert (refused.row, refused.reason.partition(",")[0]) == (1, f"too long: {3 << 20} characters")
+    assert len(seen) >= 4
+    assert max(seen) < 100
+    rows = Rows("data.sources.a", config.data.sources[0])
+    assert rows.read() == []
+    assert rows.set_aside(config.data.max_prompt_tokens) == []
+    assert (len(rows.usable), [item.row for item in rows.unusable]) == (4, [1])
+
+
+def test_a_source_without_rows_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    path = f"{tmp_path / 'rows.jsonl'}@[5:]"
+    config = configured(path)(0)
+    with pytest.raises(DataError, match="source a: holds no rows; .* correct the slice"):
+        PromptDataset(config, PromptTokenizer(build_tokenizer()))
+    [problem] = Rows("data.sources.a", config.data.sources[0]).read()
+    assert (problem.field, problem.reason) == ("data.sources.a.path", "holds no rows")
 
 
 def test_a_label_is_required_where_the_first_rows_have_one(tmp_path: Path) -> None:

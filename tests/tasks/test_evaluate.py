@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from millrace.core.rewards.selection import Selected
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.prompt_dataset import PromptSet
 from millrace.tasks.data.rows import UsablePrompt
-from millrace.tasks.evaluate import evaluate, evaluate_before
+from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
+from millrace.tasks.report import evaluation_metrics
 from millrace.tasks.runtime.scoring import Scoring
 from tests.support.scripted_engines import ScriptedEngines
 
@@ -118,6 +120,29 @@ async def test_the_untrained_policy_is_kept_under_no_iteration_trained(make_conf
     record = await evaluate_before.fn(ctx)
     assert (record["version"], record["done"]) == (0, 0)
     assert len(rows(ctx, 0)) == 10
+
+
+async def test_an_evaluation_says_how_far_the_trainer_has_gone_meanwhile(make_config: MakeConfig) -> None:
+    engines = ScriptedEngines()
+    ctx = context(make_config, engines)
+    assert (await evaluate_before.fn(ctx))["lag"] == 0
+    assert engines.priorities == {ctx.index}, "as its rollouts, and before those of later iterations"
+    for index in (1, 2, 4):  # the iteration trains while its weights are evaluated, and so does the one after
+        ctx.run_folder.iteration(index).write_json("results/train_step.json", {})
+    record = await evaluate_before.fn(ctx)
+    assert (record["done"], record["version"], record["lag"]) == (1, 1, 2)
+    assert evaluation_metrics(record)["eval/lag"] == 2
+
+
+async def test_an_iteration_does_not_evaluate_what_the_one_before_has(make_config: MakeConfig) -> None:
+    """As where a run that waited for its evaluations goes on with evaluation.background."""
+    ctx = context(make_config, ScriptedEngines())
+    assert not is_evaluated_by(ctx)
+    record = {"version": 1, "done": 1, "sets": {}, "seconds": 0.0}
+    ctx.run_folder.iteration(0).write_json("results/evaluate.json", {"result": json.dumps(record)})
+    assert is_evaluated_by(ctx)
+    ctx.index = 0
+    assert not is_evaluated_by(ctx)
 
 
 async def test_a_sample_that_fails_within_the_budget_is_counted_and_is_no_zero(

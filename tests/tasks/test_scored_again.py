@@ -108,7 +108,7 @@ async def test_a_spent_budget_names_the_reason_and_what_failed_is_scored_again(
     said = str(caught.value)
     assert said.startswith(f"iteration 2: {limit}; most often: {reason.format(line=line)}")
     assert f"; correct {FUSSY} or the data" in said
-    assert "`millrace discard a --from 2`" in said
+    assert "`millrace discard a --from 2 --root " in said
     first = {row["sample_id"]: row for row in rewards(ctx)}
     outcomes = [row["scoring"] for row in first.values()]
     assert outcomes.count("failed") == responses.count(BAD)

@@ -14,6 +14,7 @@ from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling, Session
@@ -47,6 +48,7 @@ class Engines(ScriptedEngines):
         session: str | None,
         continued: int = 0,
         priority: int | None = None,
+        flush: Flush | None = None,
     ) -> Generation:
         await super().generate(input_ids, params, rid=rid, session=session)
         text = TURNS[rid.partition(".")[2]] + "<eos>"

@@ -128,6 +128,65 @@ async def test_a_branch_makes_one_turn_at_a_time(make_place: Callable[..., Place
     assert "a branch makes one turn after the other" in (sample.reason or "")
 
 
+async def test_a_rollout_that_generates_nothing_has_failed_whatever_it_returns(
+    make_place: Callable[..., Place],
+) -> None:
+    (sample,) = await make_place("one", function="never_generates").run()
+    assert (sample.status, sample.reason, sample.reward) == ("failed", "it generated nothing", None)
+
+
+async def test_what_is_refused_leaves_the_branch_as_it_was(make_place: Callable[..., Place]) -> None:
+    place = make_place("one", function="refused_then_goes_on")
+    (sample,) = await place.run()
+    assert (sample.status, sample.reason, sample.turns) == ("completed", None, 2)
+    first, second = (ids for _, ids, _, _ in place.engines.requests)
+    assert (
+        shown(first)
+        == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert second[: len(first)] == first
+    rows = [row for row in place.rows if row.kind == "segment"]
+    assert [*first, *rows[0].output_ids, *rows[1].new_ids] == second
+
+
+async def test_lengths_and_stops_mean_what_they_say(make_place: Callable[..., Place]) -> None:
+    place = make_place("one", function="asks_wrongly")
+    (sample,) = await place.run()
+    assert (sample.status, sample.reason) == ("completed", None)
+    assert [params["stop"] for _, _, params, _ in place.engines.requests] == [["ab"], ["ab", "c"]]
+
+
+async def test_an_environment_need_not_be_async(make_place: Callable[..., Place]) -> None:
+    (sample,) = await make_place("one", environment="NotAsync").run()
+    assert (sample.status, sample.reason, sample.reward) == ("completed", None, 0.75)
+
+
+WRONG = {
+    "NoRecovery": "TypeError: NoRecovery says no recovery: it is one of stateless, snapshot, restart",
+    "OddRecovery": "TypeError: OddRecovery says recovery = 'always': it is one of stateless",
+    "NoSnapshot": "TypeError: NoSnapshot lacks snapshot, restore, which recovery = 'snapshot' needs",
+    "NoStep": "TypeError: NoStep lacks step, close, which recovery = 'stateless' needs",
+    "BytesAsState": "TypeError: snapshot returns text, not bytes",
+}
+
+
+@pytest.mark.parametrize("environment", WRONG)
+async def test_an_environment_that_lacks_something_fails_and_says_what(
+    make_place: Callable[..., Place], environment: str
+) -> None:
+    (sample,) = await make_place("one", environment=environment).run()
+    assert sample.status == "failed"
+    assert (sample.reason or "").startswith(WRONG[environment])
+
+
+async def test_arguments_of_any_name_are_the_tools(make_place: Callable[..., Place]) -> None:
+    call = CALL % ("add", '{"self": 1, "tool": 2, "name": 3}')
+    place = make_place(call, "It is 3.", tools=["add"], max_tokens=1000)
+    (sample,) = await place.run(longest=4000)
+    assert (sample.status, sample.reason, sample.response) == ("completed", None, "It is 3.")
+    assert "add does not take these arguments" in shown(sample.response_ids)
+
+
 async def test_neighbours_of_a_bad_rollout_lose_nothing(make_place: Callable[..., Place]) -> None:
     place = make_place("one", "two", "three", function=("bad_or_good", {"bad": "exits"}))
     good = [asyncio.ensure_future(_good(place, number)) for number in range(4)]

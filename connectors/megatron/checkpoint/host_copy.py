@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,20 +49,40 @@ class HostMemory:
         self._pinned = 0  # its address
         self.descriptor = -1
         self._view: mmap.mmap | None = None
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, size: int, *, pinned: bool) -> None:
+        """Begin to take `size` bytes, so that the first copy finds them: 50 GB take the system tens of seconds."""
+        assert self._view is None, "before the first copy"
+        self._preparing = threading.Thread(target=self._take, args=(size, pinned), daemon=True)
+        self._preparing.start()
 
     def take(self, size: int, *, pinned: bool) -> mmap.mmap:
         """At least `size` bytes. What was taken before must be free by now."""
+        self._until_prepared()
         if self._view is None or size > self._size:
             self.close()
-            self.descriptor = _unnamed(size)
-            self._view, self._size = mmap.mmap(self.descriptor, size), size
-            if pinned:
-                self._pinned = _address(self._view)
-                torch.cuda.cudart().cudaHostRegister(self._pinned, size, 0)
+            self._take(size, pinned)
+        assert self._view is not None
         return self._view
+
+    def _take(self, size: int, pinned: bool) -> None:
+        descriptor = _unnamed(size)
+        view = mmap.mmap(descriptor, size)
+        if pinned:
+            torch.frombuffer(view, dtype=torch.uint8).zero_()  # by several threads, the pages come sooner
+            self._pinned = _address(view)
+            torch.cuda.cudart().cudaHostRegister(self._pinned, size, 0)
+        self.descriptor, self._size, self._view = descriptor, size, view
+
+    def _until_prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
 
     def close(self) -> None:
         """Give it back. Who maps it keeps it."""
+        self._until_prepared()
         if self._view is None:
             return
         if self._pinned:

@@ -9,6 +9,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from millrace.connectors.megatron import patches
 from millrace.connectors.megatron.optim import fused_adamw
+from millrace.connectors.megatron.optim.parameter_state import sharded_parameter_state
 from millrace.connectors.megatron.optim.parts import parts_of
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -19,7 +20,7 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
     parts = parts_of(optimizer)
     for part in parts:
         _fill_state(part.optimizer)
-    with patches.padding_kept_in_state(_distributed(parts)):
+    with patches.parameters_saved_in_place(_distributed(parts), sharded_parameter_state):
         state: dict[str, Any] = optimizer.sharded_state_dict(
             model_state, is_loading=loading, metadata=SHARDING
         )

@@ -33,6 +33,7 @@ class Committed(BaseModel):
     sha256: str  # of its manifest
     run: str | None
     metrics: dict[str, Any]
+    evaluated: dict[str, Any] | None = None  # of the weights that it began with
     history: IterationHistory | None
 
     @classmethod
@@ -43,6 +44,7 @@ class Committed(BaseModel):
             sha256=manifest.sha256,
             run=manifest.run,
             metrics=manifest.tasks.get("metrics", {}),
+            evaluated=manifest.tasks.get("evaluated"),
             history=manifest.history,
         )
 

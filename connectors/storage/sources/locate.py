@@ -18,7 +18,14 @@ from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.files import in_threads
 from millrace.connectors.storage.store import Store, split_url
 from millrace.core.contracts.rows.prompts import Keys
-from millrace.core.contracts.source_path import FORMATS, IN_A_FOLDER, REMEDY, SourcePath, source_path
+from millrace.core.contracts.source_path import (
+    FORMATS,
+    IN_A_FOLDER,
+    REMEDY,
+    SourcePath,
+    is_compressed,
+    source_path,
+)
 from millrace.core.errors import DataError, MissingFileError
 
 SPLITS, STATE = "dataset_dict.json", "state.json"  # what save_to_disk writes beside its files
@@ -90,7 +97,7 @@ def located(source: Located, probe: bool = False) -> DataFiles:
     except ValueError as error:
         raise DataError(str(error), where=where(source), remedy=REMEDY) from error
     if path.is_pattern and not _is_file(path.files, probe):
-        store, names = _matches(path.files, probe)
+        store, names = _matches(source, path.files, probe)
         if not names:
             raise DataError(
                 f"no file that ends in {_any(FORMATS)} matches",
@@ -140,7 +147,7 @@ def _full(path: str) -> tuple[Store, str]:
     return store, f"{store.root}/{name}" if name else store.root
 
 
-def _matches(path: str, probe: bool) -> tuple[Store, list[str]]:
+def _matches(source: Located, path: str, probe: bool) -> tuple[Store, list[str]]:
     """The files that a pattern names, with paths relative to the last folder before it."""
     parts = path.split("/")
     at = next(number for number, part in enumerate(parts) if any(character in part for character in "*?["))
@@ -150,10 +157,11 @@ def _matches(path: str, probe: bool) -> tuple[Store, list[str]]:
         path, lambda: store.fs.glob(pattern, detail=True), probe, dict[str, dict[str, Any]]()
     )
     prefix = store.root.strip("/") + "/"
-    names = (
+    names = sorted(
         name.strip("/").removeprefix(prefix) for name, item in found.items() if item["type"] != "directory"
     )
-    return store, sorted(name for name in names if name.endswith(FORMATS))
+    _refuse_compressed(source, names)
+    return store, [name for name in names if name.endswith(FORMATS)]
 
 
 def _in_folder(source: Located, store: Store, probe: bool) -> list[str]:
@@ -172,7 +180,9 @@ def _in_folder(source: Located, store: Store, probe: bool) -> list[str]:
         )
     if STATE in names and any(name.endswith(".arrow") for name in names):
         return [item["filename"] for item in _index(source, store, STATE)["_data_files"]]
-    files = [name for name in names if name.endswith(IN_A_FOLDER) and not name.startswith((".", "_"))]
+    names = [name for name in names if not name.startswith((".", "_"))]
+    _refuse_compressed(source, names)
+    files = [name for name in names if name.endswith(IN_A_FOLDER)]
     if not files:
         raise DataError(
             f"the folder holds no file that ends in {_any(IN_A_FOLDER)}",
@@ -180,6 +190,17 @@ def _in_folder(source: Located, store: Store, probe: bool) -> list[str]:
             remedy="name the folder with the files, or a pattern such as data/**/*.jsonl",
         )
     return files
+
+
+def _refuse_compressed(source: Located, names: Sequence[str]) -> None:
+    """Raises DataError if a file would be left out because it is compressed."""
+    compressed = next(filter(is_compressed, names), None)
+    if compressed:
+        raise DataError(
+            f"{compressed} is compressed, and compressed files are not read",
+            where=where(source),
+            remedy="unpack it; or leave it out by a pattern such as data/*.jsonl",
+        )
 
 
 def _index(source: Located, store: Store, name: str) -> dict[str, Any]:

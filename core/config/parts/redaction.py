@@ -13,10 +13,12 @@ from millrace.core.contracts.references import REFERENCE
 
 HIDDEN = "***"
 WORDS = (
-    r"(?:(?:api|access|secret|private|auth|admin|account|encryption)[_-]?keys?|(?:api|access|auth)?token|secrets?"
-    r"|passwords?|passwd|passphrase|credentials?|authorization|signature|sig)"
+    r"(?:(?:api|access|secret|private|auth|admin|account|encryption|subscription|shared|signing)[_-]?keys?"
+    r"|(?:api|access|auth)?token|secrets?|passwords?|passwd|passphrase|credentials?|authorization|signature|sig"
+    r"|cookies?|jwt|connection[_-]?string)"
 )
-VALUE = r"(?:\$\{(?:env|prefect):[\w-]+\}|[^&\s#,}'\"])+"
+VALUE = r"(?:\$\{(?:env|prefect):[\w-]+\}|[^&\s#,}'\"]|,(?=[^\s'\"]))+"
+SCHEME = r"(?:(?:Bearer|Basic|Token|Digest|ApiKey)\s{1,3})"  # of an Authorization header
 SECRET_NAME = re.compile(rf"^(?:.{{0,60}}[_.-])?{WORDS}$", re.IGNORECASE)
 OF_A_TOKENIZER = re.compile(
     r"(?:^|[_.-])(?:stop|eos|bos|pad|unk|sep|cls|mask|end|start|begin|first|last|next|special|image)[_-]token$",
@@ -24,7 +26,15 @@ OF_A_TOKENIZER = re.compile(
 )
 USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]{0,30}://)(?P<user>[^/\s@?#]{1,500})@")
 QUERY = re.compile(rf"(?P<name>[?&][\w.-]{{0,40}}{WORDS}=){VALUE}", re.IGNORECASE)
-SAID = re.compile(rf"(?P<name>{WORDS}['\"]?\s{{0,3}}[=:]\s{{0,3}}['\"]?){VALUE}", re.IGNORECASE)
+QUOTED = r"(?P<quote>['\"])(?:\\.|(?!(?P=quote))[^\n\\])+"  # up to the quote's end, or the line's
+SAID = re.compile(
+    rf"(?P<name>{WORDS}['\"]?\s{{0,3}}[=:]\s{{0,3}})(?:{QUOTED}|{SCHEME}?{VALUE})", re.IGNORECASE
+)
+# what is a secret wherever it stands: the text of an Authorization header, and keys that begin as a service's keys do
+KNOWN = re.compile(
+    r"(?P<name>\b(?:Bearer|Basic)\s{1,3})(?=[\w.~+/=-]{0,99}[\d=+/])[\w.~+/=-]{12,}"
+    r"|\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AIza)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
+)
 NAMED_USER = ("postgresql", "mysql", "mssql")  # of a URL, where a user without a password is no secret
 
 
@@ -48,6 +58,11 @@ def secret_in_url(text: str) -> bool:
     return "://" in text and not all(is_reference(query[0]) for query in QUERY.finditer(text))
 
 
+def is_known_secret(text: str) -> bool:
+    """Whether a text holds what is a secret under any name."""
+    return bool(KNOWN.search(text))
+
+
 def shown(value: Any) -> Any:
     """A value without its secrets, within mappings and lists and in text; references stay."""
     if isinstance(value, Mapping):
@@ -63,9 +78,9 @@ def shown(value: Any) -> Any:
 def shown_text(text: str) -> str:
     """A text, as of a message or a line of a file, without the secrets in it; references stay."""
     text = USER.sub(lambda m: m[0] if is_reference(m["user"]) else f"{m['scheme']}{HIDDEN}@", text)
-    for pattern in (QUERY, SAID):
-        text = pattern.sub(lambda m: m[0] if is_reference(m[0]) else f"{m['name']}{HIDDEN}", text)
-    return text
+    text = QUERY.sub(lambda m: m[0] if is_reference(m[0]) else f"{m['name']}{HIDDEN}", text)
+    text = SAID.sub(lambda m: m[0] if is_reference(m[0]) else f"{m['name']}{m['quote'] or ''}{HIDDEN}", text)
+    return KNOWN.sub(lambda m: f"{m['name'] or ''}{HIDDEN}", text)
 
 
 def without_secrets(value: Any) -> Any:

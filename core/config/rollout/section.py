@@ -50,6 +50,12 @@ class Rollout(Section):
     part_groups: Annotated[int, ANY_START] = Field(
         16, ge=1, description="Finished groups gathered before a part is written."
     )
+    flush_tokens: Annotated[int | None, ANY_START] = Field(
+        None,
+        ge=16,
+        description="Most tokens of an answer under way that are generated again after a kill: what there is of it is stored "
+        "meanwhile, and it goes on from there. null: answers are stored whole. For answers of many thousand tokens; 2048, say.",
+    )
     progress_timeout_s: Annotated[float, ANY_START] = Field(
         600,
         gt=0,

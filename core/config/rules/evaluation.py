@@ -12,6 +12,13 @@ from millrace.core.config.run_config import RunConfig
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Held-out sets that cannot be read, distinguished, or learned from."""
     yield from same_names("evaluation.sets", config.evaluation.sets)
+    if config.evaluation.background and config.algorithm.supervised:
+        yield Problem(
+            "evaluation.background",
+            True,
+            "held-out losses of supervised training are computed by the trainer itself",
+            "leave it out",
+        )
     for held_out in config.evaluation.sets:
         yield from file_problems(f"evaluation.sets.{held_out.name}.path", held_out.path)
         yield from template_problems(f"evaluation.sets.{held_out.name}", held_out)

@@ -22,6 +22,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     if (p.ahead or p.deferrals) and not config.algorithm.supervised:
         field = "pipeline.ahead" if p.ahead else "pipeline.max_staleness"
         yield from unweighed(config.algorithm, f"with {field} tokens are made by older weights")
+    if p.min_ess is not None:
+        yield from _min_ess(config)
     most = 1 / (p.ahead + 1)
     if p.select == "finish" and p.reserve > most:
         yield Problem(
@@ -56,4 +58,25 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "on shared GPUs (placement.colocate) the engines sleep while the trainer works",
             "set placement.colocate=false and give the engines GPUs of their own, or set it to 0: "
             "pipeline.select=finish with max_staleness=1 shortens the wait for long answers there",
+        )
+
+
+def _min_ess(config: RunConfig) -> Iterator[Problem]:
+    """A bound on the effective sample size that could lower nothing."""
+    p, c = config.pipeline, config.algorithm.correction
+    bounds = (c.veto, c.opsm_delta, c.max_token_age)
+    weighs = c.kind != "none" or any(bound is not None for bound in bounds)
+    if not p.ahead:
+        yield Problem(
+            "pipeline.min_ess",
+            p.min_ess,
+            "it lowers pipeline.ahead, which is 0",
+            "leave it out, or raise pipeline.ahead",
+        )
+    elif not weighs or config.algorithm.loss.kind == "function":
+        yield Problem(
+            "pipeline.min_ess",
+            p.min_ess,
+            "the effective sample size is that of the weights of algorithm.correction, and no loss is weighed by them",
+            "leave it out, or set algorithm.correction.kind with a loss of algorithm.loss.kind",
         )

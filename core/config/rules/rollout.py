@@ -37,12 +37,34 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             )
     yield from _session(config)
     yield from _buffer(config)
+    yield from _flush(config)
     if config.algorithm.supervised and config.rollout.samples_per_prompt != 1:
         yield Problem(
             "rollout.samples_per_prompt",
             config.rollout.samples_per_prompt,
             "algorithm.loss=sft learns the one reference answer of a prompt",
             "set it to 1",
+        )
+
+
+def _flush(config: RunConfig) -> Iterator[Problem]:
+    """Segments of answers that nothing would store, or that a router would not ask for."""
+    tokens = config.rollout.flush_tokens
+    if tokens is None:
+        return
+    if config.rollout.session is not None:
+        yield Problem(
+            "rollout.flush_tokens",
+            tokens,
+            "with rollout.session each turn is stored when it ends",
+            "set it to null",
+        )
+    if config.engines.router is not None:
+        yield Problem(
+            "rollout.flush_tokens",
+            tokens,
+            "sglang-router drops sampling_params.stream_interval",
+            "set it to null, or leave engines.router out",
         )
 
 

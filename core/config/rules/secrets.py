@@ -8,6 +8,7 @@ from typing import Any
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.parts.redaction import (
     HIDDEN,
+    is_known_secret,
     is_reference,
     is_secret_name,
     secret_in_url,
@@ -43,7 +44,9 @@ def _problems(path: str, value: Any, field: str) -> Iterator[Problem]:
         for number, item in enumerate(value):
             yield from _problems(f"{path}.{number}", item, field)
     elif isinstance(value, str):
-        if secret_in_url(value):
+        if is_known_secret(value):
+            yield Problem(path, shown_text(value), STORED, EXPORT if is_replaced(field) else "leave it out")
+        elif secret_in_url(value):
             remedy = EXPORT if is_replaced(field) else URL_REMEDY.get(field, STORE)
             yield Problem(path, shown_text(value), STORED, remedy)
         elif is_reference(value) and not is_replaced(field):

@@ -27,6 +27,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "it compares the engines' weights with those on disk, and here sync.kind=auto takes disk itself",
             f"set sync.kind={'ipc' if colocate else 'broadcast'}, or set it to false",
         )
+    yield from _compared(config)
     if config.sync.kind != "broadcast":
         return
     if colocate:
@@ -37,4 +38,25 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "broadcast",
             f"trainer.device={config.trainer.device} and engines.kind={e.kind} may have no transport in common",
             "set trainer.device=cuda and engines.kind=sglang, or trainer.device=cpu and engines.kind=embedded, or disk",
+        )
+
+
+def _compared(config: RunConfig) -> Iterator[Problem]:
+    """A comparison of engines and trainer that says nothing: engines tell log-probabilities of a prompt at temperature 1."""
+    gap, temperature = config.sync.max_prompt_gap, config.rollout.sampling.temperature
+    if gap is None:
+        return
+    if temperature != 1:
+        yield Problem(
+            "sync.max_prompt_gap",
+            gap,
+            f"engines score prompts at temperature 1, and the trainer at rollout.sampling.temperature = {temperature:g}",
+            "set it to null, or rollout.sampling.temperature=1",
+        )
+    if config.engines.prefill:
+        yield Problem(
+            "sync.max_prompt_gap",
+            gap,
+            "engines that only prefill, or only decode, answer no request alone",
+            "set it to null, or leave engines.prefill out",
         )

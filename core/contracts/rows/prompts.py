@@ -27,6 +27,8 @@ from millrace.core.contracts.rows.trained_messages import SWITCHES, LossOn, trai
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 EXCERPT = 80
+CHARACTERS_A_TOKEN = 256  # more than the longest token of a vocabulary has
+ALWAYS_TOKENISED = 1 << 20  # characters
 _ABSENT = object()
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True)
 
@@ -165,6 +167,8 @@ def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         return refuse(keys, row, f"not UTF-8: byte {error.start}", repr(line[:EXCERPT]))
+    if "\0" in text:  # no JSON has it
+        return refuse(keys, row, "not UTF-8: zero bytes, as UTF-16 has", repr(line[:EXCERPT]))
     text = text.removeprefix("\ufeff") if row == 0 else text
     if not text.strip():
         return refuse(keys, row, "empty line", "")
@@ -251,6 +255,16 @@ def without_label(row: PromptRow, keys: Keys) -> Quarantined:
 def too_long(row: PromptRow, keys: Keys, length: int, limit: int) -> Quarantined:
     """A row whose prompt, or whole dialogue, has more tokens than a run takes."""
     reason = f"too long: {length} tokens, data.max_prompt_tokens is {limit}"
+    return refuse(keys, row.row, reason, str(row.prompt))
+
+
+def far_too_long(row: PromptRow, keys: Keys, limit: int) -> Quarantined | None:
+    """A row whose prompt has more characters than `limit` tokens hold: tokenising it would take gigabytes. None for others."""
+    prompt = row.prompt if isinstance(row.prompt, list) else [{"content": row.prompt}]
+    length = sum(len(content) for content in map(_text_of, prompt))
+    if length <= max(ALWAYS_TOKENISED, limit * CHARACTERS_A_TOKEN):
+        return None
+    reason = f"too long: {length} characters, data.max_prompt_tokens is {limit}"
     return refuse(keys, row.row, reason, str(row.prompt))
 
 
@@ -347,6 +361,11 @@ def _json_problem(value: Any) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         return f"wrong type: {error}"
     return None
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else str(content)
 
 
 def _has_text(content: Any) -> bool:

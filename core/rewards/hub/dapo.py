@@ -9,6 +9,7 @@ import re
 
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.math import equal, last_boxed
+from millrace.core.rewards.text import label_text
 
 ANSWER = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
 READ, READ_STRICTLY = 300, 100  # last characters
@@ -19,7 +20,7 @@ def dapo(sample: RewardInput, *, strict_box: bool = False) -> RewardResult:
 
     strict_box: the last \\boxed{...} among the last 100 characters counts instead, and must be the label to the letter.
     """
-    label = "" if sample.label is None else str(sample.label).strip()
+    label = label_text(sample.label).strip()
     if strict_box:
         right = bool(label) and last_boxed(sample.response[-READ_STRICTLY:]) == label
     else:

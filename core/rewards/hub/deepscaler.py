@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millrace.core.hooks import RewardInput
 from millrace.core.rewards.math import equal, last_boxed
+from millrace.core.rewards.text import label_text
 
 MARKERS = ("</think>", "###Response")  # the first that occurs decides
 
@@ -14,10 +15,11 @@ def deepscaler(sample: RewardInput, *, symbolic: bool = True) -> float:
     The reasoning ends at the last </think>, or else at the last ###Response; a response with neither scores 0, and so does
     every response to an empty label. The label may be boxed.
     """
+    text = label_text(sample.label)
+    boxed = last_boxed(text)
+    label = text.strip() if boxed is None else boxed
     marker = next((marker for marker in MARKERS if marker in sample.response), None)
-    if marker is None or sample.label is None:
+    if marker is None or not label:
         return 0.0
     answer = last_boxed(sample.response.rpartition(marker)[2])
-    boxed = last_boxed(str(sample.label))
-    label = str(sample.label).strip() if boxed is None else boxed
-    return float(bool(answer and label) and equal(answer or "", label, symbolic=symbolic))
+    return float(bool(answer) and equal(answer or "", label, symbolic=symbolic))

@@ -6,13 +6,12 @@ instruction, `kwargs`, in the form of google/IFEval.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from millrace.core.errors import ConfigError, DataError
+from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.hub.instructions import check_score, instructions_of, nltk_data_missing
 
-NEEDED = ("instruction_id_list", "kwargs")
 WHERE = "ifeval"
 
 
@@ -24,10 +23,7 @@ def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = 
     Errors: ConfigError without the extra, for another score, or if nltk's data are missing; DataError of a row that has no
     instructions, or unknown ones; ValueError of arguments that an instruction does not take.
     """
-    if score not in ("strict", "loose", "share"):
-        raise ConfigError(
-            f"score = {score} is not a choice", where=WHERE, remedy="give strict, loose or share"
-        )
+    check_score(score, WHERE)
     try:
         import langdetect
         from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
@@ -39,15 +35,12 @@ def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = 
             remedy="pip install 'millrace[ifeval]'",
         ) from error
     langdetect.DetectorFactory.seed = 0  # it guesses by random numbers: the same text gets the same answer
-    row = _row(sample, INSTRUCTION_DICT)
+    asked = instructions_of(sample, INSTRUCTION_DICT, "IFEval")
+    row = {"key": 0, "prompt": asked.prompt, "instruction_id_list": asked.names, "kwargs": asked.kwargs}
     try:
         found = process_results(row, [sample.response.rpartition("</think>")[2]])
     except LookupError as error:
-        raise ConfigError(
-            f"data of nltk are missing: {' '.join(str(error).split())[:120]}",
-            where=WHERE,
-            remedy="python -m nltk.downloader punkt_tab",
-        ) from error
+        raise nltk_data_missing(error, "punkt_tab", WHERE) from error
     followed = found["inst_level_strict_acc"]
     parts = {
         "strict": float(found["prompt_level_strict_acc"]),
@@ -55,28 +48,3 @@ def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = 
         "share": sum(followed) / len(followed),
     }
     return RewardResult(parts[score], parts)
-
-
-def _row(sample: RewardInput, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as the harness takes it."""
-    names, kwargs = (sample.metadata.get(key) for key in NEEDED)
-    if not isinstance(names, list) or not names or not isinstance(kwargs, list) or len(kwargs) != len(names):
-        raise DataError(
-            "instruction_id_list and kwargs are no lists of one length, with an instruction or more",
-            where="metadata of the row",
-            remedy="name both columns in data.sources[].extra_keys, or correct the row",
-        )
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise DataError(
-            f"{unknown[0]!r} is no instruction of IFEval",
-            where="metadata.instruction_id_list of the row",
-            remedy="correct the row, or leave it out",
-        )
-    asked = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1].get("content")
-    return {
-        "key": 0,
-        "prompt": asked,
-        "instruction_id_list": names,
-        "kwargs": [each or {} for each in kwargs],
-    }

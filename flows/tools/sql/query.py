@@ -1,13 +1,13 @@
-"""`millrace sql`: DuckDB over the tables of a run, those of its open iteration so far among them.
+"""`millrace sql`: DuckDB over the tables of a run, those of its open iterations so far among them.
 
 Owns the views: prompts, samples, rewards, verdicts, batches, steps, evaluations. Reads what manifests and
-records name, checked, and what a task of the open iteration has written that has no record; changes nothing. Iterations
+records name, checked, and what a task of an open iteration has written that has no record; changes nothing. Iterations
 count from 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import duckdb
@@ -17,7 +17,7 @@ import pyarrow as pa
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import TABLES, IterationFiles
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
@@ -56,7 +56,8 @@ def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBP
         protocol = folder.store.url.split("://")[0]
         connection.register_filesystem(fsspec.filesystem(protocol))
     committed = folder.first_open_iteration()
-    iterations = [IterationFiles(folder, index) for index in range(committed + 1)]
+    opened = open_iterations(folder)
+    iterations = [IterationFiles(folder, index) for index in (*range(committed), *opened)]
     known = [(files, _entries(files)) for files in iterations]
     for view, prefix in VIEWS.items():
         if view not in views:
@@ -70,7 +71,7 @@ def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBP
         _view(connection, view, named, columns_of(view, settings, committed))
     if "evaluations" in views:
         shown = columns_of("evaluations", settings, committed)
-        _view(connection, "evaluations", _evaluations(folder, committed), shown)
+        _view(connection, "evaluations", _evaluations(folder, committed, opened), shown)
     steps = [
         {
             "iteration": iteration_number(files.index),
@@ -95,7 +96,7 @@ def answer(root: str, run: str, query: str) -> Listing:
 
 
 def _entries(files: IterationFiles) -> list[FileEntry]:
-    """What is named of an iteration; of the open one also what tasks without a record have written so far."""
+    """What is named of an iteration; of an open one also what tasks without a record have written so far."""
     entries = list(files.entries.values())
     if files.manifest:
         return entries
@@ -112,8 +113,8 @@ def _steps(files: IterationFiles, entries: list[FileEntry]) -> list[dict[str, An
     return [step for content in found for step in content["steps"]]
 
 
-def _evaluations(folder: RunFolder, committed: int) -> list[tuple[Store, FileEntry]]:
-    named = [entry for index in range(committed + 1) for entry in named_by_records(folder, index)]
+def _evaluations(folder: RunFolder, committed: int, opened: Sequence[int]) -> list[tuple[Store, FileEntry]]:
+    named = [entry for index in (*range(committed), *opened) for entry in named_by_records(folder, index)]
     tables = {entry.path: entry for entry in named if entry.path.startswith("eval/")}
     of_open = tuple(f"/{done:06d}.parquet" for done in ((committed + 1,) if committed else (0, 1)))
     written = [path for path in folder.store.list("eval") if path.endswith(of_open)]

@@ -274,3 +274,19 @@ async def test_what_verifiers_raises_fails_the_rollout(play: Play, taskset: str,
     end, _ = await play(RUN, {"taskset": taskset}, ["no number"], wired="function", **row)
     assert end["status"] == "failed"
     assert "invalid literal for int()" in end["reason"]
+
+
+async def test_what_a_seat_asks_for_that_the_run_does_not_do_is_refused_with_its_field(
+    play: Play, taskset: str, tmp_path: Path
+) -> None:
+    from millrace.connectors.environments.verifiers import write_prompts
+
+    write_prompts(tmp_path / "p.jsonl", taskset, 1)
+    row = json.loads((tmp_path / "p.jsonl").read_text(encoding="utf-8"))
+    options = {"taskset": taskset, "config": {"player": {"sampling": {"reasoning_effort": "low"}}}}
+    end, _ = await play(RUN, options, ["0"], wired="function", **row)
+    assert end["status"] == "failed"
+    assert end["reason"].startswith("BadRequestError: reasoning_effort: it is not known here")
+    options["config"]["player"] = {"sampling": {"max_tokens": 3}}
+    end, _ = await play(RUN, options, ["0"], wired="function", **row)
+    assert end["status"] == "completed", end

@@ -18,7 +18,7 @@ PATCHED_ATTRIBUTES = {
     "_copy_main_params_to_model_params",
     "_set_main_param_and_optimizer_states",
     "cuda_dtoh_stream",
-    "get_parameter_state_dp_zero",
+    "sharded_param_state_fully_reshardable",
     "grad_scale",
 }
 
@@ -100,7 +100,7 @@ def test_no_module_but_patches_assigns_into_pytorch_or_megatron() -> None:
         "from megatron.core.transformer import moe\nmoe.TABLE['x'] = None",
         "import torch\ndel torch.cuda.x",
         "def f(part):\n    part._copy_main_params_to_model_params = copy",
-        "def f(part):\n    setattr(part, 'get_parameter_state_dp_zero', gather)",
+        "def f(part):\n    setattr(part, 'sharded_param_state_fully_reshardable', gather)",
     ],
 )
 def test_an_assignment_into_upstream_is_seen(source: str) -> None:

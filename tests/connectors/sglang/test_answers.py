@@ -72,6 +72,46 @@ async def test_finite_log_probabilities_are_taken_as_they_are() -> None:
     assert generation.logprobs.tolist() == [-0.5, 0.0, -80.0]
 
 
+ABORTED = {  # finish reasons of SGLang 0.5.17 and of the embedded engine, and whether the engine failed
+    "while it ran": ({"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}, False),
+    "while it waited": ({"type": "abort", "message": "Abort in waiting queue"}, False),
+    "embedded": ({"type": "abort", "message": "aborted by request", "status_code": 200}, False),
+    "out of memory": ({"type": "abort", "message": "no room", "status_code": 503}, True),
+}
+
+
+@pytest.mark.parametrize("case", ABORTED)
+async def test_a_request_that_was_ended_as_asked_is_no_fault_of_its_engine(case: str) -> None:
+    """SGLang gives no status then: engines were held to be lost, and what they had made was thrown away."""
+    reason, failed = ABORTED[case]
+    body = {
+        "text": "x",
+        "output_ids": [7],
+        "meta_info": {
+            "finish_reason": reason,
+            "weight_version": "1",
+            "output_token_logprobs": [[-0.5, 7, None]],
+        },
+    }
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"), "engine-3")
+        try:
+            if failed:
+                with pytest.raises(EngineLostError, match="no room"):
+                    await client.generate([1], {}, rid="r", progress_timeout_s=9.0)
+            else:
+                cut = await client.generate([1], {}, rid="r", progress_timeout_s=9.0)
+                assert (cut.finish, cut.output_ids.tolist()) == ("abort", [7])
+        finally:
+            await client.close()
+
+
 async def test_an_answer_that_is_no_json_is_an_error_of_its_engine() -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text='{"value": NaN}', content_type="application/json")

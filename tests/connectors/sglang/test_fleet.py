@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from millrace.connectors.sglang.engine_weights import differing_tensors
-from millrace.core.errors import BudgetError, EngineError, MissingFileError
+from millrace.core.errors import BudgetError, EngineError, EngineLostError, MissingFileError
 from tests.support.engine_process import reference_logprobs
 from tests.support.fleets import LONG, PROMPT, SHORT, MakeFleet, generate, serving
 from tests.support.local_handle import LocalHandle
@@ -82,6 +82,31 @@ async def test_an_engine_that_ends_as_it_takes_its_memory_is_replaced_and_the_fi
     )
     dispatcher = await serving(fleet, tiny_model, 24)
     assert {one.engine_id for one in await generate(dispatcher, 8, SHORT)} == {"engine-0", "engine-1"}
+
+
+async def test_an_engine_that_lost_a_request_gives_its_memory_back_too(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    """It was passed over and kept its memory, and the trainer ran out of it."""
+    fleet = make_fleet()
+    dispatcher = await serving(fleet, tiny_model, 25)
+    for client in dispatcher._engines():
+        fleet.mark_suspect(client, EngineLostError(f"{client.engine_id}: no answer"))
+    await fleet.sleep()
+    assert fleet._released == {0: ["weights", "kv_cache"], 1: ["weights", "kv_cache"]}
+    assert len(await generate(await serving(fleet, tiny_model, 25), 4, SHORT)) == 4
+    assert fleet.restarts == 0
+
+
+async def test_an_engine_that_does_not_give_its_memory_back_is_ended(
+    make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
+) -> None:
+    fleet = make_fleet(rollout={"progress_timeout_s": 2})
+    dispatcher = await serving(fleet, tiny_model, 26)
+    await dispatcher._engines()[0].close()  # as one that is gone, to this client
+    await fleet.sleep()
+    assert not (await handles[0].state())["alive"]
+    assert len(await generate(await serving(fleet, tiny_model, 26), 4, SHORT)) == 4
 
 
 async def test_engines_that_serve_nothing_can_rest_while_others_go_on(

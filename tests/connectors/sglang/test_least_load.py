@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.least_load import LeastLoad, until_changed
+from millrace.connectors.sglang.dispatching.least_load import LeastLoad, until_changed
 
 
 def engines_of(count: int) -> list[EngineClient]:

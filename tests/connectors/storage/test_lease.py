@@ -61,6 +61,23 @@ def test_a_driver_that_lives_refuses_another_and_one_that_released_does_not(root
     second.check()
 
 
+def test_one_folder_has_one_driver_by_whatever_path_it_is_reached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once: a holder that is known to live is not watched for a sign of life."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    roots = ["there", "link", "there/.", "link/../there", "./link"]
+    lease = Lease.take(Store(str(tmp_path / roots[0])).child("a"))
+    for root in roots:
+        with pytest.raises(LeaseHeldError, match=f"driven by process {os.getpid()} on "):
+            Lease.take(Store(f"{tmp_path}/{root}").child("a"))
+        assert find_driver(Store(f"{tmp_path}/{root}").child("a")) == ProcessIdentity.own()
+    assert "for a sign of its life" not in caplog.text
+    lease.release()
+    assert Lease.take(Store(str(tmp_path / "link")).child("a")).token == 2
+
+
 def change(store: Store, path: str = FIRST, **values: Any) -> None:
     store.write_json(path, {**store.read_json(path), **values})
 

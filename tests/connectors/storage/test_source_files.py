@@ -224,6 +224,30 @@ def test_paths_that_name_no_files_are_refused_with_a_remedy(root: str) -> None:
             read_source(Source(path=url(path)))
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.json.zst", "b.parquet.zip"])
+def test_a_compressed_file_is_not_left_out_in_silence(root: str, name: str) -> None:
+    store = Store(root)
+    store.write("data/a.jsonl", jsonl(range(2)))
+    store.write(f"data/{name}", b"packed")
+    for path in ("data", "data/*"):
+        with pytest.raises(DataError, match=f"{name} is compressed, and .* not read; unpack it"):
+            read_source(Source(path=store.url_of(path)))
+    assert prompts_of(Source(path=store.url_of("data/*.jsonl"))) == [0, 1]  # the second remedy
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_check_reads_a_first_row_whole_however_large_it_is(tmp_path: Path, at: int) -> None:
+    """Cut at the end of what a check reads, it was taken for a row that is not JSON."""
+    large = json.dumps({"prompt": "0+1=", "label": "1", "metadata": {"x": "y" * 10_000}}).encode() + b"\n"
+    (tmp_path / "set.jsonl").write_bytes(jsonl(range(1, 1 + at)) + large + jsonl(range(1 + at, 4)))
+    seen = first_rows(Source(path=str(tmp_path / "set.jsonl")), 1000, 100)
+    assert seen.refused == []
+    assert (len(seen.usable), seen.whole) == ((at, False) if at else (4, True))
+    (tmp_path / "set.jsonl").write_bytes(large.rstrip())
+    seen = first_rows(Source(path=str(tmp_path / "set.jsonl")), 1000, 100)
+    assert (len(seen.usable), seen.total, seen.whole) == (1, 1, True)
+
+
 def test_what_lies_at_a_path_is_seen_before_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(range(2)))
     there = ("a.jsonl", "*.jsonl", "a.jsonl@[:1]", "", "*.jsonl@[1:]")

@@ -65,9 +65,25 @@ def verdict(world: World, sample: str, fate: str, cause: str) -> None:
     world.verdicts.append(row)
 
 
+def add_segments(world: World, rng: random.Random, name: str, versions: list[int]) -> list[int]:
+    """Some segments of an answer, as rollout.flush_tokens stores them; returns the versions of their tokens."""
+    stored = versions[: rng.randint(0, len(versions))]
+    for order, at in enumerate(range(0, len(stored), 2)):
+        piece = stored[at : at + 2]
+        place = {"rollout_id": name, "order": order, "branch": 0, "event": 0, "kind": "answer"}
+        output = {"output_ids": [7] * len(piece), "policy_versions": spans_of(piece)}
+        world.turns.append({**place, **output})
+    return stored
+
+
 def add_answer(world: World, rng: random.Random, name: str, fate: str, cause: str) -> None:
-    """A rollout of one answer; some of a trained one's tokens the batch masks."""
+    """A rollout of one answer; some of a trained one's tokens the batch masks. One that is returned may have been ended amid it."""
     versions = versions_of(rng, rng.randint(0, 6))
+    stored = add_segments(world, rng, name, versions) if rng.random() < 0.5 else []
+    if stored and fate == "returned":
+        verdict(world, name, fate, cause)
+        world.expected.update((fate, cause, version) for version in stored)
+        return
     row = {"loss_mask": [1] * len(versions), "policy_versions": spans_of(versions), "samples": None}
     world.rollouts.append({"sample_id": name, "status": "completed", **row})
     verdict(world, name, fate, cause)
@@ -160,9 +176,12 @@ def test_all_that_an_open_iteration_generated_is_in_flight(rng: random.Random, r
     generated = sum((+world.expected).values())
     for row in [
         row for row in world.rollouts if rng.random() < 0.5
-    ]:  # not finished yet: only turns are stored
-        if any(turn["rollout_id"] == row["sample_id"] for turn in world.turns):
+    ]:  # not finished yet: only turns and segments are stored
+        stored = [turn for turn in world.turns if turn["rollout_id"] == row["sample_id"]]
+        if stored:
             world.rollouts.remove(row)
+            if row["samples"] is None:
+                generated -= len(row["loss_mask"]) - sum(len(turn["output_ids"]) for turn in stored)
     account = world.account(committed=False)
     assert account.problems() == []
     assert account.tokens_of("in flight") == generated == sum(account.generated.values())

@@ -16,10 +16,11 @@ import pytest
 from millrace.core import hooks
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.parts.redaction import is_secret_name, shown, shown_text
+from millrace.core.config.parts.redaction import is_known_secret, is_secret_name, shown, shown_text
 from millrace.core.config.parts.restart import changes
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reading.load import load_config, validate
+from millrace.core.config.reading.overrides import apply
 from millrace.core.config.reading.stored import lifted
 from millrace.core.config.rules.secrets import is_replaced
 from millrace.core.contracts.references import blocks, pass_on, references, resolved, scrubbed, variables
@@ -189,9 +190,65 @@ def test_other_words_are_no_secrets() -> None:
     assert str(Problem("a.b", "x" * 10**6, "r", "m")).count("x") < 100
 
 
+SAID = {  # how a text holds a secret, and what of it is shown
+    "Authorization: Bearer {}": "Authorization: ***",
+    "{{Authorization: 'Bearer {}', a: 1}}": "{Authorization: '***', a: 1}",
+    "Proxy-Authorization = Basic {}": "Proxy-Authorization = ***",
+    "it sent Bearer {} and failed": "it sent Bearer *** and failed",
+    "api_key='{} more words'": "api_key='***'",
+    'password: "{} with \\" a quote" # said': 'password: "***" # said',
+    "password: '{} of a line that ends": "password: '***",
+    "api_key={},{}": "api_key=***",
+    "{{api_key: {}, b: 1}}": "{api_key: ***, b: 1}",
+    "?api_key={},x&b=1": "?api_key=***&b=1",
+    "Cookie: session={}": "Cookie: ***",
+    "Ocp-Apim-Subscription-Key: {}": "Ocp-Apim-Subscription-Key: ***",
+    "the key hf_{} is": "the key *** is",
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_secret_in_a_text_is_not_shown_however_it_is_written(text: str) -> None:
+    """The word after Bearer was, and the rest of a secret with spaces or commas."""
+    secret = "Pl4nted" + "x9" * 12
+    assert shown_text(text.replace("{{", "{").replace("}}", "}").replace("{}", secret)) == SAID[text]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Bearer Pl4nted0123456789",
+        "hf_Pl4ntedPl4ntedPl4nted",
+        "sk-Pl4ntedPl4ntedPl4nted",
+        "AKIAPLANTEDPLANTED01",
+    ],
+)
+def test_what_is_a_secret_under_any_name_is_refused_and_not_shown(value: str) -> None:
+    for field in ("reward.options.header", "run.experiment", "data.sources.0.system"):
+        values = json.loads(json.dumps(LEAST))
+        apply(values, f"{field}={value}")
+        said = everything_said(values)
+        assert "must not be" in said, field
+        assert value not in said
+    assert not is_known_secret("Basic responsibilities of a sk-learner, Bearer of the news")
+
+
 def test_long_texts_are_read_through_in_no_time() -> None:
     started = time.perf_counter()
-    for part in ("a", "a.", "a-", "://", "token", "?a&", "s3://a:"):
+    for part in (
+        "a",
+        "a.",
+        "a-",
+        "://",
+        "token",
+        "?a&",
+        "s3://a:",
+        "Bearer ",
+        "token='",
+        "token=a,",
+        "sk-",
+        "\\",
+    ):
         shown_text(part * 20_000)
     assert time.perf_counter() - started < 5
 

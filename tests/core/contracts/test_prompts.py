@@ -48,6 +48,12 @@ def usable(line: bytes, row: int = 0, keys: Columns = KEYS) -> PromptRow:
     return parsed
 
 
+def test_a_file_in_utf_16_is_named_as_what_it_is() -> None:
+    lines = "\n".join(['{"prompt": "1+1="}'] * 3).encode("utf-16").split(b"\n")
+    reasons = [parse_line(line, number, KEYS) for number, line in enumerate(lines)]
+    assert all(isinstance(item, Quarantined) and item.reason.startswith("not UTF-8") for item in reasons)
+
+
 @pytest.mark.parametrize(
     ("values", "key", "found"),
     [

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards import format, math, number, scoring, text
+from millrace.core.rewards.hub.dapo import dapo
+from millrace.core.rewards.hub.deepscaler import deepscaler
 
 
 def sample(response: str, label: Any = None, **more: Any) -> RewardInput:
@@ -187,6 +192,66 @@ def test_scoring_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         scoring.score_sample("my_rewards:parts_alone", {}, ROW)
     with pytest.raises(ConfigError, match=r"reward\.function"):
         scoring.score_sample("my_rewards:none", {}, ROW)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(2), 2.0),
+        (numpy.bool_(True), 1.0),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor([0.25], requires_grad=True), 0.25),
+        (True, 1.0),
+        (Fraction(1, 4), 0.25),
+        ({"reward": numpy.float64(1), "acc": True}, 1.0),
+    ],
+)
+def test_what_is_one_number_is_a_reward(answer: Any, reward: float) -> None:
+    assert scoring.read_score(answer, "mine:score").reward == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "returned reward of type NoneType; return a number"),
+        ([1.0], "returned reward of type list; return a number"),
+        (1j, "returned reward of type complex"),
+        (numpy.array([0.5, 1]), "returned reward of type ndarray, which is no one number"),
+        (torch.tensor([0.5, 1]), "returned reward of type Tensor, which is no one number"),
+        (10**400, "returned reward of type int, which is no one number"),
+        (numpy.float32("nan"), "returned reward = nan; a reward is a finite number"),
+        (torch.tensor(float("inf")), "returned reward = inf"),
+        ({"reward": 1, "why": "right"}, "returned part why of type str"),
+        ({"reward": 1, "each": {"a": 1}}, "returned part each of type dict"),
+        ({"reward": 1, "length": float("nan")}, "returned part length = nan"),
+        ({"reward": None}, "returned reward of type NoneType"),
+        ((each for each in [1.0]), "returned reward of type generator"),
+    ],
+)
+def test_what_is_no_number_is_named(answer: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"mine:score {said}"):
+        scoring.read_score(answer, "mine:score")
+
+
+@pytest.mark.parametrize(
+    "answers", [numpy.array([0.5, 1.0]), torch.tensor([0.5, 1.0]), (0.5, numpy.float32(1))]
+)
+def test_scores_of_a_group_may_be_an_array(answers: Any) -> None:
+    assert [each.reward for each in scoring.read_group(answers, 2, "mine:rank")] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("label", [{"answer": "4"}, ["4"]])
+@pytest.mark.parametrize(
+    "reward",
+    [text.exact_match, text.contains, math.math, deepscaler, dapo],
+    ids=lambda reward: reward.__name__,
+)
+def test_a_label_that_is_no_text_is_the_datas_fault(reward: Any, label: Any) -> None:
+    """Every answer was wrong then, and the run went on with rewards of 0."""
+    with pytest.raises(DataError, match=rf"label of the row: it is a {type(label).__name__}") as caught:
+        reward(sample("4", label))
+    assert "label_key" in str(caught.value.remedy)
 
 
 def test_scoring_needs_no_torch() -> None:

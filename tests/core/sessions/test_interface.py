@@ -11,7 +11,7 @@ from millrace.core.sessions.live import LiveSession
 METHODS = {
     "generate": "(new: Content | None = None, *, max_new_tokens: int | None = None, stop: Sequence[str] = (), logprobs: bool = False) -> Turn",
     "observe": "(content: Content, role: str = tool) -> None",
-    "call": "(tool: str, **arguments: Any) -> str",
+    "call": "(tool: str, /, **arguments: Any) -> str",
     "branch": "(name: str | None = None, prompt: Content | None = None) -> Session",
     "reward": "(value: float, **parts: float) -> None",
 }

@@ -1,0 +1,26 @@
+"""Automations on the Prefect server, kept as a file says. Knows nothing of what they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.events.schemas.automations import AutomationCore
+
+
+async def keep_automations(file: Path) -> list[str]:
+    """Create the automations of a YAML file, or bring those of the same names up to date; returns their names.
+
+    One that was disabled on the server stays so.
+    """
+    wanted = [AutomationCore.model_validate(item) for item in yaml.safe_load(file.read_text())["automations"]]
+    async with get_client() as client:
+        for automation in wanted:
+            found = await client.read_automations_by_name(automation.name)
+            if found:
+                automation.enabled = found[0].enabled
+                await client.update_automation(found[0].id, automation)
+            else:
+                await client.create_automation(automation)
+    return [automation.name for automation in wanted]

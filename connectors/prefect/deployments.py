@@ -1,0 +1,90 @@
+"""Deployments and their work pool on the Prefect server. Knows nothing of what the flows do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from prefect import Flow
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
+
+from millrace.core.errors import MillraceError
+
+
+class Described(TypedDict):
+    """A deployment, as a prefect.yaml describes one."""
+
+    name: str
+    entrypoint: str  # import path of its flow
+    description: str
+    tags: list[str]
+    parameters: dict[str, Any]
+
+
+class Pool(TypedDict):
+    """A work pool, and the job variables of deployments on it."""
+
+    name: str
+    kind: str
+    variables: dict[str, Any]
+
+
+async def create_deployments(
+    described: Sequence[Described], flows: Mapping[str, Flow[..., Any]], pool: Pool, folder: str
+) -> None:
+    """Create deployments, or bring those of the same names up to date; they keep the schedules that they have.
+
+    flows: by entrypoint. folder: what flow runs have as their working directory. The pool is made unless it exists.
+    """
+    directory = {"prefect.deployments.steps.set_working_directory": {"directory": folder}}
+    async with get_client() as client:
+        await _make_pool(client, pool)
+        ids = {path: await client.create_flow(flow) for path, flow in flows.items()}
+        for item in described:
+            flow = flows[item["entrypoint"]]
+            try:
+                await client.create_deployment(
+                    ids[item["entrypoint"]],
+                    item["name"],
+                    entrypoint=item["entrypoint"],
+                    description=item["description"],
+                    tags=item["tags"],
+                    parameters=item["parameters"],
+                    parameter_openapi_schema=flow.parameters.model_dump(exclude_unset=True),
+                    enforce_parameter_schema=flow.should_validate_parameters,
+                    schedules=await _schedules(client, f"{flow.name}/{item['name']}"),
+                    work_pool_name=pool["name"],
+                    job_variables=pool["variables"],
+                    pull_steps=[directory],
+                )
+            except PrefectHTTPStatusError as error:
+                raise MillraceError(
+                    f"the Prefect server refuses it: {error.response.text}",
+                    where=f"{flow.name}/{item['name']}",
+                ) from error
+
+
+async def _make_pool(client: PrefectClient, pool: Pool) -> None:
+    try:
+        await client.read_work_pool(pool["name"])
+    except ObjectNotFound:
+        template = await get_default_base_job_template_for_infrastructure_type(pool["kind"])
+        wanted = WorkPoolCreate(name=pool["name"], type=pool["kind"], base_job_template=template or {})
+        await client.create_work_pool(wanted)
+
+
+async def _schedules(client: PrefectClient, name: str) -> list[DeploymentScheduleCreate]:
+    """The schedules that a deployment has: to create it again would delete them."""
+    try:
+        found = (await client.read_deployment_by_name(name)).schedules
+    except ObjectNotFound:
+        return []
+    return [
+        DeploymentScheduleCreate(
+            schedule=one.schedule, active=one.active, parameters=one.parameters, slug=one.slug
+        )
+        for one in found
+    ]

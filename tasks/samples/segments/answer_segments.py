@@ -1,0 +1,110 @@
+"""An answer under way, as the segments that are stored of it: what counts of them after a kill, and what follows on it.
+
+Owns that segments meet: each row names the hash of all ids before it, and one that does not follow on what counts is left out,
+with all after it. They are rows of turns/, as those of rollouts of several turns are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from millrace.connectors.sglang.client import Generation
+from millrace.core.contracts.ids import tokens_hash
+from millrace.core.contracts.sample import DrawnGroup, PolicySpan
+from millrace.core.contracts.turns import TurnKind, TurnRow, first_gap, rows_that_count
+from millrace.tasks.samples.part_writer import PartWriter
+from millrace.tasks.samples.segments.made import Made
+
+
+class AnswerSegments:
+    """The segments of one answer: those of earlier attempts, and where the next are stored."""
+
+    def __init__(
+        self,
+        group: DrawnGroup,
+        sample: str,
+        seed: int,
+        before: Made,
+        rows: Iterable[TurnRow],
+        writer: PartWriter,
+        text_of: Callable[[Sequence[int]], str],
+    ) -> None:
+        """before: what earlier iterations made. rows: all that are stored of the sample."""
+        self.made = before  # what counts, when this attempt began
+        self._group, self._sample, self._seed = group, sample, seed
+        self._writer, self._text_of = writer, text_of
+        self._ids = [*group.prompt_tokens, *before.output_ids.tolist()]
+        stored = list(rows)
+        self._left_out = first_gap(stored)
+        self._number = 0
+        for row in rows_that_count(stored):
+            if row.prompt != tokens_hash(self._ids):
+                self._left_out = row.order
+                break
+            self.made = self.made.plus(row)
+            self._ids += row.output_ids
+            self._number += 1
+        self._order = max((row.order for row in stored), default=-1) + 1
+
+    def put(self, segment: Generation) -> Callable[[], bool]:
+        """Have a segment stored, which follows on all before it. What is returned says whether it is by now."""
+        rows = []
+        if self._left_out is not None:
+            rows.append(self._row("resumed", event=self._left_out))
+            self._left_out = None
+        ids = segment.output_ids.tolist()
+        row = self._row(
+            "answer",
+            segment=self._number,
+            prompt=tokens_hash(self._ids),
+            new_ids=[] if self._number else self._group.prompt_tokens,
+            output_ids=ids,
+            rollout_logprobs=segment.logprobs.tolist(),
+            policy_versions=[
+                PolicySpan(first_token=first, version=version) for first, version in segment.weight_versions
+            ],
+            engine_id=segment.engine_id,
+            text=self._text_of(ids),
+            ended=segment.finish,
+        )
+        self._ids += ids
+        self._number += 1
+        return self._writer.put([*rows, row])
+
+    async def settled(self) -> None:
+        """Wait until what was put is stored."""
+        await self._writer.settled(at_once=True)
+
+    def _row(self, kind: TurnKind, **given: Any) -> TurnRow:
+        values: dict[str, Any] = {
+            "event": 0,
+            "segment": 0,
+            "prompt": "",
+            "new_ids": [],
+            "output_ids": [],
+            "rollout_logprobs": [],
+            "policy_versions": [],
+            "engine_id": "",
+            "text": "",
+            "ended": "",
+            **given,
+        }
+        self._order += 1
+        return TurnRow(
+            rollout_id=self._sample,
+            group_id=self._group.group_id,
+            order=self._order - 1,
+            branch=0,
+            parent=None,
+            parent_turns=None,
+            name=None,
+            kind=kind,
+            seed=self._seed,
+            new=None,
+            tool=None,
+            arguments=None,
+            failed=False,
+            timings=[],
+            **values,
+        )

@@ -1,0 +1,101 @@
+"""After a sync, engines and trainer are asked about four fixed texts: a sync that brought other weights shows at once.
+
+Owns the texts, the comparison and what an engine that fails it is left with. Costs a forward pass of the trainer over some hundred
+tokens, and one request to each engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+
+from millrace.connectors.sglang.client import EngineClient, idle
+from millrace.core.contracts.handles import HeldOutSample
+from millrace.core.errors import WeightsDifferError
+from millrace.core.staleness import VersionRange
+from millrace.tasks.context import IterationContext
+
+TEXTS = (
+    "The capital of France is Paris.",
+    "1 + 1 = 2, 2 + 2 = 4, 4 + 4 = 8",
+    "def add(a, b):\n    return a + b\n",
+    "Once upon a time there was a king.",
+)
+LONGEST = 32  # tokens of a text that are compared
+Logprobs = list[list[float]]
+"""Of each text: log-probabilities of its tokens but the first."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison found."""
+
+    gap: float  # mean absolute difference of the log-probabilities, of the engine where it is largest; nats a token
+    checksums: dict[str, str]  # hash of an engine's checksums of its tensors, by engine
+
+
+def fixed_prompts(ctx: IterationContext) -> list[list[int]]:
+    """Token ids of the texts: the same in each iteration of a run."""
+    found = ctx.runtime.prompts.tokenizer.encode_prompts(list(TEXTS), chat=False)
+    return [ids[:LONGEST] for ids in found if len(ids) > 1]
+
+
+async def trainer_logprobs(ctx: IterationContext, version: int, prompts: Sequence[Sequence[int]]) -> Logprobs:
+    """What the trainer says of them. Asked before the sync: on shared GPUs the trainer then still has its memory."""
+    samples = [HeldOutSample(list(ids[: end + 1]), [1]) for ids in prompts for end in range(1, len(ids))]
+    async with ctx.runtime.memory.for_trainer() as trainer:
+        ranks = await trainer.at(version)
+        losses = iter(await ranks.losses(version, samples))
+    return [[-next(losses) for _ in ids[1:]] for ids in prompts]
+
+
+async def compare_engines(
+    ctx: IterationContext, version: int, prompts: Sequence[Sequence[int]], expected: Logprobs
+) -> Compared:
+    """Compare every engine that holds the version. On shared GPUs they take all their memory for it.
+
+    Raises WeightsDifferError for one that is further off than sync.max_prompt_gap. It then serves no version any more, so that
+    the next start sends it the weights again.
+    """
+    limit = ctx.config.sync.max_prompt_gap
+    assert limit is not None, "otherwise nothing is compared"
+    engines = (await ctx.runtime.memory.for_engines(VersionRange.only(version))).serving
+    found = await asyncio.gather(*(engine.weights.logprobs(prompts) for engine in engines))
+    gaps = {engine: mean_gap(expected, logprobs) for engine, logprobs in zip(engines, found, strict=True)}
+    wrong = [engine for engine, gap in gaps.items() if not gap <= limit]
+    if wrong:
+        for engine in wrong:
+            await _forget(engine)
+        raise _differs(version, {engine.engine_id: gaps[engine] for engine in wrong}, limit)
+    sums = await asyncio.gather(*(engine.weights.checksum() for engine in engines))
+    checksums = {
+        engine.engine_id: hashlib.sha256(orjson.dumps(answer, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        for engine, answer in zip(engines, sums, strict=True)
+    }
+    return Compared(max(gaps.values(), default=0.0), checksums)
+
+
+def mean_gap(one: Logprobs, other: Logprobs) -> float:
+    """Mean absolute difference over all tokens; no number where an engine gave none."""
+    pairs = [pair for left, right in zip(one, other, strict=True) for pair in zip(left, right, strict=True)]
+    return float(np.mean([abs(left - right) for left, right in pairs]))
+
+
+async def _forget(engine: EngineClient) -> None:
+    await idle(engine)
+    await engine.forget_version()
+
+
+def _differs(version: int, gaps: Mapping[str, float], limit: float) -> WeightsDifferError:
+    named = ", ".join(f"{engine} by {gap:.3g}" for engine, gap in gaps.items())
+    return WeightsDifferError(
+        f"after the sync of weight version {version} engines differ from the trainer on four fixed texts: {named} nats a token, "
+        f"sync.max_prompt_gap is {limit:g}",
+        remedy="start the same command again, which sends the weights again. If it comes again, set sync.kind=disk; where the "
+        "dtype alone makes the difference, raise sync.max_prompt_gap",
+    )

@@ -1,0 +1,121 @@
+"""Answers over real files: what of one was stored before a kill is asked for no more, and the row is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatching.flushing import Flush
+from millrace.connectors.storage.parts import read_parts
+from millrace.core.account.count import COLUMNS, account_of
+from millrace.core.config.rollout import Sampling
+from millrace.core.contracts.turns import TurnRow
+from millrace.tasks.context import IterationContext
+from millrace.tasks.rollout import row_writer, sample_generator
+from millrace.tasks.samples.answers import Answers
+from millrace.tasks.samples.generation import SampleGenerator
+from tests.support.scripted_engines import ScriptedEngines
+from tests.support.stored_samples import drawn_group
+from tests.tasks.test_rollout_writer import context
+
+GROUP = drawn_group(0, iteration=0, source="default")
+LENGTH, STORED = 64, 40
+SAMPLING = Sampling(max_new_tokens=LENGTH)
+
+
+class KilledError(Exception):
+    """The driver died."""
+
+
+class Engines(ScriptedEngines):
+    """Makes LENGTH tokens that count from 100 on. dies: with the driver, once STORED of them are reported."""
+
+    def __init__(self, dies: bool) -> None:
+        super().__init__()
+        self.dies = dies
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: Mapping[str, Any],
+        *,
+        rid: str,
+        session: str | None,
+        continued: int = 0,
+        priority: int | None = None,
+        flush: Flush | None = None,
+    ) -> Generation:
+        self.requests.append((rid, list(input_ids), dict(params), session))
+        assert flush is not None
+        if self.dies:
+            flush.take(made(continued, STORED))
+            await flush.settled()
+            raise KilledError
+        return made(continued, LENGTH)
+
+
+def made(start: int, end: int) -> Generation:
+    ids = np.arange(start, end, dtype=np.int32)
+    spans = [(0, 0)]
+    return Generation(ids + 100, -ids.astype(float), "", "length", spans, "engine-0", 0)
+
+
+async def attempt(ctx: IterationContext, engines: Engines) -> None:
+    async def ready() -> Engines:
+        return engines
+
+    config = ctx.config
+    budget = sample_generator(ctx)._budget
+    generator = SampleGenerator(config, config.rollout.sampling, ready, budget)
+    stored = [TurnRow(**row) for row in read_parts(ctx.folder, "turns", "turns").to_pylist()]
+    writers = [row_writer(ctx, kind, generator) for kind in ("rollouts", "turns")]
+    answers = Answers(ctx, generator, *writers, stored)
+    left = answers.left(GROUP, 0)
+    assert (left.response_length if left else 0) == (STORED if stored else 0)
+    async with answers.open():
+        await answers(GROUP, 0)
+
+
+async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path) -> None:
+    ctx = context(tmp_path)
+    ctx.config = ctx.config.model_copy(
+        update={"rollout": ctx.config.rollout.model_copy(update={"flush_tokens": 16, "sampling": SAMPLING})}
+    )
+    assert ctx.config.data.sources[0].name == GROUP.source
+    prompts = SimpleNamespace(
+        sample_seed=lambda group, index: 7,
+        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+    )
+    ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await attempt(ctx, Engines(dies=True))
+    assert caught.value.subgroup(KilledError) is not None
+    turns = read_parts(ctx.folder, "turns", "turns")
+    open_ = account_of(
+        read_parts(ctx.folder, "rollouts", "rollouts").select(COLUMNS["rollouts"]),
+        turns.select(COLUMNS["turns"]),
+    )
+    assert open_.problems() == []
+    assert open_.tokens_of("in flight") == STORED
+
+    engines = Engines(dies=False)
+    await attempt(ctx, engines)
+    ((_, asked, params, _),) = engines.requests
+    assert asked == [*GROUP.prompt_tokens, *range(100, 100 + STORED)]
+    assert params["max_new_tokens"] == LENGTH - STORED
+    (row,) = read_parts(ctx.folder, "rollouts", "rollouts").to_pylist()
+    assert row["tokens"] == [*GROUP.prompt_tokens, *range(100, 100 + LENGTH)]
+    assert row["rollout_logprobs"] == [-float(at) for at in range(LENGTH)]
+    assert row["policy_versions"] == [{"first_token": 0, "version": 0}]
+    assert row["response"] == " ".join(map(str, range(100, 100 + LENGTH)))
+    whole = account_of(
+        read_parts(ctx.folder, "rollouts", "rollouts").select(COLUMNS["rollouts"]),
+        turns.select(COLUMNS["turns"]),
+    )
+    assert whole.tokens_of("in flight") == LENGTH, "a segment's tokens count once"
