@@ -74,6 +74,7 @@ def _round(side: Millrace, target: Path, step: Any) -> dict[str, Any]:
     started = time.perf_counter()
     side.rank.begin_save(str(target))
     stall = time.perf_counter() - started
+    print(f"the trainer waited {stall:.2f} s", file=sys.stderr, flush=True)
     beside = []
     while (state := side.rank.state()["saving"])["state"] == "writing":
         beside.append(step())
