@@ -94,7 +94,7 @@ class SessionServer:
         if "Origin" in http.headers:
             return 403, "Origin: web pages may not ask"
         if _key(http) not in self._doors:
-            return 401, "Authorization: the api_key of a session is wanted as a Bearer token"
+            return 401, "the header Authorization wants the api_key of a session, as a Bearer token"
         if http.body_exists and http.content_type != "application/json":
             return 415, "Content-Type: application/json is wanted"
         return None

@@ -29,7 +29,12 @@ async def lower_ahead(runtime: Runtime, index: int) -> None:
     await asyncio.to_thread(_record, runtime, decided)
     log.warning(
         "%s was below pipeline.min_ess=%g in %d iterations in a row: from iteration %d on %d may be open ahead, not %d",
-        *(ESS, bound, LOW_IN_A_ROW, iteration_number(index), decided.at(index), prompts.ahead.at(index)),
+        ESS,
+        bound,
+        LOW_IN_A_ROW,
+        iteration_number(index),
+        decided.at(index),
+        prompts.ahead.at(index),
     )
     prompts.use_ahead(decided)
 

@@ -40,7 +40,7 @@ def _cancelled(root: str, run: str) -> list[str]:
     ensure_server()
     from millrace.connectors.prefect.flow_run_state import cancel_ended
 
-    done = cancel_ended(attempts[-1]["flow_run_id"], f"Ended by `millrace stop {run}`.")
+    done = cancel_ended(attempts[-1]["flow_run_id"], "Ended by millrace stop.")
     return ["its flow run is cancelled"] if done else []
 
 

@@ -165,7 +165,7 @@ async def test_the_models_are_listed(run: Run) -> None:
 JSON = {"Content-Type": "application/json"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     # what is sent: fields of the body, headers, the answer
-    "wrong key": ({}, {"Authorization": "Bearer sk-x", **JSON}, "401 Authorization: the api_key of a session"),
+    "wrong key": ({}, {"Authorization": "Bearer sk-x", **JSON}, "401 the header Authorization wants the api_key of a session"),
     "no key": ({}, {"Authorization": "", **JSON}, "401 Authorization"),
     "a page": ({}, {"Origin": "http://evil.example", **JSON}, "403 Origin: web pages may not ask"),
     "another host": ({}, {"Host": "evil.example:80", **JSON}, "403 Host: it names another machine"),

@@ -40,6 +40,7 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ): "the check scores rows before a run; later the row is corrected",
     ("connectors/sglang/client.py", "model.dtype"): "a place to look at, not a change",
     ("flows/cli/terminal.py", "run.name"): "an example of how a field is set",
+    ("flows/tools/deploy.py", "run.name"): "of a file that is deployed, before any run of it",
 }
 
 

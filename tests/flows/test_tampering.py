@@ -100,7 +100,7 @@ def stored(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (run / iteration / "manifest.json").unlink()
         (run / iteration / "results" / "publish.json").unlink()
     folder, run_id = driven(run)
-    ctx = SimpleNamespace(run_folder=folder, index=OPEN - 1, folder=folder.iteration(OPEN - 1))
+    ctx = SimpleNamespace(run_folder=folder, index=OPEN - 1, folder=folder.iteration(OPEN - 1), records={})
     published = {"metadata": {}, "result": json.dumps(_commit(cast(Any, ctx), metrics))}
     folder.store.write_sealed(f"{COMMITTED}/results/publish.json", published, run=run_id)
     cast(Lease, folder.store.fence).release()

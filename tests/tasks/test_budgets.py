@@ -27,7 +27,7 @@ from millrace.tasks.samples.judging import _budget as filter_budget
 from millrace.tasks.samples.scored_group import ScoredGroup
 
 LIMIT = re.compile(
-    r"max_(?!truncated)\w*share|restarts|attempts|retries|(?<!p)refill|timeout|wait_s|max_logprob_gap|tries|budget"
+    r"max_(?!truncated)\w*share|restarts|attempts|retries|(?<!p)refill|timeout|wait_s|max_\w*gap|tries|budget"
 )
 REASONS = ("no answer from '10.0.0.1'", "KeyError: 'a'", "no answer from '10.0.0.2'")  # of two kinds
 

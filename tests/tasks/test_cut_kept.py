@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -26,6 +27,9 @@ from tests.tasks.test_filter import DRAWN, EACH, drawn, rollout, score
 
 THE_CUT = Cut(trained=["g2", "g3"], deferred={"g0": 1}, returned=["g1"], parts=[])
 MakeConfig = Callable[..., RunConfig]
+
+
+NOTHING_BEGUN = SimpleNamespace(begun=[])  # every sample is whole
 
 
 def context(config: RunConfig, index: int = 1, *, run: str | None = None) -> IterationContext:
@@ -57,7 +61,7 @@ def record_rollout(ctx: IterationContext) -> None:
     named = {
         "sample_prompts": [ctx.folder.entry("prompts.parquet").record()],
         "reward": parts,
-        "rollout": _deferral(ctx, []),
+        "rollout": _deferral(ctx, cast(Any, NOTHING_BEGUN), []),
     }
     for task, files in named.items():
         ctx.folder.write_json(record_path(task), {"result": json.dumps({"files": files})})
