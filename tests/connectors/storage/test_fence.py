@@ -44,12 +44,13 @@ CHANGES: dict[str, Callable[[Store, Path], object]] = {
     "write_json": lambda store, _: store.write_json("file", {}),
     "write_sealed": lambda store, _: store.write_sealed("file", {}),
     "write_table": lambda store, _: store.write_table("file", TABLE, "rewards"),
+    "write_pieces": lambda store, _: store.write_pieces("file", lambda: [TABLE], "rewards"),
     "upload_dir": lambda store, folder: store.upload_dir(str(folder), "uploaded"),
     "check_writable": lambda store, _: store.check_writable(),
 }
 READS = {
     *("read", "read_json", "read_table", "blocks", "exists", "list", "folders", "entry", "entries", "verify"),
-    *("check", "read_sealed"),
+    *("check", "read_sealed", "opened"),
     *("download_dir", "child", "url_of", "fs", "url", "real_url", "creates_once"),
     "sweep",  # files that nobody writes any more
 }
