@@ -1,6 +1,6 @@
 """Which of many engines has the fewest requests, without a look at each for every request.
 
-Owns a heap of what was known of each engine's load. Knows nothing of which engines serve: it is made anew when that changes.
+Owns a heap of what was known of each engine's load. Knows nothing of which engines serve: another is made when that changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from millrace.connectors.sglang.client import EngineClient
 
 Engines = list[EngineClient]
-Entry = tuple[int, str, EngineClient]  # requests in flight when it was noted, then the id
+Entry = tuple[int, str]  # requests in flight when it was noted, then the id
 
 
 class LeastLoad:
@@ -26,21 +26,22 @@ class LeastLoad:
     def choose(self) -> EngineClient:
         """The engine that the next request goes to; it counts as sent."""
         if not self._left:
-            self._heap = [(engine.in_flight, engine.engine_id, engine) for engine in self.engines]
+            self._heap = [(engine.in_flight, engine.engine_id) for engine in self.engines]
             heapq.heapify(self._heap)
             self._left = len(self.engines)
         self._left -= 1
         while True:
-            load, name, engine = self._heap[0]
+            load, name = self._heap[0]
+            engine = self.by_id[name]
             if load == engine.in_flight:
-                heapq.heapreplace(self._heap, (load + 1, name, engine))
+                heapq.heapreplace(self._heap, (load + 1, name))
                 return engine
-            heapq.heapreplace(self._heap, (engine.in_flight, name, engine))
+            heapq.heapreplace(self._heap, (engine.in_flight, name))
 
     def ended(self, engine: EngineClient) -> None:
-        """Note that a request of an engine is over."""
-        if engine.engine_id in self.by_id and len(self._heap) < 4 * len(self.engines):
-            heapq.heappush(self._heap, (engine.in_flight, engine.engine_id, engine))
+        """Note that a request of an engine is over. One that another of its name has replaced is none to choose."""
+        if self.by_id.get(engine.engine_id) is engine and len(self._heap) < 4 * len(self.engines):
+            heapq.heappush(self._heap, (engine.in_flight, engine.engine_id))
 
 
 def until_changed(changes: Callable[[], int], find: Callable[[], Engines]) -> Callable[[], Engines]:

@@ -86,3 +86,16 @@ def test_engines_are_found_again_when_something_changed() -> None:
     changes += 1
     assert serving() is not first
     assert found == 2
+
+
+def test_an_engine_that_another_of_its_name_has_replaced_is_never_chosen() -> None:
+    """Its lost request ended after the new one was there: both stood in the heap, which cannot order two engines."""
+    lost, engines = engines_of(1)[0], engines_of(2)
+    least = LeastLoad(engines)
+    for _ in range(4):
+        least.choose().in_flight += 1
+    lost.in_flight = engines[0].in_flight
+    least.ended(lost)
+    least.ended(engines[0])
+    assert all(least.choose() in engines for _ in range(20))
+    assert lost not in [least.choose() for _ in range(20)]
