@@ -52,6 +52,7 @@ def test_deploy_makes_a_deployment_a_recipe_and_each_automation_once(server: Dep
     assert sorted(names) == ["millrace, mark lost runs", "millrace, resume runs"]
 
 
+@pytest.mark.slow
 def test_a_schedule_fires_and_a_second_run_of_the_name_is_refused_while_the_first_lives(
     server: Deployed, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_schedule_fires_and_a_second_run_of_the_name_is_refused_while_the_firs
     assert [attempt["flow_run_id"] for attempt in attempts] == [first["id"]]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_run_by_a_command_with_overrides(server: Deployed, tmp_path: Path) -> None:
     given = ["run.name=c", f"storage.root={tmp_path}", "run.iterations=1", "run.prepare=null"]
     given += [
@@ -104,6 +106,7 @@ def test_a_recipe_is_run_by_a_command_with_overrides(server: Deployed, tmp_path:
     assert any(line["message"].startswith("iteration 1 of 1: reward") for line in logs)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_by_itself_and_one_that_was_stopped_does_not(
     server: Deployed, whole: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +131,7 @@ def test_a_killed_run_resumes_by_itself_and_one_that_was_stopped_does_not(
     assert server.state(stopped) == "CANCELLED"
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_by_the_loss_of_its_trainer_resumes_by_itself_and_a_mistake_does_not(
     server: Deployed, workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
