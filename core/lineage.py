@@ -186,7 +186,10 @@ def _turns(stored: StoredIteration) -> Iterable[str]:
             if row["kind"] == "segment":
                 events = said.setdefault(branch_id(rollout, row["branch"]), {})
                 events.setdefault(row["event"], []).extend(row["output_ids"])
-    for sample in stored.batch if stored.turns else ():
+    in_turns = any(
+        row["kind"] != "answer" for row in stored.turns
+    )  # else they are parts of single answers, under way
+    for sample in stored.batch if in_turns else ():
         if sample["reused_from"] is not None:
             continue
         response = sample["tokens"][len(sample["tokens"]) - len(sample["loss_mask"]) :]
