@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.soak import forms, promises
 from tests.support.flow_runs import Workplace, final_weights, wait_until
@@ -14,6 +15,7 @@ from tests.support.flow_runs import Workplace, final_weights, wait_until
 SETTINGS = (*forms.overrides("flushed"), "run.iterations=2")
 
 
+@pytest.mark.slow
 def test_of_answers_that_a_kill_ended_little_is_generated_again(workplace: Workplace, tmp_path: Path) -> None:
     (workplace.folder / forms.TAILED).write_text(forms.tailed_rows())
     log, reached = tmp_path / "ended.log", tmp_path / "reached"
