@@ -28,9 +28,9 @@ SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
 IDLE_TRIES, IDLE_WAIT_S = 200, 0.05
 POLLS = 4  # per progress_timeout_s: a stall is noticed at most a quarter of it late
 ProgressCheck = Callable[[float, float], Awaitable[None]]
+"""Given when a request was sent and a timeout: raises EngineLostError if nothing was generated for that long since."""
 OnPart = Callable[["Generation"], bool]
 """Given what a request has so far, with the version of every token; whether it is to go on."""
-"""Given when a request was sent and a timeout: raises EngineLostError if nothing was generated for that long since."""
 KEEPS_REQUESTS = (
     0,
     5,

@@ -136,7 +136,7 @@ async def tokens_of(engine: EngineClient) -> int:
 
 
 @pytest.mark.parametrize(
-    ("on_update", "told"),
+    ("on_update", "reported"),
     [
         ("resend", "at the end"),
         ("retract", "in each event"),
@@ -150,10 +150,10 @@ async def test_segments_tell_which_weights_made_which_token(
     other_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     on_update: OnUpdate,
-    told: str,
+    reported: str,
 ) -> None:
     """SGLang tells only at the end: a request whose weights changed is ended, and goes on as another."""
-    if told == "at the end":
+    if reported == "at the end":
         real = EngineClient.events
 
         async def events(self: EngineClient, *arguments: Any) -> AsyncGenerator[Any, None]:
