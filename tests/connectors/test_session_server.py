@@ -166,7 +166,7 @@ JSON = {"Content-Type": "application/json"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     # what is sent: fields of the body, headers, the answer
     "wrong key": ({}, {"Authorization": "Bearer sk-x", **JSON}, "401 the header Authorization wants the api_key of a session"),
-    "no key": ({}, {"Authorization": "", **JSON}, "401 Authorization"),
+    "no key": ({}, {"Authorization": "", **JSON}, "401 the header Authorization wants the api_key"),
     "a page": ({}, {"Origin": "http://evil.example", **JSON}, "403 Origin: web pages may not ask"),
     "another host": ({}, {"Host": "evil.example:80", **JSON}, "403 Host: it names another machine"),
     "a form": ({}, {"Content-Type": "text/plain"}, "415 Content-Type: application/json is wanted"),

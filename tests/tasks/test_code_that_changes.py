@@ -18,7 +18,8 @@ from millrace.core.rewards.scoring import score_sample
 from millrace.flows.driver.fingerprints import own_modules
 
 FIRST = "def score(sample):\n    return 1.0\n\ndef loss(batch):\n    return 0\n"
-SECOND = FIRST.replace("1.0", "0.0")
+# Another length too: Python takes compiled code for that of a file of the same second and size.
+SECOND = FIRST.replace("1.0", "0.0") + "\n# another reward\n"
 ROW = {
     "prompt": '"a"',
     "response": "b",
