@@ -33,7 +33,7 @@ def score(
     memory_mb: Annotated[int | None, typer.Option(min=256, help="Memory of a process. MiB.")] = None,
     max_processes: Annotated[int | None, typer.Option(min=0, help="Processes that a call may run.")] = None,
 ) -> None:
-    """Score the rows of a file with a reward; print mean, distribution and failures."""
+    """Score the rows of a file with a reward; print mean, distribution and failures. Exit code 1: no row could be scored."""
     from millrace.connectors.workers.process import Limits
     from millrace.flows.tools.score import Columns, score_file
 
@@ -56,6 +56,8 @@ def score(
         lines += [f"mean {scores.mean:g}, {shares}", *_histogram(scores.rewards)]
     lines += [f"{count:>7}  {reason}" for reason, count in scores.failures[:REASONS]]
     print_lines(lines)
+    if not scores.rewards:
+        raise typer.Exit(1)
 
 
 QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}

@@ -50,6 +50,13 @@ def test_rows_are_scored_in_order_and_failures_counted_by_reason(file: Path) -> 
     ]
 
 
+def test_a_file_of_which_no_row_could_be_scored_is_no_success(file: Path) -> None:
+    file.write_text("".join(json.dumps({**row, "response": "raises"}) + "\n" for row in ROWS))
+    out = called(str(file), "--reward", f"{FORMS}:hostile", expect=1)
+    assert "3 rows, 0 scored" in out
+    assert "3  KeyError: 'points' in reward_forms.py" in out
+
+
 def test_marks_and_line_ends_of_other_systems_are_read(file: Path) -> None:
     """A mark at the start of a file, which a source of a run may have, was no JSON."""
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n\r\n"))
