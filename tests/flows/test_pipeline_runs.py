@@ -47,7 +47,7 @@ def ages(run: Path) -> list[int]:
     "name",
     [
         "sent_again",
-        "deferred_ahead",
+        pytest.param("deferred_ahead", marks=pytest.mark.slow),
         pytest.param("retracted", marks=pytest.mark.slow),
         pytest.param("deferred", marks=pytest.mark.slow),
     ],
@@ -101,6 +101,7 @@ def test_with_one_version_an_iteration_two_runs_are_equal_however_slow_the_engin
     assert final_weights(one) == final_weights(other)
 
 
+@pytest.mark.slow
 def test_how_far_ahead_a_run_is_may_change_when_it_goes_on(tailed: Workplace, tmp_path: Path) -> None:
     """Iterations that were drawn keep what they were drawn under; groups that were deferred are trained first."""
     deferring = [*forms.overrides("deferred_ahead"), "checkpoint.every=1"]
