@@ -65,8 +65,10 @@ async def rollout(ctx: IterationContext) -> RolloutRecord:
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
         await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
-        if await asyncio.to_thread(is_cut, ctx):
+        cut = await asyncio.to_thread(is_cut, ctx)
+        if cut or ctx.config.filter.oversample:
             await generator.stop()
+        if cut:
             await kill_point(ctx.index, "rollout", "cut")
     tidying.cancel()
     files = [

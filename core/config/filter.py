@@ -47,6 +47,14 @@ class Filter(Section):
         ge=0,
         description="Extra prompts an iteration may draw in place of dropped ones, in multiples of rollout.prompts.",
     )
+    oversample: Annotated[float, ANY_START] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Extra prompts that generate from the start, before any is dropped, in multiples of rollout.prompts: no drop "
+        "then waits for another answer. Those that the batch does not need are ended and returned, and drawn again later; "
+        "what is trained is the same.",
+    )
     when_insufficient: Annotated[Literal["keep", "stop"], ANY_START] = Field(
         "keep",
         description="When the extra prompts are used up: keep the earliest groups that other filters than group_filter dropped, or stop the run.",

@@ -6,6 +6,7 @@ Owns the wait for either, the release of further groups, and the commit of the c
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 from millrace.connectors.storage.files import FileEntry
@@ -23,23 +24,34 @@ from millrace.tasks.stream import Joined
 async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> list[ScoredGroup]:
     """Judge groups in drawing order, releasing one more for each that is dropped, until `need` are kept or none is left.
 
-    Returns the released groups. What was deferred to the iteration comes first.
+    Returns those groups. What was deferred to the iteration comes first. filter.oversample groups more are released, which are
+    judged when it is their turn: so what is kept and what is dropped does not depend on them.
     """
     assert ctx.stream is not None
+    spare = math.ceil(ctx.config.filter.oversample * ctx.config.rollout.prompts)
     _take_in(judging, await ctx.stream.until_joined())
     groups = judging.groups
     while True:
         revision = ctx.stream.revision
         await judging.read()
-        released = groups[: ctx.stream.released]
-        judging.judge(released)
-        wanted = min(len(groups), need + sum(bool(g.judgement and not g.judgement.keep) for g in released))
-        if wanted > ctx.stream.released:
-            await ctx.stream.release(wanted)
+        wanted = _wanted(judging, need)
+        if min(len(groups), wanted + spare) > ctx.stream.released:
+            await ctx.stream.release(min(len(groups), wanted + spare))
             continue
         if all(group.judgement for group in groups[:wanted]):
             return groups[:wanted]
         await ctx.stream.wait(revision)
+
+
+def _wanted(judging: Judging, need: int) -> int:
+    """How many groups of the draw the batch takes, as far as is known; judges those of them that are whole."""
+    groups, wanted = judging.groups, 0
+    while True:
+        dropped = sum(bool(g.judgement and not g.judgement.keep) for g in groups[:wanted])
+        if wanted == min(len(groups), need + dropped):
+            return wanted
+        wanted = min(len(groups), need + dropped)
+        judging.judge(groups[:wanted])
 
 
 async def until_cut(

@@ -24,10 +24,8 @@ NO_TIME = {
     "code_reward",
     "group_filter",
     "judge",
-    "openai_client",
     "puzzles",
     "sft_dialogues",
-    "verifiers_env",
 }
 NO_SAMPLE = {
     "advantage",

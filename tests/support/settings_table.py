@@ -110,6 +110,7 @@ ROWS: dict[str, Row] = {
     ),
     **_branch("tasks/sample_prompts.py", "filter.refill_factor"),
     **_any_start("tasks/filter.py", "filter.when_insufficient"),
+    **_any_start("tasks/samples/choosing.py", "filter.oversample"),
     **_any_start("tasks/samples/judging.py", "filter.max_failed_share"),
     **_branch(
         REBUILT,

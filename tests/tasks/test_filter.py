@@ -51,6 +51,20 @@ def score(number: int, index: int) -> ScoredSample:
 
 
 @pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Up to how many groups of the draw were released, one after the other."""
+    seen: list[int] = []
+    release = Stream.release
+
+    async def noting(stream: Stream, groups: int) -> None:
+        seen.append(groups)
+        await release(stream, groups)
+
+    monkeypatch.setattr(Stream, "release", noting)
+    return seen
+
+
+@pytest.fixture
 def judged(make_config: Callable[..., RunConfig]) -> Callable[..., Any]:
     """await judged(**filter): the record and the stored reasons by group, of a filter that needs two of four groups."""
 
@@ -89,6 +103,10 @@ def sees(samples: Sequence[GroupSample]) -> str | None:
     return "too easy" if first.input.metadata["level"] == 1 else None
 
 
+def drops_ends(samples: Sequence[GroupSample]) -> str | None:
+    return "an end" if samples[0].sample_id[:2] in ("g0", "g3") else None
+
+
 def fails_on_the_first(samples: Sequence[GroupSample]) -> str | None:
     if samples[0].sample_id.startswith("g0"):
         raise KeyError("points")
@@ -121,6 +139,18 @@ async def test_where_too_few_are_left_the_earliest_stand_in(
     assert metrics["filter/dropped_reward_band"] == 2
     with pytest.raises(BudgetError, match="only 0 of 2 groups passed the filter"):
         await judged(reward_band=(0.5, 1.0), when_insufficient="stop")
+
+
+@pytest.mark.parametrize(("oversample", "groups"), [(0.0, 3), (0.5, 4)])
+async def test_what_is_begun_before_it_is_needed_changes_no_verdict(
+    judged: Callable[..., Any], released: list[int], oversample: float, groups: int
+) -> None:
+    """Group 0 is dropped, so that group 2 is needed. Group 3, which would be dropped too, is not judged."""
+    record, reasons = await judged(group_filter="my_filters:drops_ends", oversample=oversample)
+    assert reasons == {"g0": "an end", "g1": None, "g2": None, "g3": None}
+    assert record["verdicts"] == {"dropped: an end": 4, "kept": 8, "returned": 4}
+    assert (record["groups_kept"], record["groups_dropped"], record["groups_returned"]) == (2, 1, 1)
+    assert max(released) == groups
 
 
 async def test_an_own_filter_sees_what_the_reward_saw_and_judges_the_same_again(

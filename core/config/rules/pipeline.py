@@ -39,6 +39,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "rollouts of several turns (rollout.session) cannot be deferred amid a turn",
             "set it to draw",
         )
+    if config.filter.oversample:
+        yield from _oversample(config)
     if config.algorithm.supervised and (p.ahead or p.select == "finish"):
         field = "pipeline.ahead" if p.ahead else "pipeline.select"
         yield Problem(
@@ -59,6 +61,23 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "set placement.colocate=false and give the engines GPUs of their own, or set it to 0: "
             "pipeline.select=finish with max_staleness=1 shortens the wait for long answers there",
         )
+
+
+def _oversample(config: RunConfig) -> Iterator[Problem]:
+    """Groups in reserve that could not be ended, or that pipeline.reserve begins already."""
+    if config.pipeline.select == "finish":
+        why, remedy = (
+            "pipeline.reserve says how many groups begin there",
+            "leave it out, and set pipeline.reserve",
+        )
+    elif config.rollout.session:
+        why, remedy = (
+            "rollouts of several turns (rollout.session) cannot be ended amid a turn",
+            "leave it out",
+        )
+    else:
+        return
+    yield Problem("filter.oversample", config.filter.oversample, why, remedy)
 
 
 def _min_ess(config: RunConfig) -> Iterator[Problem]:
