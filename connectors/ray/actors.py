@@ -163,13 +163,16 @@ class _Pulses:
 
     def __init__(self, actors: Sequence[Actor[Any]]) -> None:
         self._actors = actors
-        self._last: dict[str, dict[str, Any] | None] = {}  # None: did not answer
+        self._known: dict[str, object] = {}  # the newest pulse of each
+        self._silent: list[str] = []  # who did not answer the last time
 
     async def __call__(self) -> object:
-        """A reading. An actor that does not answer has none, and is found to be lost by its own call."""
+        """A reading. An actor that does not answer has not moved; one that died is found to be lost by its own call."""
         answers = await asyncio.gather(*map(self._state, self._actors))
-        self._last = {actor.name: answer for actor, answer in zip(self._actors, answers, strict=True)}
-        return [answer and answer["pulse"] for answer in answers]
+        named = {actor.name: answer for actor, answer in zip(self._actors, answers, strict=True)}
+        self._silent = [name for name, answer in named.items() if answer is None]
+        self._known |= {name: answer["pulse"] for name, answer in named.items() if answer}
+        return dict(self._known)
 
     async def _state(self, actor: Actor[Any]) -> dict[str, Any] | None:
         try:
@@ -179,9 +182,8 @@ class _Pulses:
 
     def described(self) -> str:
         """What the last reading showed."""
-        silent = [name for name, answer in self._last.items() if answer is None]
-        if silent:
-            return f"{', '.join(silent)} did not answer"
+        if self._silent:
+            return f"{', '.join(self._silent)} did not answer"
         return "all answered, and none got anything done"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -141,6 +142,7 @@ async def in_own_thread(call: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(give, setter, value)
 
-    threading.Thread(target=run, name="may-hang", daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="may-hang", daemon=True).start()
     outcome: T = await result
     return outcome

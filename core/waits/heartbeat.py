@@ -24,14 +24,14 @@ def beats() -> int:
 
 def pulse() -> tuple[int, int]:
     """The counter, and how much this process has read and written: loading a large checkpoint is progress too."""
-    return _count, bytes_moved("self") // IO_STEP
+    return _count, (bytes_moved("self") or 0) // IO_STEP
 
 
-def bytes_moved(process: int | str) -> int:
-    """Bytes that a process has read and written, 0 where the system does not say."""
+def bytes_moved(process: int | str) -> int | None:
+    """Bytes that a process has read and written; None where the system does not say."""
     try:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
     except OSError:
-        return 0
+        return None
     known = dict(line.split(": ") for line in lines)
     return sum(int(known.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))

@@ -15,6 +15,7 @@ from millrace.core.errors import ActorLostError, ActorStalledError, BudgetError,
 from millrace.core.waits.deadline import Limit
 from millrace.core.waits.heartbeat import beat
 from millrace.flows.driver.iteration_slots import Progress, Stage
+from millrace.flows.driver.run_record import record_verdict
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reward import reward
 from millrace.tasks.run_recorded import may_help
@@ -96,6 +97,26 @@ async def test_rows_that_nobody_writes_are_not_awaited_for_ever(
 )
 def test_what_stood_still_is_built_again_once(error: Exception, runs: int, *, again: bool) -> None:
     assert may_help(None, SimpleNamespace(run_count=runs), Failed(data=error)) is again
+
+
+async def test_the_verdict_is_kept_with_the_attempt_that_it_ended(
+    make_config: Callable[..., RunConfig],
+) -> None:
+    runtime = Runtime(make_config())
+    store = runtime.run_folder.store
+    store.write_sealed("run.json", {"name": "a", "attempts": [{"number": 1}, {"number": 2}]})
+    await record_verdict(runtime, ActorStalledError("nothing moved for 2 s", where="train of trainer-0"))
+    first, last = store.read_sealed("run.json")["attempts"]
+    assert first == {"number": 1}
+    assert (
+        last.pop("stalled").items()
+        >= {
+            "error": "ActorStalledError",
+            "waited_for": "train of trainer-0",
+            "reason": "nothing moved for 2 s",
+        }.items()
+    )
+    assert last == {"number": 2}
 
 
 def test_the_runs_own_limit_is_longer_than_any_part_may_be_silent(

@@ -103,8 +103,9 @@ class BackgroundWriter:
                 return process.communicate(given or None, timeout=self._limit.pause_s)
             except subprocess.TimeoutExpired:
                 given = b""  # it is being written
-            watch.moved(bytes_moved(process.pid))
-            if watch.stalled:
+            moved = bytes_moved(process.pid)
+            watch.moved(moved)
+            if watch.stalled and moved is not None:
                 process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # storage may hold it
                     process.communicate(timeout=END_S)
