@@ -29,6 +29,7 @@ from millrace.core.waits.heartbeat import beat, pulse
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
+IN_TIME = 0.8  # of the time between two looks: how long an actor has to answer one
 NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
 OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -176,7 +177,7 @@ class _Pulses:
 
     async def _state(self, actor: Actor[Any]) -> dict[str, Any] | None:
         try:
-            return await actor.state(actor.limit.pause_s / 2)
+            return await actor.state(IN_TIME * actor.limit.pause_s)
         except ActorLostError:
             return None
 
@@ -194,7 +195,9 @@ async def while_moving(actors: Sequence[Actor[Any]], method: Callable[..., Any],
     what = f"{method.__name__} of {names}"
     try:
         return await progressing(awaited, what, limit, pulses)
-    except StalledError:
+    except StalledError as error:
+        if error.where != what:
+            raise  # the method's own, of what it waited for
         log.warning("nothing moved in %s for %g s: ending all", what, limit.seconds)
         for actor in actors:
             actor.kill()
