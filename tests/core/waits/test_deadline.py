@@ -36,7 +36,7 @@ async def moving() -> object:
 
 
 async def silent() -> object:
-    await asyncio.Event().wait()
+    return await asyncio.Event().wait()
 
 
 async def test_what_takes_longer_than_the_limit_and_moves_is_waited_for() -> None:
