@@ -114,6 +114,14 @@ class ActorLostError(MillraceError):
     """A live part of the run died; it can be rebuilt from storage."""
 
 
+class StalledError(MillraceError):
+    """Nothing moved for too long in what was waited for. A task is tried once more; a stall that comes again ends the run."""
+
+
+class ActorStalledError(StalledError, ActorLostError):
+    """A live part of the run stood still in a call and was ended."""
+
+
 class WeightsDifferError(EngineError):
     """Engines hold other weights than the trainer. A start sends them again."""
 
@@ -141,7 +149,7 @@ LASTING = (
 def may_pass(error: BaseException) -> bool:
     """Whether a run that failed by it may go on by itself when it is started again: a live part died, or storage did not answer."""
     passing = isinstance(error, ActorLostError | EngineError | TrainerError | StorageError)
-    return passing and not isinstance(error, LASTING | MissingFileError | CorruptFileError)
+    return passing and not isinstance(error, LASTING | MissingFileError | CorruptFileError | StalledError)
 
 
 def described(error: BaseException) -> str:

@@ -44,7 +44,9 @@ class IterationContext:
     def open_stream(self) -> None:
         """Begin the notifications between the tasks that stream."""
         record = self.records["sample_prompts"]
-        self.stream = Stream(record.get("released", self.fresh_groups), joined=None)
+        self.stream = Stream(
+            record.get("released", self.fresh_groups), joined=None, limit=self.config.run_limit
+        )
 
     def read_prompts(self, columns: list[str] | None = None) -> pa.Table:
         """The groups that were drawn, in their order. Raises CorruptFileError if they are not those that were recorded."""

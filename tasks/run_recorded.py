@@ -18,7 +18,16 @@ from millrace.connectors.prefect.record_storage import kept_at
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
 from millrace.connectors.storage.local import library_log
-from millrace.core.errors import LASTING, ActorLostError, CorruptFileError, RefusedStepError, StorageError
+from millrace.core.errors import (
+    LASTING,
+    ActorLostError,
+    CorruptFileError,
+    RefusedStepError,
+    StalledError,
+    StorageError,
+    first_error,
+)
+from millrace.core.waits.heartbeat import beat
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 
@@ -27,9 +36,13 @@ log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
 
-def may_help(_task: Any, _task_run: Any, state: Any) -> bool:
-    """Whether a retry can help. Of several failures, one that lasts decides."""
-    return not _lasts(state.data)
+STALLS = 2  # tries of a task that may end in one: what was ended is built again once
+
+
+def may_help(_task: Any, task_run: Any, state: Any) -> bool:
+    """Whether a retry can help. Of several failures, one that lasts decides. A stall that came again comes again."""
+    again = not isinstance(first_error(state.data), StalledError) or task_run.run_count < STALLS
+    return bool(again and not _lasts(state.data))
 
 
 def _lasts(error: object) -> bool:
@@ -46,6 +59,7 @@ async def run_recorded(
     Raises StorageError if the record cannot be read or written. Prefect alone would run the task again, or go on.
     """
     started = time.perf_counter()
+    beat()
     await kill_point(ctx.index, task.name, "before")
     if ctx.folder.fence:  # trainer and engines are another driver's where the lease is
         await asyncio.to_thread(ctx.folder.fence.check)
@@ -68,6 +82,7 @@ async def run_recorded(
             remedy="free space or fix the storage and start again; nothing committed is lost",
         )
     cast(dict[str, Record], ctx.records)[task.name] = record
+    beat()
     await kill_point(ctx.index, task.name, "after")
     ctx.intervals[task.name] = started, (ended := time.perf_counter())
     ctx.seconds[task.name] = ended - started

@@ -7,12 +7,14 @@ groups may be generated, and that the filter has all it needs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
+from millrace.core.waits.heartbeat import beat
 
 Kind = Literal["rollouts", "rewards"]
 
@@ -39,8 +41,9 @@ class Stream:
     whatever the order in which they finish.
     """
 
-    def __init__(self, released: int, joined: Joined | None = NOTHING) -> None:
-        """joined: what was deferred to the iteration; None where that is not known yet."""
+    def __init__(self, released: int, joined: Joined | None = NOTHING, limit: Limit = USUAL) -> None:
+        """joined: what was deferred to the iteration; None where that is not known yet. limit: how long nothing may move in the run."""
+        self._limit = limit
         self.released = released
         self.joined = joined
         self.settled = False
@@ -74,8 +77,7 @@ class Stream:
 
     async def until_joined(self) -> Joined:
         """What was deferred to the iteration, once that is known."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.joined is not None)
+        await self._until(lambda: self.joined is not None, "what the iteration before defers")
         assert self.joined is not None
         return self.joined
 
@@ -86,11 +88,19 @@ class Stream:
 
     async def wait(self, seen: int) -> int:
         """Wait until something happened after revision `seen`; returns the newest revision."""
+        await self._until(lambda: self.revision > seen, "parts of samples and of rewards")
+        return self.revision
+
+    async def _until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait for a change after which it holds. Raises StalledError if nothing moves in the run: who was to make it is gone."""
+        await progressing(self._holds(holds), what, self._limit, heartbeat)
+
+    async def _holds(self, holds: Callable[[], bool]) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self.revision > seen)
-            return self.revision
+            await self._changed.wait_for(holds)
 
     async def _notify(self) -> None:
+        beat()
         async with self._changed:
             self.revision += 1
             self._changed.notify_all()

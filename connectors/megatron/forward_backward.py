@@ -25,6 +25,7 @@ from millrace.connectors.megatron.model.policy_model import PolicyModel
 from millrace.connectors.megatron.packing import Pack
 from millrace.connectors.megatron.process.distributed import model_context
 from millrace.core.config import RunConfig
+from millrace.core.waits.heartbeat import beat
 
 Metrics = dict[str, tuple[Tensor, Tensor]]  # weighted sum and weight, by name
 MetricSums = dict[str, tuple[float, float]]  # the same as numbers, summed over packs
@@ -105,6 +106,7 @@ class ForwardBackward:
         extra = {"fp32_output": False} if keep_bf16 else {}
 
         def forward_step(iterator: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            beat()
             pack = next(iterator)
             with model_context(self.device):
                 hidden = model(
@@ -117,6 +119,7 @@ class ForwardBackward:
             return hidden, partial(loss_step, pack)
 
         def loss_step(pack: Pack, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            beat()
             with model_context(self.device):
                 total = loss(pack, hidden)
                 if not total.requires_grad:

@@ -285,7 +285,7 @@ class TrainerRank(RankWeights):
         config = self.config
         expected = config.checkpoint.background and config.checkpoint.every < config.run.iterations
         if expected and self.device.type == "cuda" and self._background is None:
-            self._background = BackgroundWriter()
+            self._background = BackgroundWriter(self.config.part_limit)
             size = self.learner.checkpoint_bytes * PREPARED_FOR
             self._background.memory.prepare(int(size), pinned=True)
 
@@ -295,7 +295,7 @@ class TrainerRank(RankWeights):
         from millrace.connectors.megatron.checkpoint.trainer_state import begin
 
         if self._background is None:
-            self._background = BackgroundWriter()
+            self._background = BackgroundWriter(self.config.part_limit)
         self._background.drop()
         with self._working("save"):
             assert self.version is not None

@@ -1,7 +1,8 @@
 """Named, detached actors around plain classes: made, found again, called, ended.
 
 Owns names (`<role>-<index>` within the run's namespace), resources and errors; knows nothing of what the classes do.
-Health questions have their own threads, so that a busy actor still answers them.
+Health questions have their own threads, so that a busy actor still answers them. Who calls an actor asks it meanwhile whether
+anything moves there; one in which nothing does is ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
@@ -22,10 +23,13 @@ from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.local import keep_private
 from millrace.core.contracts.own_code import EXPECTED, expected
 from millrace.core.contracts.references import variables
-from millrace.core.errors import ActorLostError, MillraceError
+from millrace.core.errors import ActorLostError, ActorStalledError, MillraceError, StalledError
+from millrace.core.waits.deadline import USUAL, Limit, progressing
+from millrace.core.waits.heartbeat import beat, pulse
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
+IN_TIME = 0.8  # of the time between two looks: how long an actor has to answer one
 NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
 OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -71,7 +75,11 @@ class Host:
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the held object's class."""
-        return method(self._held, *args)
+        beat()
+        try:
+            return method(self._held, *args)
+        finally:
+            beat()
 
     @ray.method(concurrency_group="health")
     def state(self) -> dict[str, Any]:
@@ -84,33 +92,45 @@ class Host:
             "gpus": seen,
             "actor_pid": os.getpid(),
             "made_by": self._made_by,
+            "pulse": pulse(),
         }
 
 
 class Actor(Generic[T]):
     """A handle on one actor, which holds an object of class T."""
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any, limit: Limit = USUAL) -> None:
+        """limit: how long nothing may move in a call."""
         self.name = name
+        self.limit = limit
         self._handle = handle
 
     async def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of T on the held object, as in `actor.call(TrainerRank.save, url)`, and wait.
 
-        Raises ActorLostError if the actor died, else what the method raised.
+        Raises ActorLostError if the actor died, ActorStalledError if nothing moved in it and it was ended, else what the method raised.
         """
         assert not kwargs, "actors take positional arguments"
+        return await while_moving([self], method, self.unwatched(method, *args))
+
+    async def unwatched(self, method: Callable[..., R], *args: Any) -> R:
+        """The same, for one that watches several actors at once."""
         result: R = await self._result(lambda: self._handle.call.remote(method, *args))
+        beat()
         return result
 
-    async def state(self) -> dict[str, Any]:
-        """The held object's state, and where the actor runs: node, address, gpus, actor_pid, made_by. Raises ActorLostError if the actor is dead or does not answer."""
+    async def state(self, patience_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
+        """The held object's state, where the actor runs (node, address, gpus, actor_pid), made_by and its pulse.
+
+        Raises ActorLostError if the actor is dead or does not answer.
+        """
+        patience_s = min(patience_s, PING_TIMEOUT_S)
         try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
+            async with asyncio.timeout(patience_s):
                 state: dict[str, Any] = await self._result(self._handle.state.remote)
                 return state
         except TimeoutError:
-            raise ActorLostError(f"actor {self.name} does not answer for {PING_TIMEOUT_S:g} s") from None
+            raise ActorLostError(f"actor {self.name} does not answer for {patience_s:g} s") from None
 
     async def _result(self, submit: Callable[[], Awaitable[Any]]) -> Any:
         try:
@@ -139,6 +159,52 @@ class Actor(Generic[T]):
         ray.kill(self._handle, no_restart=True)
 
 
+class _Pulses:
+    """The progress of several actors: that of one counts for all, since the others may wait for it."""
+
+    def __init__(self, actors: Sequence[Actor[Any]]) -> None:
+        self._actors = actors
+        self._known: dict[str, object] = {}  # the newest pulse of each
+        self._silent: list[str] = []  # who did not answer the last time
+
+    async def __call__(self) -> object:
+        """A reading. An actor that does not answer has not moved; one that died is found to be lost by its own call."""
+        answers = await asyncio.gather(*map(self._state, self._actors))
+        named = {actor.name: answer for actor, answer in zip(self._actors, answers, strict=True)}
+        self._silent = [name for name, answer in named.items() if answer is None]
+        self._known |= {name: answer["pulse"] for name, answer in named.items() if answer}
+        return dict(self._known)
+
+    async def _state(self, actor: Actor[Any]) -> dict[str, Any] | None:
+        try:
+            return await actor.state(IN_TIME * actor.limit.pause_s)
+        except ActorLostError:
+            return None
+
+    def described(self) -> str:
+        """What the last reading showed."""
+        if self._silent:
+            return f"{', '.join(self._silent)} did not answer"
+        return "all answered, and none got anything done"
+
+
+async def while_moving(actors: Sequence[Actor[Any]], method: Callable[..., Any], awaited: Awaitable[R]) -> R:
+    """The result of a call of these actors. Where nothing moves in any of them, all are ended, and ActorStalledError is raised."""
+    pulses, limit = _Pulses(actors), actors[0].limit
+    names = actors[0].name if len(actors) == 1 else f"{actors[0].name} to {actors[-1].name}"
+    what = f"{method.__name__} of {names}"
+    try:
+        return await progressing(awaited, what, limit, pulses)
+    except StalledError as error:
+        if error.where != what:
+            raise  # the method's own, of what it waited for
+        log.warning("nothing moved in %s for %g s: ending all", what, limit.seconds)
+        for actor in actors:
+            actor.kill()
+        verdict = limit.verdict(what, pulses.described())
+        raise ActorStalledError(verdict.reason, where=what, remedy=verdict.remedy) from None
+
+
 class ActorGroup(Generic[T]):
     """Actors that act together: every call goes to all of them."""
 
@@ -148,8 +214,10 @@ class ActorGroup(Generic[T]):
     async def call(
         self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Call all; the results in order. If one fails the others are not waited for."""
-        return list(await asyncio.gather(*(actor.call(method, *args, **kwargs) for actor in self.actors)))
+        """Call all; the results in order. If one fails the others are not waited for. Errors as of `Actor.call`."""
+        assert not kwargs, "actors take positional arguments"
+        calls = asyncio.gather(*(actor.unwatched(method, *args) for actor in self.actors))
+        return list(await while_moving(self.actors, method, calls))
 
     async def call_together(
         self, patience_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
@@ -159,9 +227,11 @@ class ActorGroup(Generic[T]):
         After an error that all raise they can be called again. One that is still in the call `patience_s` later waits for
         an actor that has left it, and would do so for ever: then all are killed, and the caller makes new ones.
         """
-        calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self.actors]
+        assert not kwargs, "actors take positional arguments"
+        calls = [asyncio.ensure_future(actor.unwatched(method, *args)) for actor in self.actors]
         try:
-            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            first = asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            done, waiting = await while_moving(self.actors, method, first)
             error = next((call.exception() for call in calls if call in done and call.exception()), None)
             if error is None:
                 return [call.result() for call in calls]
@@ -193,8 +263,9 @@ def make(
     cls: Callable[[Any, int, int], T],
     config: Mapping[str, Any],
     place: Place | None = None,
+    limit: Limit = USUAL,
 ) -> Actor[T]:
-    """Make an actor in its place, or anywhere; its constructor runs in the background."""
+    """Make an actor in its place, or anywhere; its constructor runs in the background. limit: how long nothing may move in a call."""
     name = f"{role}-{index}"
     options = place.options if place else {}
     secrets = {name: os.environ[name] for name in variables(config) if name in os.environ}
@@ -206,7 +277,7 @@ def make(
         handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
     except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
-    return Actor(name, handle)
+    return Actor(name, handle, limit)
 
 
 def storage_environment() -> dict[str, str]:
@@ -221,18 +292,20 @@ def storage_environment() -> dict[str, str]:
     }
 
 
-def find(role: str, index: int, cls: Callable[[Any, int, int], T]) -> Actor[T] | None:
+def find(role: str, index: int, cls: Callable[[Any, int, int], T], limit: Limit = USUAL) -> Actor[T] | None:
     """An actor made before in this namespace, by this process or one that died; it holds an object of `cls`."""
     name = f"{role}-{index}"
     try:
-        return Actor(name, ray.get_actor(name))
+        return Actor(name, ray.get_actor(name), limit)
     except ValueError:
         return None
 
 
-async def find_alive(role: str, index: int, cls: Callable[[Any, int, int], T]) -> Actor[T] | None:
+async def find_alive(
+    role: str, index: int, cls: Callable[[Any, int, int], T], limit: Limit = USUAL
+) -> Actor[T] | None:
     """An actor made before, if it answers; what is left of one that does not is ended."""
-    actor = find(role, index, cls)
+    actor = find(role, index, cls, limit)
     if actor is None:
         return None
     try:
@@ -243,9 +316,11 @@ async def find_alive(role: str, index: int, cls: Callable[[Any, int, int], T]) -
     return actor
 
 
-def find_group(role: str, count: int, cls: Callable[[Any, int, int], T]) -> ActorGroup[T] | None:
+def find_group(
+    role: str, count: int, cls: Callable[[Any, int, int], T], limit: Limit = USUAL
+) -> ActorGroup[T] | None:
     """All actors of a role, or None if one is missing."""
-    actors = [actor for index in range(count) if (actor := find(role, index, cls)) is not None]
+    actors = [actor for index in range(count) if (actor := find(role, index, cls, limit)) is not None]
     return ActorGroup(actors) if len(actors) == count else None
 
 

@@ -22,6 +22,7 @@ from millrace.connectors.sglang.wire.answer_body import OutputTokens, read_answe
 from millrace.connectors.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
+from millrace.core.waits.heartbeat import beat
 
 INFO_TIMEOUT_S = 30.0
 SESSION = "x-smg-routing-key"  # sglang-router's header for its policy `manual`
@@ -143,6 +144,7 @@ class EngineClient(Connection):
         finally:
             self.in_flight -= 1
         self.answered += 1
+        beat()
         if self.refits_amid_requests != before and not answer["meta_info"].get("weight_versions"):
             raise EngineError(
                 f"{self.engine_id}: its weights changed amid the request, and it does not say which made which token",
@@ -206,6 +208,7 @@ class EngineClient(Connection):
             now = (self.answered, tokens)
             if now != self._last_progress:
                 self._last_progress, self._moved_at = now, self._answered_at
+                beat()
         self._polled_at = time.monotonic()
 
     def no_progress(self, timeout_s: float, paused: bool) -> EngineLostError:

@@ -36,6 +36,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.plan import visible_gpus
 from millrace.core.contracts.handles import ServerState
 from millrace.core.errors import EngineError
+from millrace.core.waits.heartbeat import beat
 
 PR_SET_PDEATHSIG = 1
 PORT_TAKEN = "address already in use"  # what the end of a server's log says then
@@ -127,6 +128,7 @@ class _ServerHolder:
                     remedy="correct what the log names, or raise engines.start_timeout_s if it was still loading, and start "
                     "the same command again: what finished is kept",
                 )
+            beat()  # this wait has a deadline of its own
             time.sleep(0.05)
 
     def stop(self) -> None:

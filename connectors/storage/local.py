@@ -18,12 +18,13 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, StalledError
 
 ASIDE = ".aside-"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 LOCK_POLL_S = 0.01
+LOCKED_S = 600.0
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 PRIVATE_UMASK = OTHERS = 0o077
 LOG_MIB, USUAL_LOG_MIB = "MILLRACE_LOG_MIB", 16  # of each log
@@ -161,10 +162,26 @@ def secret_file(name: str, prefix: str = "") -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Within, no other process of this host holds the lock. A process that dies releases it."""
+    """Within, no other process of this host holds the lock. A process that dies releases it.
+
+    Raises StalledError where one that lives, and may be stopped, holds it for longer than any server takes to start.
+    """
     make_folder(path.parent)
+    deadline = time.monotonic() + LOCKED_S
     with open(path, "w", opener=_private) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StalledError(
+                        f"another process holds this lock for {LOCKED_S:g} s",
+                        where=str(path),
+                        remedy="a process of this user that was stopped does so: continue or end it, and start the same "
+                        "command again",
+                    ) from None
+                time.sleep(LOCK_POLL_S)
         yield
 
 

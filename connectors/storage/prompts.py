@@ -20,6 +20,7 @@ from millrace.core.contracts.rows.prompts import (
     require_labels,
 )
 from millrace.core.errors import DataError, MissingFileError
+from millrace.core.waits.heartbeat import beat
 
 
 def read_source(source: Located) -> tuple[list[PromptRow], list[Quarantined]]:
@@ -125,6 +126,7 @@ def _separate(
     quarantined: list[Quarantined] = []
     try:
         for item in items():
+            beat()
             if isinstance(item, PromptRow):
                 rows.append(item)
             else:

@@ -23,6 +23,12 @@ class Run(Section):
         0, ge=0, lt=2**31, description="Every random choice of the run is derived from this seed."
     )
     iterations: Annotated[int, ANY_START] = Field(1, ge=1, description="RL iterations in total.")
+    progress_timeout_s: Annotated[float, ANY_START] = Field(
+        1800,
+        gt=0,
+        description="Trainer ranks, or an engine's holder, in whose call nothing moves for this long are ended and built again. "
+        "So is a background writer of a checkpoint that moves no byte. A driver that waits for its own work has longer. Seconds.",
+    )
     prepare: Annotated[UserFunction | None, ANY_START] = Field(
         None,
         description="Function called with the configuration before anything else, to make files that are missing.",

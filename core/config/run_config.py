@@ -24,6 +24,7 @@ from millrace.core.config.storage import Storage
 from millrace.core.config.sync import AutoSync, Sync
 from millrace.core.config.tracking import Tracking
 from millrace.core.config.trainer import Trainer
+from millrace.core.waits.deadline import POLLS, Limit
 
 
 class RunConfig(Section):
@@ -66,6 +67,25 @@ class RunConfig(Section):
     def modules_from(self) -> list[str]:
         """The folders, absolute, that functions of the user are imported from: their own and the working directory."""
         return [*map(os.path.abspath, self.run.import_from), os.getcwd()]
+
+    @property
+    def part_limit(self) -> Limit:
+        """How long nothing may move in a call of a live part."""
+        return Limit(self.run.progress_timeout_s)
+
+    @property
+    def run_limit(self) -> Limit:
+        """How long nothing may move in the whole run, where its driver waits for its own work.
+
+        Longer than any part may be silent, so that the part's own limit speaks.
+        """
+        generated = self.rollout.attempts * (
+            self.rollout.progress_timeout_s * (1 + 1 / POLLS) + self.engines.start_timeout_s
+        )
+        session, teacher = self.rollout.session, self.algorithm.teacher_server
+        scored = 2 * self.reward.timeout_s + (teacher.attempts * teacher.timeout_s if teacher else 0)
+        silent = generated + scored + (session.rollout_timeout_s if session else 0) + self.placement.wait_s
+        return Limit(self.part_limit.seconds * (1 + 1 / POLLS) + silent)
 
     @property
     def samples_per_iteration(self) -> int:

@@ -29,14 +29,21 @@ from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.contracts.own_code import expect
 from millrace.core.contracts.tracker import run_tags
-from millrace.core.errors import ConfigError, LeaseHeldError, MillraceError, StorageError, may_pass
+from millrace.core.errors import (
+    ConfigError,
+    LeaseHeldError,
+    MillraceError,
+    StalledError,
+    StorageError,
+    may_pass,
+)
 from millrace.core.garbage import use_few_heaps
 from millrace.core.hooks import call_function, search_in
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
-from millrace.flows.driver.run_record import finish_run_record, open_run_record, run_id
+from millrace.flows.driver.run_record import finish_run_record, open_run_record, record_verdict, run_id
 from millrace.flows.preflight.check import check
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -114,16 +121,20 @@ async def _drive(
             runtime, attempt, config, here.commit
         )  # which may refuse: nothing of this start is in the iterations yet
         first = await asyncio.to_thread(runtime.run_folder.take_over)
-        if before_first and first == 0:
-            await before_first(runtime)
-        with tags(*run_tags(config)):
-            await run_iterations(
-                partial(iteration, runtime),
-                flow_name,
-                config,
-                first,
-                lambda index: runtime.prompts.ahead.at(index),
-            )
+        try:
+            if before_first and first == 0:
+                await before_first(runtime)
+            with tags(*run_tags(config)):
+                await run_iterations(
+                    partial(iteration, runtime),
+                    flow_name,
+                    config,
+                    first,
+                    lambda index: runtime.prompts.ahead.at(index),
+                )
+        except StalledError as error:
+            await record_verdict(runtime, error)
+            raise
         await finish_run_record(runtime)
     return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
 

@@ -18,6 +18,8 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
 from millrace.core.garbage import collect_garbage, give_back_memory
+from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
+from millrace.core.waits.heartbeat import beat
 
 GIVE_BACK_EVERY = 20  # iterations
 
@@ -42,13 +44,16 @@ class Stage(IntEnum):
 class Progress:
     """How far each iteration of this driver is. Those before `first` are done."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, limit: Limit = USUAL) -> None:
+        """limit: how long nothing may move in the run while an iteration waits."""
+        self._limit = limit
         self._done = first  # iterations before it are done
         self._reached: dict[int, Stage] = {}
         self._changed = asyncio.Condition()
 
     async def reach(self, index: int, stage: Stage) -> None:
         """Note that an iteration is at a stage, and so past those before it."""
+        beat()
         async with self._changed:
             self._reached[index] = max(stage, self._reached.get(index, stage))
             while self._reached.get(self._done) is Stage.DONE:
@@ -57,7 +62,11 @@ class Progress:
             self._changed.notify_all()
 
     async def wait(self, index: int, stage: Stage) -> None:
-        """Wait until an iteration has reached a stage."""
+        """Wait until an iteration has reached a stage. Raises StalledError if nothing moves in the run."""
+        what = f"iteration {iteration_number(index)} until it is {stage.name.lower().replace('_', ' ')}"
+        await progressing(self._reaches(index, stage), what, self._limit, heartbeat)
+
+    async def _reaches(self, index: int, stage: Stage) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_at(index, stage))
 
@@ -165,7 +174,11 @@ async def run_iterations(
 
     Raises the error of the iteration that fails; a flow run created after it ends too, with nothing done.
     """
-    progress, ahead, last = Progress(first), config.pipeline.ahead, config.run.iterations - 1
+    progress, ahead, last = (
+        Progress(first, config.run_limit),
+        config.pipeline.ahead,
+        config.run.iterations - 1,
+    )
     finish = config.pipeline.on_update == "finish"
     with only_first_error():
         async with asyncio.TaskGroup() as group:

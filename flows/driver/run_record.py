@@ -23,7 +23,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint, source_changes
-from millrace.core.errors import BudgetError, DataError, MissingFileError
+from millrace.core.errors import BudgetError, DataError, MissingFileError, StalledError
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import check_same_model, taken_up
@@ -99,6 +99,8 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["quarantined"] = runtime.prompts.dataset.quarantined()
     record["versions"] = installed
     record["code_revision"] = code_revision()
+    if record["attempts"] and (stall := record["attempts"][-1].get("stalled")):
+        log.warning("the start before ended by a stall: %s: %s", stall["waited_for"], stall["reason"])
     record["attempts"].append(
         {
             "number": attempt,
@@ -141,6 +143,19 @@ async def finish_run_record(runtime: Runtime) -> None:
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_sealed, "run.json", record)
     await report.close_tracking(runtime)
+
+
+async def record_verdict(runtime: Runtime, error: StalledError) -> None:
+    """Note in run.json by what stall this attempt ended."""
+    store = runtime.run_folder.store
+    record = await asyncio.to_thread(store.read_sealed, "run.json")
+    record["attempts"][-1]["stalled"] = {
+        "error": type(error).__name__,
+        "waited_for": error.where,
+        "reason": error.reason,
+        "at": datetime.now(UTC).isoformat(),
+    }
+    await asyncio.to_thread(store.write_sealed, "run.json", record)
 
 
 def check_same_data(before: list[dict[str, Any]], runtime: Runtime) -> list[dict[str, Any]]:

@@ -117,6 +117,8 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
     facts["MLflow run"] = str(record["mlflow_run_id"])
     for attempt in record["attempts"][-1:]:
         facts["Prefect"] = str(attempt["flow_run_url"])
+        if stall := attempt.get("stalled"):
+            facts["ended by a stall"] = f"{stall['waited_for']}: {stall['reason']}"
     return facts
 
 

@@ -16,6 +16,7 @@ from millrace.connectors.storage.files import Fence
 from millrace.connectors.storage.local import library_log
 from millrace.core.config import RunConfig
 from millrace.core.errors import LeaseHeldError
+from millrace.core.waits.deadline import heartbeat, in_own_thread, locked, progressing
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=actors.HeldPart)
@@ -40,12 +41,14 @@ class Cluster:
     async def join(self) -> None:
         """Be connected. A local head that died is started again; the actors it had are lost and rebuilt."""
         address = self.config.placement.ray_address
-        async with self._joining:
+        limit = self.config.run_limit
+        async with locked(self._joining, "the Ray cluster, which another task joins", limit):
             if await asyncio.to_thread(cluster.lost, address):
                 log.warning(
                     "the local Ray head died: starting it again; what Ray printed is in %s", library_log()
                 )
-            await asyncio.to_thread(self._connect)
+            connected = in_own_thread(self._connect)
+            await progressing(connected, f"the Ray cluster at {address or 'this host'}", limit, heartbeat)
             cluster.give_back_sigterm()
 
     def _connect(self) -> None:
@@ -71,7 +74,7 @@ class Cluster:
     ) -> actors.Actor[T] | None:
         """An actor that an earlier driver left, or this one made, if it answers; what is left of one that does not is ended."""
         await self._check_fence()
-        return await actors.find_alive(role, index, cls)
+        return await actors.find_alive(role, index, cls, limit=self.config.part_limit)
 
     async def places(self, role: str) -> list[placement.Place]:
         """A place for each actor of a role."""

@@ -81,11 +81,15 @@ class Engines:
         place = (await self._cluster.places("engine"))[index]
         check_network(self.config, [place.address], served=True)
         settings, count = self._cluster.settings, self.config.engines.count
-        return EngineProxy(actors.make("engine", index, count, EngineServer, settings, place))
+        limit = self.config.part_limit
+        return EngineProxy(actors.make("engine", index, count, EngineServer, settings, place, limit=limit))
 
     async def _router(self) -> RouterHandle:
         """A handle on the router: the actor that lives, or a new one."""
         await self._cluster.join()
-        actor = actors.find("router", 0, RouterServer)
-        settings = self._cluster.settings
-        return RouterProxy(actor or actors.make("router", 0, 1, RouterServer, settings, placement.here()))
+        limit = self.config.part_limit
+        actor = actors.find("router", 0, RouterServer, limit=limit)
+        if actor is None:
+            settings, here = self._cluster.settings, placement.here()
+            actor = actors.make("router", 0, 1, RouterServer, settings, here, limit=limit)
+        return RouterProxy(actor)

@@ -29,6 +29,7 @@ from millrace.core.contracts.handles import TrainerHandle
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import Event, GpuOwner, Holder
 from millrace.core.staleness import VersionRange
+from millrace.core.waits.deadline import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.engines import Engines
 from millrace.tasks.runtime.recovery import Recovery
@@ -54,10 +55,8 @@ class GpuMemory:
         # An earlier driver may have left memory with either side: each side gives back before the other takes.
         self._owner = GpuOwner(Holder.HANDING_OVER)
         self._run_folder = run_folder
-        self._turn = asyncio.Lock()  # of the engines; on shared GPUs of the trainer too
-        self._trainer_turn: contextlib.AbstractAsyncContextManager[Any] = (
-            contextlib.nullcontext() if self._shared else asyncio.Lock()
-        )  # taken after that of the engines
+        self._engines_lock = asyncio.Lock()  # on shared GPUs of the trainer too
+        self._trainer_lock = asyncio.Lock()  # elsewhere; taken after that of the engines
         self._sent: int | None = None  # the version that this driver last sent to all engines
 
     async def open(self, identity: str) -> None:
@@ -72,7 +71,7 @@ class GpuMemory:
     @contextlib.asynccontextmanager
     async def for_trainer(self) -> AsyncIterator[Trainer]:
         """Within, engines sleep on shared GPUs, and the trainer may be built, train and save."""
-        async with self._turn if self._shared else self._trainer_turn:
+        async with self._turn() if self._shared else self._trainer_turn():
             await self._take_for_trainer()
             yield self._trainer
 
@@ -84,7 +83,7 @@ class GpuMemory:
     @contextlib.asynccontextmanager
     async def for_weights(self, version: int) -> AsyncIterator[TrainerHandle]:
         """Within, the ranks hold `version` and their weights may be read; engines stay as they are, unless ranks must be built."""
-        async with self._turn if self._shared else self._trainer_turn:
+        async with self._turn() if self._shared else self._trainer_turn():
             yield await self._trainer.at(version)
 
     async def for_engines(self, versions: VersionRange) -> Dispatcher:
@@ -92,7 +91,7 @@ class GpuMemory:
 
         Engines that have none of them get the one that was last sent to all.
         """
-        async with self._turn:
+        async with self._turn():
             version = versions.nearest(await self._newest_sent())
             fleet = await self._running_fleet(version)
             ranks = await self._offloaded_ranks(version)
@@ -120,7 +119,7 @@ class GpuMemory:
         On shared GPUs the trainer is offloaded first: beside its gradients, its optimizer state and the memory that PyTorch keeps
         of a step there may be no room for the engines' weights.
         """
-        async with self._turn:
+        async with self._turn():
             fleet = await self._running_fleet(version)
             started = time.perf_counter()
             ranks = await self._offloaded_ranks(version)
@@ -175,7 +174,7 @@ class GpuMemory:
         first_start = not self._engines.is_known and not self._trainer.is_known
         if first_start and not await self._engines.exist():
             trainer: Awaitable[Any] = self._trainer.prepare() if self._shared else self._trainer.at(version)
-            async with self._trainer_turn:
+            async with self._trainer_turn():
                 fleet, _ = await both(self._engines.running(), trainer)
             return fleet
         return await self._engines.running()
@@ -194,7 +193,7 @@ class GpuMemory:
         self._record(Event.UPDATE_BEGAN)
         started = time.perf_counter()
         try:
-            async with self._trainer_turn:
+            async with self._trainer_turn():
                 if ranks is None and not self._weights.has(version):
                     ranks = await self._trainer.at(version, ahead=newest - version)
                     version = await held(ranks)
@@ -205,6 +204,16 @@ class GpuMemory:
             raise
         self._recovery.add(sync=time.perf_counter() - started)
         return seconds
+
+    def _turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within, the engines are this task's, and on shared GPUs the trainer too."""
+        return locked(self._engines_lock, "the engines, which another task uses", self.config.run_limit)
+
+    def _trainer_turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within, the trainer is this task's; on shared GPUs it is already."""
+        if self._shared:
+            return contextlib.nullcontext()
+        return locked(self._trainer_lock, "the trainer, which another task uses", self.config.run_limit)
 
     def _record(self, event: Event) -> None:
         if self._shared:
@@ -217,7 +226,7 @@ class StoredWeights(GpuMemory):
     async def for_engines(self, versions: VersionRange) -> Dispatcher:
         """A dispatcher over engines that have loaded the folder."""
         version = versions.newest
-        async with self._turn:
+        async with self._turn():
             fleet = await self._engines.running()
             missing = fleet.unconfirmed(version)
             if missing:

@@ -7,6 +7,7 @@ ranks take GPU memory to be built or to replay, `before_build` is awaited.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from millrace.core.contracts.progress import starting
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
+from millrace.core.waits.deadline import locked
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.network_check import check_network
 from millrace.tasks.runtime.proxies import TrainerProxy
@@ -53,7 +55,7 @@ class Trainer:
         self._built: TrainerProxy | None = None
         self._prepared: TrainerProxy | None = None  # new ranks, which hold nothing yet
         self._preparing = False
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # held while ranks are found, built, or brought to a version
 
     @property
     def is_known(self) -> bool:
@@ -62,7 +64,7 @@ class Trainer:
 
     async def at(self, version: int, ahead: int = 0) -> TrainerHandle:
         """The ranks, holding weight version `version`, or one of up to `ahead` steps later; built if they must be."""
-        async with self._lock:
+        async with self._alone():
             await self._cluster.join()
             ranks = self._built or (None if self._prepared else self._existing())
             if ranks:
@@ -94,7 +96,7 @@ class Trainer:
 
     async def saving(self) -> SaveState | None:
         """The checkpoint that is written while training goes on; None without one, and where ranks are lost with it."""
-        async with self._lock:
+        async with self._alone():
             await self._cluster.join()
             ranks = self._built or (None if self._prepared else self._existing())
             try:
@@ -114,7 +116,7 @@ class Trainer:
         """Unless ranks exist, make new ones and have them do the part of their start that takes no GPU memory."""
         self._preparing = True
         try:
-            async with self._lock:
+            async with self._alone():
                 await self._cluster.join()
                 if not self._existing():
                     await self._cluster.end_role("trainer")
@@ -140,13 +142,18 @@ class Trainer:
             log.warning("%s", error)
         await self.end()  # a driver that died left them half built, or some are lost
 
+    def _alone(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within, no other task finds, builds or ends ranks."""
+        return locked(self._lock, "the trainer, which another task brings up", self.config.run_limit)
+
     async def end(self) -> None:
         """End the ranks; the next use builds new ones."""
         self._built = None
         await self._cluster.end_role("trainer")
 
     def _existing(self) -> TrainerProxy | None:
-        group = actors.find_group("trainer", self.config.trainer.world_size, TrainerRank)
+        world, limit = self.config.trainer.world_size, self.config.part_limit
+        group = actors.find_group("trainer", world, TrainerRank, limit=limit)
         return TrainerProxy(group) if group else None
 
     async def _make_ranks(self) -> TrainerProxy:
@@ -209,12 +216,12 @@ class BringUp:
 
 def make_ranks(config: RunConfig, settings: Any, places: list[Place]) -> TrainerProxy:
     """New ranks in their places, which hold nothing yet."""
-    world = config.trainer.world_size
-    return TrainerProxy(
-        actors.ActorGroup(
-            [actors.make("trainer", i, world, TrainerRank, settings, place) for i, place in enumerate(places)]
-        )
-    )
+    world, limit = config.trainer.world_size, config.part_limit
+    ranks = [
+        actors.make("trainer", i, world, TrainerRank, settings, place, limit=limit)
+        for i, place in enumerate(places)
+    ]
+    return TrainerProxy(actors.ActorGroup(ranks))
 
 
 async def bring_up(

@@ -13,6 +13,8 @@ from typing import Any
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.parts import write_part
 from millrace.core.contracts import schema
+from millrace.core.waits.deadline import heartbeat, progressing
+from millrace.core.waits.heartbeat import beat
 from millrace.tasks.context import IterationContext
 
 WAIT_S = 0.1  # rows wait this long for company before they are written
@@ -50,7 +52,10 @@ class PartWriter:
         """Wait until what was put so far is stored. at_once: no row waits for company."""
         if at_once:
             self.put([])
-        wanted = self._put
+        wanted, limit = self._put, self._ctx.config.run_limit
+        await progressing(self._until(wanted), f"parts of {self._kind} to be stored", limit, heartbeat)
+
+    async def _until(self, wanted: int) -> None:
         async with self._moved:
             await self._moved.wait_for(lambda: self._written >= wanted)
 
@@ -64,7 +69,8 @@ class PartWriter:
                 yield self
             finally:
                 self._queue.put_nowait(None)
-                await asyncio.wait([writing])
+                what, limit = f"the last parts of {self._kind} to be stored", self._ctx.config.run_limit
+                await progressing(asyncio.wait([writing]), what, limit, heartbeat)
 
     async def _drain(self) -> None:
         open_ = True
@@ -94,6 +100,7 @@ class PartWriter:
             lambda: write_part(ctx.folder, kind, schema.to_table(rows, kind), kind)
         )
         ctx.parts[kind].append(entry.record())
+        beat()
         await self._landed(entry)
 
 

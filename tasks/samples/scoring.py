@@ -13,6 +13,7 @@ from millrace.connectors.workers.pool import Outcome
 from millrace.core.contracts.sample import Figures, Scorable, Scoring, Unscored
 from millrace.core.rewards.scoring import Scored
 from millrace.core.rewards.selection import Selected, UnknownRewardError
+from millrace.core.waits.heartbeat import beat
 from millrace.tasks.runtime.runtime import Runtime
 
 
@@ -56,6 +57,7 @@ async def score(runtime: Runtime, sample: Scorable, own: Selected | None) -> Sco
         return Score("failed", reason=str(error))
     started = time.perf_counter()
     outcome = await runtime.scoring.score(selected, sample)
+    beat()
     seconds = time.perf_counter() - started
     if outcome.kind != "done":
         return _failed(outcome, seconds)
@@ -73,6 +75,7 @@ async def score_group(runtime: Runtime, samples: Sequence[Scorable], own: Select
         return [done for done in settled if done]
     started = time.perf_counter()
     outcome = await runtime.scoring.score_group(runtime.scoring.selected(open_[0], own), open_)
+    beat()
     seconds = (time.perf_counter() - started) / len(open_)
     if outcome.kind == "done":
         made = iter([_scored(value, seconds) for value in outcome.value])

@@ -20,6 +20,7 @@ from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.sessions.interface import Message, Turn
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
+from millrace.core.waits.heartbeat import beat
 from millrace.tasks.samples.generation import Answer, SampleGenerator
 from millrace.tasks.sessions.record import RolloutRecord, arguments_text
 
@@ -301,6 +302,7 @@ class SessionRollout:
             await self._keep(self._row(branch, event, kind="diverged"))
 
     async def _keep(self, row: TurnRow) -> None:
+        beat()
         self.record.note(row)
         await self._write(row)
 

@@ -21,8 +21,11 @@ from torch.distributed.checkpoint import Metadata
 from millrace.connectors.megatron.checkpoint.file_writer import WriteTask, Written
 from millrace.connectors.megatron.checkpoint.host_copy import HostCopy, HostMemory
 from millrace.core.contracts.handles import SaveState
-from millrace.core.errors import StorageError
+from millrace.core.errors import StalledError, StorageError
+from millrace.core.waits.deadline import Limit, Watch
+from millrace.core.waits.heartbeat import bytes_moved
 
+END_S = 10.0  # for a process that was killed to be gone
 FILES = 2  # of a rank: threads that write at once
 MODULE = "millrace.connectors.megatron.checkpoint.write_process"
 
@@ -45,7 +48,9 @@ class Begun:
 class BackgroundWriter:
     """The writer of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: Limit) -> None:
+        """limit: how long its process may write and read nothing."""
+        self._limit = limit
         self.memory = HostMemory()
         self.begun: Begun | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,15 +83,33 @@ class BackgroundWriter:
     def _follow(self, process: subprocess.Popen[bytes], task: bytes) -> None:
         outcome: Written | str = "its process gave no answer"
         try:
-            out, err = process.communicate(task)
+            out, err = self._communicate(process, task)
             if process.returncode == 0:
                 outcome = pickle.loads(out)  # noqa: S301 - of the process that this one started
             else:
                 said = err.decode(errors="replace").strip().splitlines()
                 outcome = said[-1] if said else f"its process ended with {process.returncode}"
+        except StalledError as error:
+            outcome = str(error)
         finally:  # whatever happens here, nobody waits for ever
             self._wrote_s = time.perf_counter() - self._started
             self._outcome = outcome
+
+    def _communicate(self, process: subprocess.Popen[bytes], task: bytes) -> tuple[bytes, bytes]:
+        """What the process says at its end. Ends it, and raises StalledError, if it writes and reads nothing for the limit."""
+        watch, given = Watch(), task
+        while True:
+            try:
+                return process.communicate(given or None, timeout=self._limit.pause_s)
+            except subprocess.TimeoutExpired:
+                given = b""  # it is being written
+            moved = bytes_moved(process.pid)
+            watch.moved(moved)
+            if watch.stalled and moved is not None:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # storage may hold it
+                    process.communicate(timeout=END_S)
+                raise self._limit.verdict("the process that writes the checkpoint")
 
     def state(self) -> SaveState | None:
         """How far it is; None if no checkpoint has begun."""

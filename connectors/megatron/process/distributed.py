@@ -22,6 +22,7 @@ from millrace.core.errors import ConfigError
 
 VERSIONED = ("torch", "megatron-core", "millrace")
 JOIN_TIMEOUT = timedelta(minutes=30)
+LATER = 2.0  # than the driver: it ends ranks in which nothing moves, before a collective gives up by itself
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -47,15 +48,16 @@ def join(
         cpu_shim.install()
     torch.set_num_threads(cpu_threads(config.trainer.threads, world_size, gpu=cuda))
     assert (meeting is not None) == (rank == 0), "rank 0 listens, and no other"
+    timeout = max(JOIN_TIMEOUT, LATER * timedelta(seconds=config.run.progress_timeout_s))
     store = dist.TCPStore(
         *master,
         world_size,
         is_master=meeting is not None,
-        timeout=JOIN_TIMEOUT,
+        timeout=timeout,
         master_listen_fd=meeting.detach() if meeting else None,
     )
     dist.init_process_group(
-        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_TIMEOUT
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     p = config.trainer.parallel
     mpu.initialize_model_parallel(

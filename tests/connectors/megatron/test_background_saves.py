@@ -113,6 +113,31 @@ def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_writt
         assert group.call("load", str(tmp_path / "dead")) == [2, 2]
 
 
+def test_a_writer_that_is_stopped_is_ended_in_the_limit_and_the_next_one_is_written(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
+) -> None:
+    settings = configuration(model(), 2, algorithm=ALGORITHM)
+    settings["run"]["progress_timeout_s"] = 6
+    with workers.group(settings) as group:
+        trained(group, batches[:1])
+        group.call("begin_save", str(tmp_path / "saved"))
+        first, second = stop_writers(group)
+        os.kill(first, signal.SIGCONT)
+        reasons = [each["reason"] for each in wait_until_settled(group)]
+        (reason,) = [each for each in reasons if each]
+        assert reason.startswith(
+            "the process that writes the checkpoint: nothing moved for 6 s (run.progress_"
+        )
+        assert not psutil.pid_exists(second)
+        with pytest.raises(RankFailedError, match="StorageError.*nothing moved for 6 s"):
+            group.call("commit_save")
+        assert not (tmp_path / "saved" / "complete.json").exists()
+        group.call("begin_save", str(tmp_path / "saved"))
+        wait_until_settled(group)
+        group.call("commit_save")
+        assert group.call("load", str(tmp_path / "saved")) == [1, 1]
+
+
 def test_a_folder_that_cannot_be_written_is_named(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
 ) -> None:

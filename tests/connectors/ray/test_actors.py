@@ -17,7 +17,8 @@ import pytest
 import pytest_asyncio
 
 from millrace.connectors.ray import actors, cluster
-from millrace.core.errors import ActorLostError, TrainerError
+from millrace.core.errors import ActorLostError, ActorStalledError, TrainerError
+from millrace.core.waits.deadline import Limit
 from tests.support.held_parts import Counter
 
 TIMEOUT_S = 60
@@ -110,6 +111,49 @@ async def test_an_actor_killed_while_it_works_is_lost_at_once(group: actors.Acto
     async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(ActorLostError):
             await working
+
+
+async def test_actors_of_which_one_gets_something_done_are_waited_for(
+    group: actors.ActorGroup[Counter],
+) -> None:
+    assert await group.call(Counter.add, 0) == [1, 1]  # they are there
+    for actor in group.actors:
+        actor.limit = Limit(2.0)
+    assert await group.call_together(TIMEOUT_S, Counter.work_on, 6.0) == [0, 1]
+
+
+async def test_actors_in_which_nothing_moves_are_ended_though_they_answer(
+    group: actors.ActorGroup[Counter],
+) -> None:
+    pids = [state["actor_pid"] for state in await group.states()]
+    for actor in group.actors:
+        actor.limit = Limit(2.0)
+    said = r"work of counter-0 to counter-1: nothing moved for 2 s \(run.progress_timeout_s\)"
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ActorStalledError, match=said):
+            await group.call_together(TIMEOUT_S, Counter.work, TIMEOUT_S * 2)
+    gone, _ = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=TIMEOUT_S
+    )
+    assert not any(map(psutil.pid_exists, pids)), gone
+
+
+async def test_one_actor_that_is_stopped_is_ended_and_can_be_made_again(
+    group: actors.ActorGroup[Counter],
+) -> None:
+    actor = group.actors[1]
+    pid = (await actor.state())["actor_pid"]
+    actor.limit = Limit(1.0)
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(
+            ActorStalledError, match="add of counter-1: nothing moved for 1 s.*counter-1 did not"
+        ):
+            await actor.call(Counter.add, 1)
+    assert await group.actors[0].call(Counter.add, 1) == 2
+    assert await actors.end("counter") <= 2
+    again = actors.make("counter", 1, 2, Counter, {"start": 7})
+    assert await again.call(Counter.add, 0) == 7
 
 
 async def test_actors_are_found_again_after_their_driver_was_killed(ray_home: Path) -> None:

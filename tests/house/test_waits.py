@@ -1,0 +1,254 @@
+"""A row for every wait in the source that has no deadline beside it, with what bounds it; a new wait without one fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import SourceFile, read_source
+from tests.house.waits import waits
+
+# What bounds a wait. Those of the first group end by themselves, in a time that a limit bounds.
+INSIDE = "what is called has a deadline itself: it passes through `progressing`"
+HELD = "held only over what has a deadline itself, or over lines that await nothing"
+RANKS = "in a rank: whoever called it watches all ranks and ends them where nothing moves (Actor.call)"
+IN_ACTOR = "in an actor: whoever called it watches the actor and ends it where nothing moves (Actor.call)"
+COUNTED = "a loop with a deadline or a number of tries of its own"
+KILLED = "for a process that was killed, or that reads its end: the system ends it"
+REWARD = "code of the user or of a judge: reward.timeout_s, or the limit of the session or filter that calls it, ends its process"
+SESSION = "of a session: rollout.session.timeout_s of a call, rollout_timeout_s of the rollout, looked at by the pool"
+REQUEST = "over requests to an engine, each of which rollout.progress_timeout_s ends"
+SERVER = "in an engine's or a tool's own process, which serves until it is ended; its client has a deadline"
+BACKGROUND = "nobody waits for it: it runs beside the run until it is cancelled"
+# Nothing bounds these, and each says why.
+TEST_ONLY = "a test's: the driver waits at a point until the test removes a file"
+TRUSTED = "a command that asks nobody and waits for nothing but a disk"
+
+ROWS = {
+    "connectors/embedded/__main__.py": {"done.wait": SERVER},
+    "connectors/embedded/chat.py": {
+        "asyncio.shield(asyncio.to_thread(self.engine.withdraw, [request]))": SERVER,
+        "ended.wait": SERVER,
+    },
+    "connectors/embedded/engine.py": {
+        "job.done.wait": SERVER,
+        "self._wake.wait": SERVER,
+        "with self._wake": SERVER,
+    },
+    "connectors/embedded/server.py": {
+        "asyncio.shield(asyncio.to_thread(self.engine.withdraw, requests))": SERVER,
+        "queue.get": SERVER,
+    },
+    "connectors/embedded/weight_group.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
+    "connectors/megatron/checkpoint/background.py": {
+        "self._thread.join": "it follows the writer, and ends it where that writes nothing",
+    },
+    "connectors/megatron/checkpoint/folders.py": {"dist.barrier": RANKS},
+    "connectors/megatron/checkpoint/host_copy.py": {"self._preparing.join": RANKS},
+    "connectors/megatron/optim/parameter_state.py": {"work.wait": RANKS},
+    "connectors/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
+    "connectors/megatron/weights/hf_folder.py": {"dist.barrier": RANKS},
+    "connectors/prefect/app.py": {"asyncio.sleep": COUNTED},
+    "connectors/prefect/retention.py": {"asyncio.sleep": BACKGROUND},
+    "connectors/prefect/server.py": {"asyncio.sleep": BACKGROUND},
+    "connectors/ray/actors.py": {
+        "asyncio.sleep": COUNTED,
+        "asyncio.wait": "made here, awaited by `while_moving` two lines below",
+        "host.remote": "makes an actor and waits for nothing",
+        "ray.remote": "declares the actor",
+        "self._handle.call.remote": "`while_moving` watches it, of one actor or of a group",
+    },
+    "connectors/ray/placement.py": {
+        "_visible.options(num_gpus=amount, scheduling_strategy=_in(group, bundle)).remote": "ray.get with PROBE_TIMEOUT_S waits for it",
+        "ray.remote": "declares the task",
+        "time.sleep": COUNTED,
+        "with _lock": "held over a wait for room in the cluster: placement.wait_s",
+    },
+    "connectors/rewards/posting.py": {"asyncio.sleep": COUNTED},
+    "connectors/rewards/served_teacher.py": {
+        "async with self._free": "over requests with algorithm.teacher_server.timeout_s and attempts",
+    },
+    "connectors/sglang/client.py": {"async with self._polling": REQUEST, "asyncio.sleep": COUNTED},
+    "connectors/sglang/dispatcher.py": {
+        "asyncio.shield(self._recovering)": "engines are started again: engines.start_timeout_s, engines.restarts",
+        "asyncio.sleep": "until requests that were aborted end: rollout.progress_timeout_s ends each",
+    },
+    "connectors/sglang/external.py": {"asyncio.sleep": COUNTED},
+    "connectors/sglang/process.py": {
+        "process.wait": IN_ACTOR,
+        "self._process.wait": IN_ACTOR,
+        "time.sleep": COUNTED,
+    },
+    "connectors/sglang/router.py": {
+        "async with self._checking": REQUEST,
+        "async with self._settling": "held for SETTLE_TIMEOUT_S at most",
+    },
+    "connectors/storage/exclusive/local_server.py": {"time.sleep": COUNTED},
+    "connectors/storage/lease.py": {"time.sleep": COUNTED},
+    "connectors/storage/local.py": {
+        "fcntl.flock": "asked without waiting (LOCK_NB), in a loop with a deadline",
+        "file.readline": TRUSTED,
+        "time.sleep": COUNTED,
+    },
+    "connectors/storage/own_folders.py": {"fcntl.flock": "asked without waiting (LOCK_NB)"},
+    "connectors/workers/mcp_server.py": {
+        "asyncio.shield(self._opened)": "START_TIMEOUT_S ends the attempt",
+        "asyncio.wait": "the connection ends itself; the session pool ends a process that does not end",
+        "self._closing.wait": SERVER,
+    },
+    "connectors/workers/mcp_tools.py": {"asyncio.shield(self._listing)": "START_TIMEOUT_S a server"},
+    "connectors/workers/pool.py": {
+        "await future": "`timeout_s` of the call, looked at by the thread that makes it",
+        "with self._lock": HELD,
+    },
+    "connectors/workers/process.py": {
+        "pipe.recv_bytes": SERVER,
+        "self._pipe.recv_bytes": "`poll` found a message before it, and the worker sends whole ones",
+        "self._process.join": KILLED,
+        "time.sleep": COUNTED,
+        "with _starting_or_closing": HELD,
+    },
+    "connectors/workers/sandbox.py": {"self._process.wait": KILLED, "subprocess.run": TRUSTED},
+    "connectors/workers/session_pool.py": {
+        "async with self._starting": "over a start with START_TIMEOUT_S",
+        "asyncio.sleep": BACKGROUND,
+        "await self._ready": "called within START_TIMEOUT_S",
+        "await session.end": "GRACE_S after a cancel the pool kills the process, which ends it",
+        "reader.readline": BACKGROUND,
+    },
+    "connectors/workers/session_server.py": {"asyncio.shield(answer)": SESSION},
+    "connectors/workers/session_worker.py": {"await future": SESSION, "reader.readline": SERVER},
+    "core/rewards/forms.py": {"await answer": REWARD},
+    "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
+    "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},
+    "core/slime/generate.py": {"asyncio.shield(known)": SESSION},
+    "core/slime/reward.py": {"await answer": REWARD},
+    "core/waits/deadline.py": {
+        "await result": "the thread may hang: callers pass it to `progressing`",
+        "lock.acquire": "made here, awaited by `progressing` two lines below",
+    },
+    "deployments/gpu/pack.py": {"subprocess.run": "a tool that its user watches, outside any run"},
+    "flows/driver/drive.py": {"asyncio.sleep": BACKGROUND},
+    "flows/driver/interruption.py": {
+        "work_thread.ended.wait": "POLL_S; the loop lasts as long as the command works",
+    },
+    "flows/driver/iteration_slots.py": {
+        "async with self._changed": HELD,
+        "progress.wait": INSIDE,
+        "self._changed.wait_for": INSIDE,
+        "self._progress.wait": INSIDE,
+    },
+    "flows/driver/run_record.py": {"subprocess.run": TRUSTED},
+    "flows/preflight/check.py": {"thread.join": "PATIENCE_S or DISK_PATIENCE_S a check"},
+    "flows/tools/stop.py": {"time.sleep": COUNTED},
+    "flows/train.py": {"await evaluated": "a task of this iteration: requests and scores have limits"},
+    "tasks/checkpoint.py": {
+        "asyncio.sleep": "the rank ends a writer that writes nothing: it has failed then"
+    },
+    "tasks/data/rows.py": {"with self._lock": HELD},
+    "tasks/filter.py": {"await loading": "CREDIT_TIMEOUT_S of the call"},
+    "tasks/kill_points.py": {"asyncio.sleep": TEST_ONLY},
+    "tasks/report.py": {"ctx.stream.wait": INSIDE},
+    "tasks/reward.py": {"await finished": REWARD, "ctx.stream.wait": INSIDE},
+    "tasks/rollout.py": {
+        "asyncio.sleep": "of no length: others get a turn",
+        "ctx.stream.wait": INSIDE,
+    },
+    "tasks/runtime/cluster.py": {"self.join": INSIDE},
+    "tasks/runtime/engines.py": {"self._cluster.join": INSIDE},
+    "tasks/runtime/trainer.py": {"self._cluster.join": INSIDE},
+    "tasks/samples/choosing.py": {"ctx.stream.wait": INSIDE},
+    "tasks/samples/generation.py": {"async with self._places": REQUEST, "async with self._ready": HELD},
+    "tasks/samples/part_writer.py": {
+        "async with self._moved": HELD,
+        "self._moved.wait_for": INSIDE,
+        "self._queue.get": "until the body of `open` ends, which has deadlines itself",
+    },
+    "tasks/samples/scoring_batches.py": {"await future": REWARD},
+    "tasks/sessions/runner.py": {"async with self._rollouts": SESSION},
+    "tasks/sessions/session_rollout.py": {"self._places.acquire": SESSION},
+    "tasks/stream.py": {"async with self._changed": HELD, "self._changed.wait_for": INSIDE},
+}
+
+
+def test_every_wait_has_a_deadline_beside_it_or_a_row_that_says_what_bounds_it() -> None:
+    found: dict[str, set[str]] = {}
+    for wait in waits(read_source(Path(__file__).parents[2])):
+        found.setdefault(wait.path, set()).add(wait.what)
+    assert found == {path: set(rows) for path, rows in ROWS.items()}
+
+
+REPORTED = (
+    "await stream.wait(3)",
+    "await event.wait()",
+    "await asyncio.wait(tasks)",
+    "await condition.wait_for(ready)",
+    "item = await queue.get()",
+    "await lock.acquire()",
+    "await task",
+    "await self.finished",
+    "await asyncio.shield(task)",
+    "thread.join()",
+    "thread.join(3)",
+    "process.wait()",
+    "process.communicate(data)",
+    "pipe.recv_bytes()",
+    "ray.get(reference)",
+    "ray.wait([reference])",
+    "await handle.train.remote(3)",
+    "dist.barrier()",
+    "subprocess.run(['git'])",
+    "fcntl.flock(file, fcntl.LOCK_EX)",
+    "while not done():\n        await asyncio.sleep(1)",
+    "while not done():\n        time.sleep(1)",
+    "async with self._lock:\n        pass",
+    "with _lock:\n        pass",
+    "await asyncio.wait(tasks, timeout=None)",
+)
+BOUNDED = (
+    "await progressing(stream.wait(3), 'parts', limit, heartbeat)",
+    "await while_moving(actors, method, asyncio.wait(calls))",
+    "async with asyncio.timeout(3):\n        await event.wait()",
+    "async with asyncio.timeout_at(end), other():\n        await queue.get()",
+    "await asyncio.wait(tasks, timeout=3)",
+    "process.communicate(data, timeout=3)",
+    "ray.get(reference, timeout=3)",
+    "subprocess.run(['git'], timeout=3)",
+    "async with locked(self._lock, 'it', limit):\n        pass",
+    "text = ', '.join(names)",
+    "value = settings.get('a')",
+    "await asyncio.sleep(1)",
+    "await trainer.train(3)",
+)
+
+
+def of(snippet: str) -> list[str]:
+    text = f"async def act():\n    {snippet}\n"
+    return [wait.what for wait in waits([SourceFile.parse("tasks/x.py", text)])]
+
+
+@pytest.mark.parametrize("snippet", REPORTED)
+def test_a_wait_without_a_deadline_is_found(snippet: str) -> None:
+    assert of(snippet)
+
+
+@pytest.mark.parametrize("snippet", BOUNDED)
+def test_a_bounded_wait_and_what_does_not_wait_need_no_row(snippet: str) -> None:
+    assert not of(snippet)
+
+
+def test_the_time_between_looks_needs_the_runs_own_limit() -> None:
+    """Actors are found and made with the limit that the configuration gives, never with the usual one."""
+    import ast
+
+    for file in read_source(Path(__file__).parents[2]):
+        if file.path.startswith(("tasks/", "flows/")):
+            for node in ast.walk(file.tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                    "actors.make",
+                    "actors.find",
+                    "actors.find_alive",
+                    "actors.find_group",
+                ):
+                    assert "limit" in {keyword.arg for keyword in node.keywords}, (file.path, node.lineno)
