@@ -28,6 +28,7 @@ from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.samples.joined_groups import receive_deferred
+from millrace.tasks.shards.sharded import open_shards
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import train_step
 
@@ -82,13 +83,14 @@ async def _fill_batch(ctx: IterationContext, slot: IterationSlot) -> None:
     """Generate, score and filter groups until the batch is fixed."""
     ctx.open_stream()
     await take_back_failures(ctx)
-    with only_first_error():
-        async with asyncio.TaskGroup() as streaming:
-            streaming.create_task(receive_deferred(ctx, slot.may_join))
-            streaming.create_task(run_recorded(rollout, ctx))
-            streaming.create_task(run_recorded(reward, ctx))
-            streaming.create_task(_until_filled(ctx))
-            streaming.create_task(report.rollout_progress(ctx))
+    async with open_shards(ctx):
+        with only_first_error():
+            async with asyncio.TaskGroup() as streaming:
+                streaming.create_task(receive_deferred(ctx, slot.may_join))
+                streaming.create_task(run_recorded(rollout, ctx))
+                streaming.create_task(run_recorded(reward, ctx))
+                streaming.create_task(_until_filled(ctx))
+                streaming.create_task(report.rollout_progress(ctx))
 
 
 async def _until_filled(ctx: IterationContext) -> None:

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
+from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.files import FileEntry
-from millrace.connectors.storage.parts import list_parts
+from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
-from millrace.core.contracts.task_records import FileRecord, IterationRecords, ReusedGroup
+from millrace.core.contracts.task_records import (
+    FileRecord,
+    IterationRecords,
+    ReusedGroup,
+    RewardRecord,
+    RolloutRecord,
+)
+from millrace.core.pipeline.sharding import WHOLE
 from millrace.core.staleness import VersionRange
-from millrace.tasks.stream import Stream
+from millrace.tasks.stream import Kind, Stream
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
 
 PROMPTS = "prompts.parquet"
+
+
+class Sharded(Protocol):
+    """Has shards do an iteration's rollout and reward."""
+
+    async def rollout(self) -> RolloutRecord:
+        """Have the samples generated until the filter has settled."""
+        ...
+
+    async def reward(self) -> RewardRecord:
+        """Have them scored until the filter has settled."""
+        ...
+
+    def counted(self, kind: Kind, listed: Sequence[str]) -> list[str]:
+        """Of the parts that a listing shows, those that count: one of a shard that was replaced does not."""
+        ...
 
 
 class IterationContext:
@@ -29,6 +54,9 @@ class IterationContext:
         self.index = index
         self.runtime = runtime
         self.stream = stream
+        self.shards: Sharded | None = None  # None: rollout and reward work here
+        self.share = WHOLE  # of the groups, those that this process generates
+        self.mine: frozenset[str] | None = None  # groups that this process scores; None: all
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
         self.records: IterationRecords = {}  # committed so far
@@ -58,6 +86,26 @@ class IterationContext:
         """Begin the list of a folder's parts with those that an earlier attempt stored."""
         entries = self.folder.entries(list_parts(self.folder, folder))
         self.parts[folder] = [entry.record() for entry in entries]
+
+    def stored_parts(self, folder: str, columns: list[str]) -> pa.Table:
+        """Rows of a folder's parts that an earlier attempt stored. A broken part is removed."""
+        return read_parts(self.folder, folder, folder, columns=columns, ignore_incomplete=True)
+
+    def listed_parts(self, folder: str) -> list[str]:
+        """Paths of a folder's parts."""
+        return list_parts(self.folder, folder)
+
+    async def announce(self, kind: Kind, entry: FileEntry) -> None:
+        """Let the other tasks know of a part that is whole."""
+        assert self.stream is not None
+        await self.stream.land(kind, entry.path)
+
+    def note_failure(self, reason: str, sample: str) -> None:
+        """Pass on that a sample failed, where budgets are counted elsewhere too."""
+
+    async def engines(self) -> Dispatcher:
+        """The engines, each at one of the versions that may generate this iteration's samples."""
+        return await self.runtime.memory.for_engines(self.versions)
 
     @property
     def reused(self) -> list[ReusedGroup]:

@@ -20,6 +20,7 @@ from typing import Any
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import way_out
+from millrace.connectors.storage.parts import list_parts
 from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
@@ -63,7 +64,7 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
         entries, groups = [], await until_filled(ctx, judging, need)
     await ctx.stream.settle()
     chosen = _keep(ctx, groups, need)
-    kept = await asyncio.to_thread(read_kept, ctx.folder, chosen, partial(_sample_ids, ctx))
+    kept = await asyncio.to_thread(_read_kept, ctx, chosen)
     if ctx.reused:
         kept = with_reused(kept, await asyncio.to_thread(read_reused, ctx))
     await loading
@@ -122,6 +123,17 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
             f"are scored again. Or {way_out(ctx.run_folder, ctx.index)}. A branch may raise filter.refill_factor",
         )
     return kept
+
+
+def _read_kept(ctx: IterationContext, groups: list[ScoredGroup]) -> KeptGroups:
+    """The groups that are trained, with their scored samples. With shards, of the parts that count: one that was replaced may
+    still write."""
+    if ctx.shards is None:
+        paths = list_parts(ctx.folder, "rollouts")
+    else:
+        assert ctx.stream is not None
+        paths = ctx.stream.parts("rollouts")
+    return read_kept(ctx.folder, paths, groups, partial(_sample_ids, ctx))
 
 
 def _sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:

@@ -13,10 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
-from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.connectors.storage.parts import list_parts, write_part
 from millrace.connectors.storage.run_folder import CUT
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
@@ -44,16 +46,21 @@ async def reward(ctx: IterationContext) -> RewardRecord:
     Raises BudgetError if too many could not be scored. What was scored is stored by then, and so are the reasons.
     Scores that samples of deferred groups have from the iteration before are taken over.
     """
+    return await (ctx.shards.reward() if ctx.shards else score_landing(ctx))
+
+
+async def score_landing(ctx: IterationContext) -> RewardRecord:
+    """Score this process's samples as they land: on the driver all of them, in a shard those of its groups."""
     assert ctx.stream is not None
-    stored = await asyncio.to_thread(read_parts, ctx.folder, "rewards", "rewards", ignore_incomplete=True)
+    stored = _own_rows(ctx, await asyncio.to_thread(ctx.stored_parts, "rewards", [*OUTCOME, "group_id"]))
     await asyncio.to_thread(ctx.start_parts, "rewards")
     done: set[str] = set(stored.column("sample_id").to_pylist())
     counts: Counter[Scoring] = Counter(stored.column("scoring").to_pylist())
-    budget = _budget(ctx)
+    budget = reward_budget(ctx)
     for row in stored.select(OUTCOME).to_pylist():
         _count(budget, **row)
     budget.check()
-    listed = await asyncio.to_thread(list_parts, ctx.folder, "rollouts")
+    listed = await asyncio.to_thread(ctx.listed_parts, "rollouts")
     if listed:
         await ctx.stream.until_joined()  # they may hold samples that were scored before they were deferred
     ctx.stream.add_listed("rollouts", listed)
@@ -156,8 +163,15 @@ def _carried(ctx: IterationContext, rows: Sequence[Unscored], done: set[str]) ->
 
 def _read_unscored(ctx: IterationContext, path: str) -> list[Unscored]:
     wanted = columns(Unscored if ctx.runtime.teacher is None else AskedAbout)
-    rows: list[Unscored] = ctx.folder.read_table(path, "rollouts", columns=wanted).to_pylist()
+    rows: list[Unscored] = _own_rows(ctx, ctx.folder.read_table(path, "rollouts", columns=wanted)).to_pylist()
     return rows
+
+
+def _own_rows(ctx: IterationContext, table: pa.Table) -> pa.Table:
+    """The rows of groups that this process scores."""
+    if ctx.mine is None:
+        return table
+    return table.filter(pc.is_in(table.column("group_id"), pa.array(sorted(ctx.mine), pa.string())))
 
 
 def _by_group(ctx: IterationContext, row: Unscored) -> bool:
@@ -225,7 +239,8 @@ def _count(budget: FailureBudget, sample_id: str, scoring: Scoring, reason: str 
         budget.add(reason or scoring, sample_id)
 
 
-def _budget(ctx: IterationContext) -> FailureBudget:
+def reward_budget(ctx: IterationContext) -> FailureBudget:
+    """Counts samples that could not be scored."""
     config = ctx.config
     cause = config.reward.function
     if config.algorithm.teacher_server:
@@ -239,6 +254,7 @@ def _budget(ctx: IterationContext) -> FailureBudget:
         remedy=f"correct {cause} or the data, or raise the share (or reward.timeout_s where it is short), and "
         "start the same command again: those samples are scored again, scores that were given are kept. Or "
         f"{way_out(ctx.run_folder, ctx.index)}, which scores all of its samples again",
+        also=ctx.note_failure,
     )
 
 
@@ -249,5 +265,4 @@ async def _write(ctx: IterationContext, scored: Sequence[ScoredSample]) -> None:
     entry = await asyncio.to_thread(write_part, ctx.folder, "rewards", table, "rewards")
     ctx.parts["rewards"].append(entry.record())
     await kill_point(ctx.index, "reward", "in")
-    assert ctx.stream is not None
-    await ctx.stream.land("rewards", entry.path)
+    await ctx.announce("rewards", entry)

@@ -51,16 +51,19 @@ POINTS = {"rollouts": "rollout", "turns": "turns"}  # kill points
 @task(name="rollout", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def rollout(ctx: IterationContext) -> RolloutRecord:
     """Generate until the filter has settled every verdict; the record counts samples, tokens and seconds."""
+    return await (ctx.shards.rollout() if ctx.shards else generate(ctx))
+
+
+async def generate(ctx: IterationContext) -> RolloutRecord:
+    """Generate this process's share of the groups: on the driver all of them, in a shard its own."""
     assert ctx.stream is not None
     started = time.perf_counter()
     groups = await asyncio.to_thread(_read_groups, ctx)
-    parts = await asyncio.to_thread(read_parts, ctx.folder, "rollouts", "rollouts", ignore_incomplete=True)
+    parts = await asyncio.to_thread(ctx.stored_parts, "rollouts", FAILURE)
     for folder in ("rollouts", "turns"):
         await asyncio.to_thread(ctx.start_parts, folder)
     finished = set(parts.column("sample_id").to_pylist())
-    generator = sample_generator(
-        ctx, [row for row in parts.select(FAILURE).to_pylist() if row["status"] == "failed"]
-    )
+    generator = sample_generator(ctx, [row for row in parts.to_pylist() if row["status"] == "failed"])
     make = await _maker(ctx, generator)
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
@@ -119,8 +122,8 @@ def _begin(
     finished: set[str],
     group: DrawnGroup,
 ) -> None:
-    """Begin the samples of a group that no part holds."""
-    if group.unusable is None:
+    """Begin the samples of a group of this process's share that no part holds."""
+    if group.unusable is None and ctx.share.holds(group.ordinal):
         for index in range(ctx.config.rollout.samples_per_prompt):
             if sample_id(group.group_id, index) not in finished:
                 generating.create_task(make(group, index))
@@ -156,7 +159,23 @@ def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
 def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = ()) -> SampleGenerator:
     """The iteration's generator. `failed`: rows of failures that an earlier attempt stored."""
     config = ctx.config
-    budget = FailureBudget(
+    budget = rollout_budget(ctx)
+    for row in failed:
+        budget.add(row["reason"], row["sample_id"])
+    return SampleGenerator(
+        config,
+        config.rollout.sampling,
+        ctx.engines,
+        budget,
+        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
+        ctx.share,
+    )
+
+
+def rollout_budget(ctx: IterationContext) -> FailureBudget:
+    """Counts samples that fail to generate."""
+    config = ctx.config
+    return FailureBudget(
         "rollout.max_failed_share",
         config.rollout.max_failed_share,
         config.samples_per_iteration,
@@ -164,15 +183,7 @@ def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = (
         where=f"iteration {iteration_number(ctx.index)}",
         remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
         f"{way_out(ctx.run_folder, ctx.index)}, which generates its samples again",
-    )
-    for row in failed:
-        budget.add(row["reason"], row["sample_id"])
-    return SampleGenerator(
-        config,
-        config.rollout.sampling,
-        lambda: ctx.runtime.memory.for_engines(ctx.versions),
-        budget,
-        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
+        also=ctx.note_failure,
     )
 
 
@@ -238,8 +249,7 @@ def row_writer(
     async def landed(entry: FileEntry) -> None:
         await kill_point(ctx.index, POINTS[kind], "in")
         if kind == "rollouts":
-            assert ctx.stream is not None
-            await ctx.stream.land(kind, entry.path)
+            await ctx.announce("rollouts", entry)
 
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
     return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed, wait_s)

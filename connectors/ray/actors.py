@@ -33,7 +33,11 @@ IN_TIME = 0.8  # of the time between two looks: how long an actor has to answer 
 NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
 OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-TOOL_PREFIXES = ("MILLRACE_STORAGE_", "MILLRACE_FINISHED_LOG")  # for tests, in every process
+TOOL_PREFIXES = (
+    "MILLRACE_STORAGE_",
+    "MILLRACE_FINISHED_LOG",
+    "MILLRACE_KILL_POINT",
+)  # for tests, in every process
 
 
 class HeldPart(Protocol):
@@ -264,13 +268,15 @@ def make(
     config: Mapping[str, Any],
     place: Place | None = None,
     limit: Limit = USUAL,
+    threads: int = 1,
 ) -> Actor[T]:
-    """Make an actor in its place, or anywhere; its constructor runs in the background. limit: how long nothing may move in a call."""
+    """Make an actor in its place, or anywhere; its constructor runs in the background.
+
+    limit: how long nothing may move in a call. threads: calls that it answers at once.
+    """
     name = f"{role}-{index}"
-    options = place.options if place else {}
-    secrets = {name: os.environ[name] for name in variables(config) if name in os.environ}
-    code = {EXPECTED: os.environ[EXPECTED]} if EXPECTED in os.environ else {}
-    environment = {**storage_environment(), **secrets, **code, **(place.environment if place else {})}
+    options = {**(place.options if place else {}), **({"max_concurrency": threads} if threads > 1 else {})}
+    environment = {**passed_environment(config), **(place.environment if place else {})}
     host = Host.options(name=name, lifetime="detached", num_cpus=0, **options)  # type: ignore[attr-defined]
     try:
         node = place.node if place else None
@@ -278,6 +284,13 @@ def make(
     except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
     return Actor(name, handle, limit)
+
+
+def passed_environment(config: Mapping[str, Any]) -> dict[str, str]:
+    """This process's environment variables that other processes of the run need: for storage, secrets that the configuration names, hashes of the user's code."""
+    secrets = {name: os.environ[name] for name in variables(config) if name in os.environ}
+    code = {EXPECTED: os.environ[EXPECTED]} if EXPECTED in os.environ else {}
+    return {**storage_environment(), **secrets, **code}
 
 
 def storage_environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace.connectors.sglang.client import EngineClient, Generation
@@ -28,6 +28,15 @@ ABORT_EVERY_S = 0.1  # a request that is on its way to the engine is not there t
 def request_id(rid: str, attempt: int) -> str:
     """Request id of one attempt. Fixed-width suffix: SGLang aborts by prefix, so no id may be a prefix of another."""
     return f"{rid}~{attempt:02}"
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine is, and what it asks for."""
+
+    engine_id: str
+    url: str
+    key: str | None = field(repr=False)
 
 
 class Dispatcher:
@@ -134,6 +143,16 @@ class Dispatcher:
             if not self._stopped:
                 await self._recovered()
         raise EngineError(f"{last} (attempt {self.attempts} of rollout.attempts)")
+
+    def addresses(self) -> list[EngineAddress]:
+        """Where the engines are that serve now."""
+        return [EngineAddress(engine.engine_id, engine.url, engine.key) for engine in self._engines()]
+
+    def mark_lost(self, engine_id: str, url: str, error: EngineLostError) -> None:
+        """Note that another process lost a request on an engine, unless it was replaced since."""
+        for engine in self._engines():
+            if (engine.engine_id, engine.url) == (engine_id, url):
+                self._mark_suspect(engine, error)
 
     async def stop(self) -> None:
         """End all requests: each `generate` returns what was made so far, as aborted. Nothing is generated after it."""

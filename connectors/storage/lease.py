@@ -87,36 +87,18 @@ class _FormerClaim(BaseModel):
         return f"process {self.pid} on {self.host}"
 
 
-class Lease:
-    """The right to drive a run. `token` counts the run's drivers so far; the newest wins."""
+class PassedLease:
+    """A driver's lease in another process that works for it: a Fence that holds while that driver's does."""
 
-    def __init__(self, store: Store, claim: _Claim) -> None:
+    def __init__(self, store: Store, token: int) -> None:
         self._store = store
-        self._claim = claim
-        self._checked = self._renewed = _now()
+        self._token = token
+        self._checked = _now()
 
     @property
     def token(self) -> int:
-        """Number of this driver among all of the run; the first is 1."""
-        return self._claim.token
-
-    @classmethod
-    def take(cls, store: Store) -> Lease:
-        """Take the lease of a run folder. Where only a renewal can show that the holder lives, waits `duration_s()` for one.
-
-        Raises LeaseHeldError, naming host and process, while another driver lives; CorruptFileError for a broken lease.
-        """
-        files, owner = Store(store.url), uuid.uuid4().hex
-        while True:
-            before = _newest(files)
-            if before is not None:
-                _wait_until_free(files, before)
-            token = before.token + 1 if before else 1
-            claim = _Claim(token=token, owner=owner, folder=files.real_url, process=ProcessIdentity.own())
-            lease = cls(files, claim)
-            if lease._create(before.token if before else 0):
-                files.remove(FORMER)  # whose holder, if it lives after all, stops where it is missing
-                return lease
+        """Number of the driver among all of the run; the first is 1."""
+        return self._token
 
     def check(self) -> None:
         """Raise LeaseHeldError if another process has taken the run, or the lease was removed."""
@@ -143,6 +125,46 @@ class Lease:
                 )
             self.check()
             yield
+
+    def _locked(self, alone: bool) -> contextlib.AbstractContextManager[bool]:
+        if not self._store.local:
+            return contextlib.nullcontext(True)
+        lock = Path(self._store.root) / LOCK
+        return local.shared_or_alone(lock, alone=alone, patience_s=LOCK_PATIENCE_S)
+
+    def _lost(self, holder: _Claim | None) -> NoReturn:
+        raise LeaseHeldError(
+            f"the lease of this driver was {f'taken over by {holder}' if holder else 'removed'}; this process stops",
+            where=self._store.url,
+            remedy="the other driver goes on" if holder else "start the same command again",
+        )
+
+
+class Lease(PassedLease):
+    """The right to drive a run. `token` counts the run's drivers so far; the newest wins."""
+
+    def __init__(self, store: Store, claim: _Claim) -> None:
+        super().__init__(store, claim.token)
+        self._claim = claim
+        self._renewed = _now()
+
+    @classmethod
+    def take(cls, store: Store) -> Lease:
+        """Take the lease of a run folder. Where only a renewal can show that the holder lives, waits `duration_s()` for one.
+
+        Raises LeaseHeldError, naming host and process, while another driver lives; CorruptFileError for a broken lease.
+        """
+        files, owner = Store(store.url), uuid.uuid4().hex
+        while True:
+            before = _newest(files)
+            if before is not None:
+                _wait_until_free(files, before)
+            token = before.token + 1 if before else 1
+            claim = _Claim(token=token, owner=owner, folder=files.real_url, process=ProcessIdentity.own())
+            lease = cls(files, claim)
+            if lease._create(before.token if before else 0):
+                files.remove(FORMER)  # whose holder, if it lives after all, stops where it is missing
+                return lease
 
     def renew(self) -> None:
         """Show that this driver lives. Raises LeaseHeldError if the lease was lost."""
@@ -202,19 +224,6 @@ class Lease:
         time.sleep(SETTLE_S)
         stored = _read(self._store, self.token)
         return stored is not None and stored.owner == self._claim.owner
-
-    def _locked(self, alone: bool) -> contextlib.AbstractContextManager[bool]:
-        if not self._store.local:
-            return contextlib.nullcontext(True)
-        lock = Path(self._store.root) / LOCK
-        return local.shared_or_alone(lock, alone=alone, patience_s=LOCK_PATIENCE_S)
-
-    def _lost(self, holder: _Claim | None) -> NoReturn:
-        raise LeaseHeldError(
-            f"the lease of this driver was {f'taken over by {holder}' if holder else 'removed'}; this process stops",
-            where=self._store.url,
-            remedy="the other driver goes on" if holder else "start the same command again",
-        )
 
 
 def find_driver(store: Store) -> ProcessIdentity | None:

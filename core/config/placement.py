@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from millrace.core.config.parts.section import Section
@@ -24,6 +26,12 @@ class Placement(Section):
     )
     ray_address: str | None = Field(
         None, description="Ray cluster to join; a local one is started when not given."
+    )
+    task_runner: Literal["auto", "ray", "local"] = Field(
+        "auto",
+        description="Where rollout and reward work. `local`: in the process that drives the run. `ray`: in shards, each a task on "
+        "a node of the Ray cluster (rollout.shards). `auto`: `ray` where placement.ray_address is set, every node reaches the Prefect "
+        "server and the run has nothing that shards cannot do; else `local`.",
     )
     wait_s: float = Field(
         120,

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from prefect import Flow
 
 from millrace.connectors.prefect.run_page import untagged
+from millrace.connectors.ray.task_runs import JoinedRayTaskRunner
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import only_first_error
 from millrace.core.garbage import collect_garbage, give_back_memory
+from millrace.core.pipeline.sharding import in_shards
 from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
 
@@ -25,7 +29,6 @@ GIVE_BACK_EVERY = 20  # iterations
 
 
 AheadOf = Callable[[int], int]
-Work = Callable[[int, "IterationSlot"], Coroutine[Any, Any, None]]
 
 
 class Stage(IntEnum):
@@ -165,6 +168,12 @@ class IterationSlot:
         await self._progress.reach(self.index, stage)
 
 
+class Work(Protocol):
+    """Does an iteration."""
+
+    def __call__(self, index: int, slot: IterationSlot) -> Coroutine[Any, Any, None]: ...
+
+
 async def run_iterations(
     work: Work, flow_name: str, config: RunConfig, first: int, ahead_of: AheadOf | None = None
 ) -> None:
@@ -191,8 +200,7 @@ async def run_iterations(
                     last=last,
                     finish=finish,
                 )
-                run_name = f"{config.run.name}, iteration {iteration_number(index)}"
-                group.create_task(_flow(work, slot, flow_name, run_name)(index))
+                group.create_task(_run_flow(work, slot, _flow(config, flow_name, index)))
                 if index == first + ahead + 1:
                     await slot.may_work()
                     collect_garbage()  # every module is imported by now, and no weights are being sent
@@ -202,17 +210,26 @@ async def run_iterations(
                 await progress.wait(index - ahead, Stage.TRAINED)
 
 
-def _flow(
-    work: Work, slot: IterationSlot, name: str, run_name: str
-) -> Flow[[int], Coroutine[Any, Any, None]]:
-    """One iteration as a Prefect flow whose only parameter is the index.
+_work: ContextVar[Callable[[int], Coroutine[Any, Any, None]]] = ContextVar("work of an iteration")
+
+
+async def _iteration(index: int) -> None:
+    """An iteration, as its flow run calls it. Prefect sends the function to Ray with each task: by its name, if it has one."""
+    with untagged():
+        await _work.get()(index)
+
+
+async def _run_flow(work: Work, slot: IterationSlot, flow: Flow[[int], Coroutine[Any, Any, None]]) -> None:
+    """Run one iteration as a Prefect flow whose only parameter is the index.
 
     Prefect serialises a flow's parameters and keeps them whole with the flow run, which a slot and a runtime cannot be:
-    they are bound here instead.
+    they are bound to the context instead.
     """
+    _work.set(partial(work, slot=slot))
+    await flow(slot.index)
 
-    async def iteration(index: int) -> None:
-        with untagged():
-            await work(index, slot)
 
-    return Flow(iteration, name=name, flow_run_name=run_name)
+def _flow(config: RunConfig, name: str, index: int) -> Flow[[int], Coroutine[Any, Any, None]]:
+    runner: dict[str, Any] = {"task_runner": JoinedRayTaskRunner()} if in_shards(config) else {}
+    run_name = f"{config.run.name}, iteration {iteration_number(index)}"
+    return Flow(_iteration, name=name, flow_run_name=run_name, **runner)

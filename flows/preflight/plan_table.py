@@ -85,9 +85,11 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     where = f" × {at.gpus_an_engine} GPUs" if at.gpus_an_engine else " on CPU"
     engines = f"{at.engines} {at.engine_kind}" + ("" if at.engine_kind == "external" else where)
     engines += f", the first {at.prefill} to prefill" if at.prefill else ""
+    rollout = [("rollout", at.rollout)] if at.engines else []
     return [
         ("trainer", f"{at.world_size} rank{'s' if at.world_size > 1 else ''} on {at.device}: {cut}{extra}"),
         ("engines", f"{engines}; weights by {at.sync}" if at.engines else "none: supervised"),
+        *rollout,
         ("placement", f"{at.placement}" + (f", {at.gpus} GPUs in all" if at.gpus else ", no GPU")),
     ]
 

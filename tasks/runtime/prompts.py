@@ -36,7 +36,7 @@ class Prompts:
         self._ledger: Ledger | None = None
         self._data_since = 0
         self._whole: frozenset[str] = frozenset()
-        self._seed_name = ""
+        self.seed_name = ""  # what seeds of samples derive from, as run.json says
         self.ahead = Ahead()  # how many iterations might be open ahead, as run.json says
 
     @cached_property
@@ -74,7 +74,7 @@ class Prompts:
 
     def use_seed_name(self, name: str) -> None:
         """Derive the seeds of samples as run.json says: see `lifted` of core/config/reading/stored.py."""
-        self._seed_name = name
+        self.seed_name = name
 
     def sample_seed(self, group: DrawnGroup, index: int) -> int:
         """Sampling seed of a sample of a drawn group."""
@@ -84,7 +84,7 @@ class Prompts:
             group.prompt_id,
             group.ordinal,
             index,
-            seed_name=self._seed_name,
+            seed_name=self.seed_name,
         )
 
     def use_ahead(self, ahead: Ahead) -> None:

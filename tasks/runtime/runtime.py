@@ -21,6 +21,7 @@ from millrace.tasks.runtime.recovery import Recovery
 from millrace.tasks.runtime.scoring import Scoring
 from millrace.tasks.runtime.sessions import Sessions
 from millrace.tasks.runtime.tracking import Tracking
+from millrace.tasks.shards.keeper import BoardKeeper
 
 
 class Runtime:
@@ -39,6 +40,7 @@ class Runtime:
         self.sessions = Sessions(config, self.prompts)
         self.tracking = Tracking(config)
         self.memory = memory(config, cluster := Cluster(config), self.run_folder, self.recovery)
+        self.board = BoardKeeper(config, cluster, self.prompts)
         self._cluster = cluster
         self._run_id: str | None = None
         self._record_storage: RecordStorage | None = None
@@ -60,6 +62,7 @@ class Runtime:
         self._run_id = run_id
         self.run_folder.store.fence = lease
         self.run_folder.owner.drive_as(run_id)
+        self.board.drive_as(lease.token, run_id)
         self._cluster.use(self.run_folder.identity(run_id), lease)
 
     async def open(self) -> None:

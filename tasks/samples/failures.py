@@ -5,6 +5,8 @@ Owns the sentence of a budget that is spent. Knows nothing of rows or files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from millrace.core.contracts.failures import Failures
 from millrace.core.errors import BudgetError
 
@@ -22,12 +24,17 @@ class FailureBudget:
         where: str,
         remedy: str,
         unit: str = "sample",
+        also: Callable[[str, str], None] | None = None,
     ) -> None:
-        """field: of the configuration, which sets the share of `of` units. what: follows their number in the error."""
+        """field: of the configuration, which sets the share of `of` units. what: follows their number in the error.
+
+        also: called with each failure, its reason first.
+        """
         self.allowed = share * of
         self.failures = Failures()
         self._limit = f"{field} = {share:g} allows ({self.allowed:.0f} of {of})"
         self._what, self._where, self._remedy, self._unit = what, where, remedy, unit
+        self._also = also
 
     @property
     def spent(self) -> bool:
@@ -37,6 +44,8 @@ class FailureBudget:
     def add(self, reason: str, failed: str) -> None:
         """Count a failure. failed: the id of the sample or group."""
         self.failures.add(reason, f"{self._unit} {failed}")
+        if self._also:
+            self._also(reason, failed)
 
     def check(self) -> None:
         """Raise BudgetError if too many failed."""

@@ -22,6 +22,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status
 from millrace.core.errors import EngineError
+from millrace.core.pipeline.sharding import WHOLE, Share
 from millrace.tasks.samples.failures import FailureBudget
 
 STATUSES: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -66,8 +67,12 @@ class SampleGenerator:
         engines: Engines,
         budget: FailureBudget,
         text_of: Callable[[Sequence[int]], str] | None = None,
+        share: Share = WHOLE,
     ) -> None:
-        """text_of: the text of token ids, for an answer that several requests made; their texts in a row where not given."""
+        """text_of: the text of token ids, for an answer that several requests made; their texts in a row where not given.
+
+        share: of the samples in flight, this process's.
+        """
         self.outstanding = 0  # samples begun that have no answer yet
         self.samples = 0
         self.tokens = 0
@@ -83,7 +88,8 @@ class SampleGenerator:
         self._engines: Dispatcher | None = None
         self._stopped = False
         self._ready = asyncio.Lock()
-        self._places = asyncio.Semaphore(config.rollout.max_concurrency * config.engines.generating)
+        places = config.rollout.max_concurrency * config.engines.generating
+        self._places = asyncio.Semaphore(share.part_of(places))
 
     async def generate(
         self,

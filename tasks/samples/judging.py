@@ -21,6 +21,7 @@ from millrace.core.rewards.scoring import sample_input
 from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.scored_group import ScoredGroup
+from millrace.tasks.stream import Kind
 
 
 class Judging:
@@ -41,7 +42,7 @@ class Judging:
         """Find what an earlier attempt stored."""
         assert self._ctx.stream is not None
         self._ctx.stream.add_listed("rewards", await self._listed("rewards"))
-        if self._wanted:  # listed after the rewards: what is scored was generated before
+        if self._wanted or self._ctx.shards:  # listed after the rewards: what is scored was generated before
             self._ctx.stream.add_listed("rollouts", await self._listed("rollouts"))
 
     def add(self, groups: Sequence[ScoredGroup]) -> None:
@@ -98,8 +99,9 @@ class Judging:
             if group is not None and group.judgement is None:
                 group.made[row["sample_id"]] = row
 
-    async def _listed(self, kind: str) -> list[str]:
-        return await asyncio.to_thread(list_parts, self._ctx.folder, kind)
+    async def _listed(self, kind: Kind) -> list[str]:
+        listed = await asyncio.to_thread(list_parts, self._ctx.folder, kind)
+        return self._ctx.shards.counted(kind, listed) if self._ctx.shards else listed
 
 
 def _columns_read(filter: Filter) -> list[str]:

@@ -58,7 +58,7 @@ def test_the_tree_answers_where_each_part_is() -> None:
     table = _text("docs/architecture.md").split("## Where is ...?")[1].split("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     answers = [path for row in rows for path in re.findall(r"`([^`]+)`", row.split("|")[2])]
-    assert len(rows) == 31
+    assert len(rows) == 32
     readme = _text("README.md")
     for path in answers:
         assert (ROOT / path).is_file(), path

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of two nodes: actors on both, the driver killed, a node killed with and without a spare one."""
+"""A run on a Ray cluster of two nodes: actors and shards on both, the driver killed, a node killed with and without a spare one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flow_runs import PATIENCE_S, Workplace, trained, wait_until
+from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, generated, trained, wait_until
 from tests.support.ray_nodes import RayNodes, ray_nodes
 
 if sys.platform != "linux":
@@ -77,7 +77,7 @@ def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> Non
     process = spread.start(hold="1/train_step/before")
     spread.wait(process, spread.held.exists)
     before = spread.actors()
-    assert [len(found) for found in before] == [2, 2]
+    assert [len(found) for found in before] == [3, 2]  # ranks, engines, and the board on the driver's node
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     spread.held.unlink()
@@ -114,6 +114,51 @@ def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_w
     spread.nodes.add(cpus=2)
     assert "3 iterations complete" in ended(spread.start(), 0)
     assert_whole(spread)
+
+
+@pytest.mark.slow
+def test_a_shard_whose_node_dies_is_made_on_another_one_from_what_it_had_written(
+    spread: Spread, whole: Path
+) -> None:
+    lost = spread.nodes.nodes[-1]
+    process = spread.start("trainer.world_size=1", "engines.count=3", hold="1/rollout/in")
+    parts = spread.root / "a" / "iterations" / "000001" / "rollouts"
+    spread.wait(process, lambda: len(list(parts.glob("part-*.parquet"))) == 2)  # one of each shard
+    assert lost.shards() == {"rollout_shard", "reward_shard"}
+    spread.nodes.add(cpus=2).wait()
+    lost.kill()
+
+    def let_go() -> bool:
+        spread.held.unlink(missing_ok=True)
+        return process.poll() is not None
+
+    wait_until(let_go)
+    out = ended(process, 0)
+    assert "of rollout: its process died" in out
+    assert "3 iterations complete" in out
+    run = spread.root / "a"
+    assert trained(run) == trained(whole)
+    assert final_weights(run) == final_weights(whole)
+    assert max(generated(run).values()) == 1
+    assert_whole(spread)
+
+
+@pytest.mark.slow
+def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_says_what_to_do(
+    spread: Spread,
+) -> None:
+    no_way = "http://127.0.0.1:9"  # nothing listens there
+    third = spread.nodes.add(cpus=2, HTTP_PROXY=no_way).wait()
+    alive = sum(node.alive for node in spread.nodes.nodes)
+    once = ("run.iterations=1", "trainer.world_size=1", f"engines.count={2 * alive - 1}")
+    out = ended(spread.start(*once, "placement.task_runner=ray"), 2)
+    assert "placement.task_runner = ray: Prefect cannot begin a shard on node" in out
+    assert "Failed to reach API" in out
+    assert "set PREFECT_API_URL" in out
+    out = ended(spread.start(*once), 0)
+    assert "rollout and reward work in this process, since Prefect cannot begin a shard on node" in out
+    assert "1 iterations complete" in out
+    third.kill()
 
 
 def assert_whole(spread: Spread) -> None:

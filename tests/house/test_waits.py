@@ -23,6 +23,7 @@ SERVER = "in an engine's or a tool's own process, which serves until it is ended
 BACKGROUND = "nobody waits for it: it runs beside the run until it is cancelled"
 # Nothing bounds these, and each says why.
 TEST_ONLY = "a test's: the driver waits at a point until the test removes a file"
+SHARD = "Ray says when its process or node dies; one that is stopped and does not die is waited for, as docs/durability.md says"
 TRUSTED = "a command that asks nobody and waits for nothing but a disk"
 
 ROWS = {
@@ -65,6 +66,7 @@ ROWS = {
         "time.sleep": COUNTED,
         "with _lock": "held over a wait for room in the cluster: placement.wait_s",
     },
+    "connectors/ray/task_runs.py": {"await future.wrapped_future": SHARD},
     "connectors/rewards/posting.py": {"asyncio.sleep": COUNTED},
     "connectors/rewards/served_teacher.py": {
         "async with self._free": "over requests with algorithm.teacher_server.timeout_s and attempts",
@@ -168,6 +170,22 @@ ROWS = {
     "tasks/samples/scoring_batches.py": {"await future": REWARD},
     "tasks/sessions/runner.py": {"async with self._rollouts": SESSION},
     "tasks/sessions/session_rollout.py": {"self._places.acquire": SESSION},
+    "tasks/shards/board.py": {
+        "self._changed.wait": "the timeout that is asked for: LOOK_S",
+        "with self._changed": HELD,
+    },
+    "tasks/shards/conversation.py": {
+        "async with self._moved": HELD,
+        "asyncio.shield(self._failure)": "it watches for the failure of what has deadlines, and ends with the shards",
+        "self._asked.wait": BACKGROUND,
+        "self._moved.wait_for": "notices that the board has already: each call that reads them has a deadline",
+        "stream.wait": BACKGROUND,
+    },
+    "tasks/shards/keeper.py": {"self._cluster.join": INSIDE},
+    "tasks/shards/mirror.py": {
+        "async with self._changed": HELD,
+        "self._changed.wait_for": "the driver's answer: engines are made ready there with limits of their own",
+    },
     "tasks/stream.py": {"async with self._changed": HELD, "self._changed.wait_for": INSIDE},
 }
 

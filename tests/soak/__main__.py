@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from tests.soak.harness import Outcome, Site, make_workplace
-from tests.soak.points import NEIGHBOURS, VICTIMS, Point, at_random, matrix
+from tests.soak.points import NEIGHBOURS, OWN_VICTIMS, VICTIMS, Point, at_random, matrix
 
 ITERATIONS = 3
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help=f"all {len(matrix(every=True))} points instead")
     parser.add_argument(
         "--victim",
-        choices=(*VICTIMS, *NEIGHBOURS),
+        choices=(*VICTIMS, *OWN_VICTIMS, *NEIGHBOURS),
         action="append",
         help="only these; may be repeated. Of the random kills, those that are no neighbours",
     )

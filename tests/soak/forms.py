@@ -35,12 +35,16 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Form:
-    """One form. Every victim, the driver too, dies once in the task `all_die_in`, beside the driver's own places."""
+    """One form. Every victim, the driver too, dies once in the task `all_die_in`, beside the driver's own places.
+
+    So do the victims that runs of other forms do not have: `own_victims`.
+    """
 
     settings: Mapping[str, Any]  # by field of the configuration
     driver_dies: tuple[tuple[str, str], ...]  # at these tasks; before them, in or after them
     all_die_in: str
     at_work: Callable[[Path], bool]  # whether a finished run shows what the form is for
+    own_victims: tuple[str, ...] = ()
     asks_server: bool = False  # whether its reward asks REWARD_SERVER
     repeats: bool = (
         True  # whether a run of it is equal to another, bit for bit; else it is equal to its own replay
@@ -109,6 +113,14 @@ def _oldest(run: Path) -> int:
         for row in rows
         if row["policy_versions"]
     )
+
+
+def _of_one_shard_each(run: Path) -> bool:
+    """Whether no part has samples of both shards, and some have samples of several groups."""
+    places = {row["group_id"]: row["ordinal"] for row in _rows(run, "prompts")}
+    parts = [pq.read_table(path) for path in run.glob("iterations/*/rollouts/part-*.parquet")]
+    groups = [set(part["group_id"].to_pylist()) for part in parts]
+    return all(len({places[group] % 2 for group in of}) == 1 for of in groups) and max(map(len, groups)) > 1
 
 
 def tailed_rows() -> str:
@@ -221,6 +233,13 @@ FORMS = {
         all_die_in="reward",
         at_work=lambda run: {row["scoring"] for row in _rows(run, "rewards/part-*")} == {"scored", "failed"},
         asks_server=True,
+    ),
+    "shards": Form(
+        settings={"placement.task_runner": "ray", "rollout.shards": 2},
+        driver_dies=(("reward", "in"), ("filter", "in")),
+        all_die_in="rollout",
+        at_work=_of_one_shard_each,
+        own_victims=("shard", "board"),
     ),
     "evaluation": Form(
         settings={**EVALUATION, "rollout.part_groups": 1},

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.soak import forms, neighbours, promises, rollouts, victims
-from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, Point
+from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, OWN_VICTIMS, Point
 from tests.soak.starts import Started, Starts, overrides
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
 from tests.support.reward_server import serve_rewards
@@ -186,7 +186,7 @@ class Site:
     def _complete(self, starts: Starts, first: Started, outcome: Outcome) -> None:
         point, code = outcome.point, first.ended()
         outcome.survived = code == 0
-        if not outcome.survived and point.victim in ("trainer", "engine", "scorer"):
+        if not outcome.survived and point.victim in ("trainer", "engine", "scorer", *OWN_VICTIMS):
             outcome.problems.append(f"the run ended with {code} because its {point.victim} died")
         elif not outcome.survived and point.victim not in ENDS_THE_RUN and code != 2:
             outcome.problems.append(f"the run ended with {code}, which is none of its errors")

@@ -25,6 +25,7 @@ TASKS = (
 EVALUATE = "evaluate"  # a task of some iterations alone
 WHENS = ("before", "in", "after")
 VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
+OWN_VICTIMS = tuple(victim for form in FORMS.values() for victim in form.own_victims)
 # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
 ENDS_THE_RUN = ("driver", "terminal")
 # nobody but a driver dies there, and another one lives beside it: neighbours.py. By name, seconds of the clock and whether it is
@@ -56,7 +57,7 @@ class Point:
     """One kill. A victim other than the driver dies in the task, after this share of its usual time.
 
     The victim "terminal" is the command and its processes, to which Ctrl-C is sent. The victim "scorer" is every worker
-    process of the driver, those that score and the one that computes advantages: at work in their own tasks, idle in others.
+    process of the driver and of its shards, those that score and the one that computes advantages: at work in their own tasks, idle in others.
     At a victim of NEIGHBOURS the driver waits at the point while another one comes.
     """
 
@@ -100,7 +101,7 @@ def of_forms() -> Iterator[Point]:
     for name, form in FORMS.items():
         for task, when in form.driver_dies:
             yield Point("driver", task, when, form=name)
-        for victim in VICTIMS:
+        for victim in (*VICTIMS, *form.own_victims):
             yield Point(victim, form.all_die_in, "in", form=name)
 
 

@@ -16,7 +16,17 @@ from tests.soak.__main__ import judge
 from tests.soak.forms import FORMS
 from tests.soak.harness import Outcome, Site
 from tests.soak.neighbours import CLOCK
-from tests.soak.points import CLOCKS, EVALUATE, NEIGHBOURS, TASKS, VICTIMS, Point, at_random, matrix
+from tests.soak.points import (
+    CLOCKS,
+    EVALUATE,
+    NEIGHBOURS,
+    OWN_VICTIMS,
+    TASKS,
+    VICTIMS,
+    Point,
+    at_random,
+    matrix,
+)
 from tests.soak.rollouts import SESSIONS
 from tests.support.flow_runs import Workplace
 from tests.support.reward_server import FAILING, fails
@@ -25,7 +35,7 @@ from tests.support.reward_server import FAILING, fails
 def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None:
     for every in (False, True):
         points = matrix(every)
-        assert {point.victim for point in points} == {*VICTIMS, *NEIGHBOURS}
+        assert {point.victim for point in points} == {*VICTIMS, *OWN_VICTIMS, *NEIGHBOURS}
         assert max(Counter(map(str, points)).values()) == 1
     assert set(map(str, matrix())) <= set(map(str, matrix(every=True)))
     by_task = Counter((point.victim, point.task) for point in matrix(every=True) if not point.form)
@@ -37,9 +47,21 @@ def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None
 
 def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
     pipeline = {"ahead", "evaluation_ahead", "sent_again", "retracted", "deferred", "deferred_ahead"}
-    assert set(FORMS) == {*SESSIONS, *pipeline, "flushed", "levels", "reuse", "remote_reward", "evaluation"}
+    assert set(FORMS) == {
+        *SESSIONS,
+        *pipeline,
+        "flushed",
+        "levels",
+        "reuse",
+        "remote_reward",
+        "shards",
+        "evaluation",
+    }
+    own = {(name, victim) for name, form in FORMS.items() for victim in form.own_victims}
+    assert own == {("shards", "shard"), ("shards", "board")}
     for points in (matrix(), matrix(every=True)):
-        assert {(point.form, point.victim) for point in points if point.form} == set(product(FORMS, VICTIMS))
+        dying = {(point.form, point.victim) for point in points if point.form}
+        assert dying == {*product(FORMS, VICTIMS), *own}
         for name, form in FORMS.items():
             places = {(p.task, p.when) for p in points if p.form == name and p.victim == "driver"}
             assert len(places) >= (2 if name in SESSIONS else 3), f"{name} is hardly killed at all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -44,15 +45,34 @@ def processes(victim: str, driver: int, home: Path) -> list[int]:
         server = psutil.Process(json.loads((home / "prefect-server.json").read_text())["pid"])
         return [server.pid, *(child.pid for child in server.children(recursive=True))]
     if victim == "scorer":
-        return [child.pid for child in psutil.Process(driver).children() if _is_worker(child)]
-    heads = [int(pid) for pid in json.loads((home / "ray.json").read_text())["pids"]]
+        parents = [psutil.Process(driver), *_shards(_heads(home))]
+        return [child.pid for parent in parents for child in parent.children() if _is_worker(child)]
+    heads = _heads(home)
     if victim == "ray":
         return heads
+    if victim == "shard":
+        return [process.pid for process in _shards(heads)]
     hosts = [process for pid in heads for process in _below(pid) if _is_actor(process)]
-    servers = {host.pid: host.children() for host in hosts}
-    if victim == "trainer":
-        return [pid for pid, children in servers.items() if not children]
+    servers = {host: host.children() for host in hosts}
+    if victim in ("trainer", "board"):  # neither has a server; the board computes nothing
+        alone = [host for host, children in servers.items() if not children]
+        return [host.pid for host in alone if _has_torch(host) == (victim == "trainer")]
     return [child.pid for children in servers.values() for child in children]
+
+
+def _heads(home: Path) -> list[int]:
+    return [int(pid) for pid in json.loads((home / "ray.json").read_text())["pids"]]
+
+
+def _shards(heads: list[int]) -> list[psutil.Process]:
+    """Processes in which a shard is at work."""
+    return [process for pid in heads for process in _below(pid) if "_shard" in _title(process)]
+
+
+def _has_torch(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any("libtorch" in mapped.path for mapped in process.memory_maps())
+    return False
 
 
 def _below(pid: int) -> list[psutil.Process]:
@@ -70,7 +90,11 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def _is_actor(process: psutil.Process) -> bool:
+    return _title(process).startswith("ray::Host")
+
+
+def _title(process: psutil.Process) -> str:
     try:
-        return process.cmdline()[0].startswith("ray::Host")
+        return process.cmdline()[0]
     except (psutil.NoSuchProcess, IndexError):
-        return False
+        return ""

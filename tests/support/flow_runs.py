@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,16 @@ def trained(run: Path) -> list[tuple[str, int]]:
         table = pq.read_table(batch, columns=["sample_id", "train_step"])
         pairs += zip(table["sample_id"].to_pylist(), table["train_step"].to_pylist(), strict=True)
     return pairs
+
+
+def generated(run: Path) -> Counter[str]:
+    """How often each sample was generated and stored, in whatever part, named by a manifest or not."""
+    import pyarrow.parquet as pq
+
+    counts: Counter[str] = Counter()
+    for path in run.glob("iterations/*/rollouts/part-*.parquet"):
+        counts.update(pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist())
+    return counts
 
 
 def failures(run: Path) -> list[str]:

@@ -53,9 +53,19 @@ class Node:
             time.sleep(0.05)
         return self
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
     def actors(self) -> set[int]:
         """Processes of millrace's actors on it."""
         return {p.pid for p in self._processes() if _command(p).startswith("ray::Host")}
+
+    def shards(self) -> set[str]:
+        """Which kinds of shards work on it."""
+        titles = [_command(process) for process in self._processes()]
+        return {kind for kind in ("rollout_shard", "reward_shard") if any(kind in title for title in titles)}
 
     def kill(self) -> None:
         """`kill -9` of everything on the node."""

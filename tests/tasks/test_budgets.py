@@ -20,7 +20,7 @@ from millrace.core.group_filters import Judgement
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import too_many_unusable
 from millrace.tasks.filter import _keep
-from millrace.tasks.reward import _budget
+from millrace.tasks.reward import reward_budget
 from millrace.tasks.rollout import sample_generator
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.judging import _budget as filter_budget
@@ -33,7 +33,7 @@ REASONS = ("no answer from '10.0.0.1'", "KeyError: 'a'", "no answer from '10.0.0
 
 
 def failed_rewards(ctx: IterationContext) -> None:
-    budget = _budget(ctx)
+    budget = reward_budget(ctx)
     for number, reason in enumerate(REASONS):
         budget.add(reason, f"s{number}")
     budget.check()
@@ -147,7 +147,7 @@ def test_a_limit_with_one_cause_is_named_by_its_message(field: str) -> None:
 
 def test_the_page_on_debugging_quotes_what_is_said(make_config: Callable[..., RunConfig]) -> None:
     config = make_config(rollout={"prompts": 4, "samples_per_prompt": 8})
-    rewards = _budget(IterationContext(config, 0, Runtime(config)))
+    rewards = reward_budget(IterationContext(config, 0, Runtime(config)))
     engines = RestartBudget(3, lambda: Path("runs/mine/logs"))
 
     def scored() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.core.config.run_config import RunConfig
+from millrace.core.pipeline.sharding import in_shards, not_in_shards
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Layout:
     gpus: int
     placement: str
     sync: str
+    rollout: str  # where samples are generated and scored
 
 
 def layout_of(config: RunConfig, gpus: int) -> Layout:
@@ -53,7 +55,18 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
         gpus=count * on_gpus + (config.trainer.world_size if cuda and not config.placement.colocate else 0),
         placement=config.placement.ray_address or "a Ray head on this host",
         sync=config.sync_kind,
+        rollout=_rollout(config),
     )
+
+
+def _rollout(config: RunConfig) -> str:
+    if not in_shards(config):
+        needs = not_in_shards(config) if config.placement.ray_address else {}
+        because = f", which {next(iter(needs))} needs" if needs else ""
+        return f"by the driver{because}"
+    count = config.rollout.shards
+    shards = "in a shard for each node with engines" if count is None else f"in {count} shards"
+    return f"{shards}, as Ray tasks; reward.workers = {config.reward.workers} in each"
 
 
 def visible_gpus() -> int:

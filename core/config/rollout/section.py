@@ -47,6 +47,12 @@ class Rollout(Section):
         None, description="Off-policy reuse of trained groups; null: every group is trained once."
     )
     max_concurrency: Annotated[int, ANY_START] = Field(64, ge=1, description="Samples in flight per engine.")
+    shards: Annotated[int | None, ANY_START] = Field(
+        None,
+        ge=1,
+        description="Shards that generate and score an iteration, with placement.task_runner=ray; null: one for each node with "
+        "engines.",
+    )
     part_groups: Annotated[int, ANY_START] = Field(
         16, ge=1, description="Finished groups gathered before a part is written."
     )

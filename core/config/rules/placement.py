@@ -6,11 +6,27 @@ from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
+from millrace.core.pipeline.sharding import INSTEAD, in_shards, not_in_shards
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Trainer and engines that cannot share GPUs."""
+    """Trainer and engines that cannot share GPUs, and runs that cannot be cut into shards."""
     e = config.engines
+    if config.placement.task_runner == "ray":
+        for field, reason in not_in_shards(config).items():
+            yield Problem(
+                "placement.task_runner",
+                "ray",
+                f"shards cannot do {field} yet: {reason}",
+                f"set it to auto or local, or {INSTEAD.get(field, f'leave {field} out')}",
+            )
+    elif config.rollout.shards is not None and not in_shards(config):
+        yield Problem(
+            "rollout.shards",
+            config.rollout.shards,
+            f"with placement.task_runner={config.placement.task_runner} the driver generates here",
+            "leave it out, or set placement.task_runner=ray",
+        )
     if not config.placement.colocate:
         return
     if e.kind == "external":

@@ -12,7 +12,6 @@ from functools import partial
 import pyarrow as pa
 
 from millrace.connectors.storage.files import in_threads
-from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.buffer.choice import spread
@@ -43,11 +42,16 @@ class KeptGroups:
 
 
 def read_kept(
-    folder: Store, groups: list[ScoredGroup], ids_of: Callable[[ScoredGroup], list[str]]
+    folder: Store,
+    paths: Sequence[str],
+    groups: list[ScoredGroup],
+    ids_of: Callable[[ScoredGroup], list[str]],
 ) -> KeptGroups:
-    """The kept groups with the scored samples of theirs that generated something. ids_of: a group's samples, in order."""
+    """The kept groups with the scored samples of theirs that generated something.
+
+    paths: the parts of samples. ids_of: a group's samples, in order.
+    """
     sources = RowSources()
-    paths = list_parts(folder, "rollouts")
     tables = in_threads(lambda path: folder.read_table(path, "rollouts", columns=ASKED), paths)
     places: dict[str, Place] = {}
     where: dict[str, int] = {}  # among the rows of all parts

@@ -15,7 +15,7 @@ from prefect.results import ResultStore
 from millrace.connectors.prefect.record_storage import RecordStorage
 from millrace.connectors.storage import lease as leases
 from millrace.connectors.storage.files import move_file
-from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.lease import Lease, PassedLease
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
@@ -84,7 +84,7 @@ def test_every_method_of_a_store_reads_or_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("change", [*CHANGES.values(), lambda store, _: move(store)], ids=[*CHANGES, "move"])
-def test_nothing_changes_by_a_driver_that_lost_its_lease(
+def test_nothing_changes_by_a_driver_that_lost_its_lease_or_by_its_shards(
     root: str, change: Callable[[Store, Path], object], tmp_path: Path
 ) -> None:
     (tmp_path / "local").mkdir()
@@ -92,10 +92,14 @@ def test_nothing_changes_by_a_driver_that_lost_its_lease(
     stale = Store(f"{root}/run")
     stale.write("file", b"old")
     stale = driven(stale.url)
+    in_shard = Store(stale.url)
+    assert stale.fence
+    in_shard.fence = PassedLease(Store(stale.url), stale.fence.token)
     change(stale.child("below"), tmp_path / "local")
+    change(in_shard.child("below too"), tmp_path / "local")
     new = taken_over(stale)
     before = {path: new.read(path) for path in new.list()}
-    for store in (stale, stale.child("below")):
+    for store in (stale, stale.child("below"), in_shard, in_shard.child("below")):
         with pytest.raises(LeaseHeldError, match="taken over by process"):
             change(store, tmp_path / "local")
     assert {path: new.read(path) for path in new.list()} == before

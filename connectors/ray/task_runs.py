@@ -1,0 +1,72 @@
+"""Prefect tasks on Ray: submitted to a node, and waited for without a thread.
+
+Owns how a task of the flow becomes a Ray task, and which of Ray's errors mean that its process is gone, or that Prefect could not
+begin it there. Knows nothing of what tasks do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextvars import Context
+from typing import Any, Self, TypeVar
+
+from prefect import Task
+from prefect.client.schemas import State
+from prefect_ray import RayTaskRunner
+from prefect_ray.context import remote_options
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from millrace.core.errors import ActorLostError, MillraceError
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+
+REMEDY = (
+    "set PREFECT_API_URL to the address of a Prefect server that every node reaches, or placement.task_runner=local, and start the "
+    "same command again"
+)
+
+
+class JoinedRayTaskRunner(RayTaskRunner):  # type: ignore[misc]
+    """Prefect's task runner on the Ray that this process has joined. Starts none, not even while a head that died is replaced."""
+
+    def __enter__(self) -> Self:
+        """As of any task runner, without Ray's own part."""
+        super(RayTaskRunner, self).__enter__()
+        return self
+
+
+class NotBegunError(MillraceError):
+    """Prefect could not begin a task on a node: its server does not answer there, or the code is another one."""
+
+
+async def run_on_ray(
+    task: Task[[Argument], Coroutine[Any, Any, Result]], argument: Argument, flow: Context, node: str | None
+) -> Result:
+    """Run a task in a worker process of Ray's, on a node if it lives; its result, or what it raised.
+
+    flow: the context of the flow run whose task runner is a RayTaskRunner, outside of its tasks: what a task was given would be
+    sent along. Raises ActorLostError if the process or its node died; Ray does not start it again. Raises NotBegunError.
+    """
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
+    if node is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+
+    def submit() -> Any:
+        with remote_options(**options):
+            return task.submit(argument)
+
+    future = await asyncio.to_thread(flow.copy().run, submit)
+    try:
+        state: State[Result] = await future.wrapped_future
+    except RayTaskError as error:  # what a task raises is in its state
+        raise NotBegunError(f"{type(error.cause).__name__}: {error.cause}", remedy=REMEDY) from None
+    except RayError as error:
+        reason = str(error).strip().splitlines()
+        raise ActorLostError(f"its process died: {reason[0] if reason else type(error).__name__}") from None
+    if state.is_crashed():
+        raise ActorLostError(f"its process was ended: {state.message}")
+    return await state.aresult()

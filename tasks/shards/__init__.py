@@ -1,0 +1,1 @@
+"""Rollout and reward cut into shards, each a Ray task."""

@@ -1,0 +1,108 @@
+"""The driver's hold on the board of its run: found or made, and belonging to this driver.
+
+Owns which board there is, where shards go, and whether Prefect can begin tasks there. Knows nothing of iterations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from contextvars import Context
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from millrace.connectors.ray import actors, placement
+from millrace.connectors.ray.task_runs import NotBegunError, run_on_ray
+from millrace.core.config import RunConfig
+from millrace.core.errors import ActorLostError
+from millrace.tasks.runtime.cluster import Cluster
+from millrace.tasks.runtime.prompts import Prompts
+from millrace.tasks.shards.board import Board, Facts
+
+BOARD = "board"  # role of its actor
+SPARE_THREADS = 16  # for calls that do not wait
+
+
+@task(name="reach_server", cache_policy=NO_CACHE)
+async def reach_server(_: None) -> None:
+    """Begins where Prefect's server answers, and does nothing."""
+
+
+class BoardKeeper:
+    """The board of one run, made when the first iteration needs it."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, prompts: Prompts) -> None:
+        self.token = 0
+        self._config, self._cluster, self._prompts = config, cluster, prompts
+        self._run_id = ""
+        self._board: actors.Actor[Board] | None = None
+        self._making = asyncio.Lock()
+        self._asked: dict[str, str | None] = {}  # by node: why Prefect cannot begin a task there
+
+    def drive_as(self, token: int, run_id: str) -> None:
+        """Belong to the driver with this token."""
+        self.token, self._run_id = token, run_id
+
+    async def board(self) -> actors.Actor[Board]:
+        """The board, which answers. One that is lost is made again, and has forgotten all."""
+        async with self._making:
+            if self._board is not None:
+                try:
+                    await self._board.state()
+                except ActorLostError:
+                    self._board = None
+            if self._board is None:
+                await self._cluster.join()
+                found = await self._cluster.find_alive(BOARD, 0, Board)
+                board = found or await self._make()
+                await board.call(Board.serve, self._facts())
+                self._board = board
+            return self._board
+
+    async def why_not(self, flow: Context) -> str | None:
+        """Why a shard could not begin on a node that has engines; None if all can. flow: as run_on_ray takes it."""
+        nodes = await self.nodes()
+        unknown = [node for node in dict.fromkeys(nodes) if node not in self._asked]
+        self._asked |= zip(
+            unknown, await asyncio.gather(*(self._ask(node, flow) for node in unknown)), strict=True
+        )
+        return next((reason for node in nodes if (reason := self._asked[node])), None)
+
+    async def _ask(self, node: str, flow: Context) -> str | None:
+        if node == placement.here().node:
+            return None  # this process has begun its flow run
+        with contextlib.suppress(ActorLostError):  # a shard is started elsewhere then
+            try:
+                await run_on_ray(reach_server, None, flow, node)
+            except NotBegunError as error:
+                return f"on node {node[:8]}: {error.reason}"
+        return None
+
+    async def nodes(self) -> list[str]:
+        """The nodes of the engines, one each; none where engines run outside the run."""
+        if self._config.engines.kind == "external":
+            return []
+        await self._cluster.join()
+        return [place.node for place in await self._cluster.places("engine")]
+
+    async def _make(self) -> actors.Actor[Board]:
+        """A board with a thread for each call that waits: two a shard and one an open iteration."""
+        config = self._config
+        shards = config.rollout.shards or len(set(await self.nodes())) or 1
+        threads = (config.pipeline.ahead + 1) * (2 * shards + 1) + SPARE_THREADS
+        limit = config.part_limit
+        return actors.make(
+            BOARD, 0, 1, Board, self._cluster.settings, placement.here(), limit=limit, threads=threads
+        )
+
+    def _facts(self) -> Facts:
+        return Facts(
+            settings=dict(self._cluster.settings),
+            environment=actors.passed_environment(self._cluster.settings),
+            folder=os.getcwd(),
+            token=self.token,
+            run_id=self._run_id,
+            seed_name=self._prompts.seed_name,
+        )

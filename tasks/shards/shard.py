@@ -1,0 +1,199 @@
+"""rollout_shard, reward_shard: one shard's share of rollout and of reward, as a Ray task near its engines.
+
+Runs in a worker process of Ray's, which keeps what it has built for the next iteration. Writes parts under the driver's lease; what
+it knows of the others it has from the board. Holds no state that storage does not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+import ray
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from millrace.connectors.ray import actors
+from millrace.connectors.ray.cluster import node_address
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.lease import PassedLease
+from millrace.connectors.storage.local import keep_private
+from millrace.connectors.storage.parts import PART_FOLDERS
+from millrace.connectors.storage.store import Store
+from millrace.core.config import RunConfig
+from millrace.core.contracts import schema
+from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
+from millrace.core.errors import only_first_error
+from millrace.core.hooks import search_in
+from millrace.core.pipeline.sharding import Share
+from millrace.core.staleness import VersionRange
+from millrace.core.waits.deadline import Limit
+from millrace.tasks.context import IterationContext
+from millrace.tasks.reward import score_landing
+from millrace.tasks.rollout import generate
+from millrace.tasks.runtime.runtime import Runtime
+from millrace.tasks.shards.board import Board, Facts, ShardReplacedError, Writer
+from millrace.tasks.shards.keeper import BOARD
+from millrace.tasks.shards.mirror import Link, MirroredStream
+from millrace.tasks.stream import Kind
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """What a shard is asked to do: references only."""
+
+    token: int  # of the driver's lease
+    index: int
+    writer: Writer
+    share: Share
+    versions: VersionRange  # of the weights that generate
+    limit: Limit  # of the board: how long nothing may move in a call
+
+
+@task(name="rollout_shard", cache_policy=NO_CACHE)
+async def rollout_shard(call: ShardCall) -> RolloutRecord:
+    """Generate a share of the iteration's groups until the filter has settled; the record names no parts."""
+    async with _context(call) as ctx:
+        return await make_rollouts(ctx)
+
+
+@task(name="reward_shard", cache_policy=NO_CACHE)
+async def reward_shard(call: ShardCall) -> RewardRecord:
+    """Score the samples of a share of the groups until the filter has settled; the record names no parts."""
+    async with _context(call) as ctx:
+        return await make_rewards(ctx)
+
+
+async def make_rollouts(ctx: ShardContext) -> RolloutRecord:
+    """What `rollout_shard` does in its context."""
+    record = await generate(ctx)
+    record["files"] = []
+    return record
+
+
+async def make_rewards(ctx: ShardContext) -> RewardRecord:
+    """What `reward_shard` does in its context."""
+    record = await score_landing(ctx)
+    record["files"] = []
+    return record
+
+
+class ShardContext(IterationContext):
+    """An iteration as one shard sees it."""
+
+    def __init__(self, runtime: Runtime, call: ShardCall, stream: MirroredStream, address: str) -> None:
+        """address: of this node."""
+        super().__init__(runtime.config, call.index, runtime, stream)
+        self.share = call.share
+        self._versions = call.versions
+        self.mine = self._groups()
+        self._mirror, self._address = stream, address
+        self._failures: list[tuple[str, str]] = []
+
+    @property
+    def versions(self) -> VersionRange:
+        """As the driver says: how far a run goes ahead may change in its course."""
+        return self._versions
+
+    def _groups(self) -> frozenset[str]:
+        table = self.folder.read_table("prompts.parquet", "prompts", columns=["group_id", "ordinal"])
+        rows = table.to_pylist()
+        return frozenset(row["group_id"] for row in rows if self.share.holds(row["ordinal"]))
+
+    def start_parts(self, folder: str) -> None:
+        """The driver has the list of all parts."""
+        self.parts[folder] = []
+
+    def stored_parts(self, folder: str, columns: list[str]) -> pa.Table:
+        """Rows of the parts that the driver found or this shard wrote."""
+        paths = self.listed_parts(folder) if folder in ("rollouts", "rewards") else []
+        tables = [self.folder.read_table(path, folder, columns=columns) for path in paths]
+        return pa.concat_tables([schema.schema(folder).empty_table().select(columns), *tables])
+
+    def listed_parts(self, folder: str) -> list[str]:
+        """Paths of these parts."""
+        assert folder in PART_FOLDERS
+        return self._mirror.parts("rollouts" if folder == "rollouts" else "rewards")
+
+    async def announce(self, kind: Kind, entry: FileEntry) -> None:
+        """Let the driver know of a part, and of the samples that failed until now."""
+        failures, self._failures = self._failures, []
+        await self._mirror.tell_failed(failures)
+        await self._mirror.tell_landed(kind, entry.record())
+
+    def note_failure(self, reason: str, sample: str) -> None:
+        """Tell the driver with the next part."""
+        self._failures.append((reason, sample))
+
+    async def engines(self) -> Dispatcher:
+        """The engines that the driver makes ready, those of this node first."""
+        return await self._mirror.engines.dispatcher(self.config, self.versions, self._address)
+
+
+@contextlib.asynccontextmanager
+async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
+    """The shard's context in a worker process of Ray's."""
+    board = actors.find(BOARD, 0, Board, limit=call.limit)
+    if board is None:
+        raise ShardReplacedError("the board of the run is gone")
+    async with shard_context(call, board, await _runtime(board, call.token), node_address()) as ctx:
+        yield ctx
+
+
+@contextlib.asynccontextmanager
+async def shard_context(
+    call: ShardCall, board: actors.Actor[Board], runtime: Runtime, address: str
+) -> AsyncIterator[ShardContext]:
+    """The shard's context; within, it follows the board. Left with an error once this attempt counts no more."""
+    stream = MirroredStream(Link(board, call.token, call.index, call.writer))
+    try:
+        await stream.catch_up()
+        with only_first_error():
+            async with _following(stream):
+                yield await asyncio.to_thread(ShardContext, runtime, call, stream, address)
+    finally:
+        await stream.engines.close()
+
+
+@contextlib.asynccontextmanager
+async def _following(stream: MirroredStream) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(stream.follow())
+        yield
+        following.cancel()
+
+
+_kept: tuple[int, str, Runtime] | None = None  # of the driver with this token, by the run's id
+
+
+async def _runtime(board: actors.Actor[Board], token: int) -> Runtime:
+    """The run's runtime in this process: that of the shard before if there was one."""
+    global _kept  # noqa: PLW0603 - Ray keeps the process, and this is what it keeps for the next task
+    facts = await board.call(Board.facts, token)
+    if _kept is None or _kept[:2] != (facts.token, facts.run_id):
+        if _kept:
+            _kept[2].scoring.close()
+        _kept = (facts.token, facts.run_id, _build(facts))
+    return _kept[2]
+
+
+def _build(facts: Facts) -> Runtime:
+    """Prompts and scoring of the run. Trainer and engines are the driver's."""
+    keep_private()
+    os.environ.update(facts.environment)
+    os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
+    with contextlib.suppress(OSError):  # another host may lack it
+        os.chdir(facts.folder)
+    config = RunConfig.model_validate(facts.settings)
+    search_in(config.run.import_from)
+    runtime = Runtime(config)
+    store = runtime.run_folder.store
+    store.fence = PassedLease(Store(store.url), facts.token)
+    runtime.run_folder.owner.drive_as(facts.run_id)
+    runtime.prompts.use_seed_name(facts.seed_name)
+    return runtime
