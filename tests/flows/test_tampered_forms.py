@@ -22,7 +22,7 @@ from millrace.core.contracts.turns import TurnRow
 from millrace.flows.tools.discard import discard_iterations
 from millrace.flows.tools.verify import verify_run
 from millrace.tasks.sessions.record import stored_events
-from tests.soak import forms, rollouts
+from tests.soak import forms
 from tests.support.flow_runs import Workplace
 from tests.support.run_readers import (
     COMMITTED,
@@ -159,7 +159,7 @@ def runs(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> dict
     made = {}
     for name, form in FORMS.items():
         root = tmp_path_factory.mktemp(name)
-        workplace.train(root / "whole", *form.settings, **{rollouts.NOTES: str(root / "notes")})
+        workplace.train(root / "whole", *form.settings, SOAK_NOTES=str(root / "notes"))
         made[name] = root / "a"
         reopened(root / "whole" / "a", made[name])
     with_discarded(made["turns"])

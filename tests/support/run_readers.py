@@ -105,7 +105,8 @@ def brought_up(folder: RunFolder, iterations: int) -> Numbers:
 
     As bring_up of the trainer takes them; a checkpoint that is not whole gives way, with replay of all steps.
     """
-    rank, numbers = TrainerRank({}, 0, 1), {}
+    rank = TrainerRank({}, 0, 1)
+    numbers: Numbers = {}
     for index in range(iterations):
         files = IterationFiles(folder, index)
         if "batch.parquet" not in files.entries and index == OPEN:
