@@ -12,7 +12,7 @@ from millrace.core.errors import ConfigError
 
 SOCKET_BYTES = 107  # Linux's bound on a socket's path
 RAYS = "r"  # Ray's own folder in a head's, which Ray opens to every user: the head's stays closed around it
-SOCKET = f"/{RAYS}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest that Ray makes
+SOCKET = f"/{RAYS}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest there
 
 
 def parent() -> Path:
