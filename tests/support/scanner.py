@@ -25,7 +25,7 @@ NOBODY = 65534
 ORIGIN = "https://example.org"
 SILENCE_S = 2.0  # without a word, after which a port has nothing to say
 LOOKS = 32  # at once
-FIGURES = b"# HELP "  # how Prometheus' text begins
+FIGURES = (b"# HELP ", b"# TYPE ")  # how Prometheus' text begins
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
@@ -101,8 +101,18 @@ def said_to_anyone(port: int, greeting: bytes = b"") -> bytes:
 def language(port: int) -> str:
     """What a port speaks: http, figures (whatever is asked for), grpc, or nothing to a stranger who speaks any of them."""
     if said_to_anyone(port, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").startswith(b"HTTP/1"):
-        return "figures" if http(port, "GET", "/").start.startswith(FIGURES) else "http"
+        said = [http(port, "GET", path) for path in ("/", "/no/such/path")]
+        return (
+            "figures"
+            if any(answer.start and are_figures(answer) for answer in said) or are_figures(said[1])
+            else "http"
+        )
     return "grpc" if said_to_anyone(port, HTTP2).startswith(b"\x00\x00") else "nothing"
+
+
+def are_figures(answer: Answer) -> bool:
+    """Whether it is Prometheus' text, which is empty while nothing was counted."""
+    return answer.status == 200 and (not answer.start or answer.start.startswith(FIGURES))
 
 
 def at_once(look: Callable[[Item], Found], items: Iterable[Item]) -> list[Found]:
