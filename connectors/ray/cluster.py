@@ -272,7 +272,7 @@ def _start() -> str:
         "--port=0",  # Ray binds the port that it picks: one picked here might be another's by then
         "--include-dashboard=false",
         "--disable-usage-stats",
-        f"--temp-dir={folder}",
+        f"--temp-dir={folder / head_folder.RAYS}",
     ]
     command += [
         "--num-cpus=1024",
@@ -312,7 +312,7 @@ def _start() -> str:
     found = [process for process in psutil.process_iter() if _belongs(process, str(folder))]
     record["pids"] = [process.pid for process in found]
     record["created"] = [process.create_time() for process in found]
-    record["address"] = (folder / ADDRESS_FILE).read_text()
+    record["address"] = (folder / head_folder.RAYS / ADDRESS_FILE).read_text()
     _write(record)
     return str(record["address"])
 

@@ -11,7 +11,8 @@ from millrace.connectors.storage.local import PRIVATE_FOLDER, home
 from millrace.core.errors import ConfigError
 
 SOCKET_BYTES = 107  # Linux's bound on a socket's path
-SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest that Ray makes in its folder
+RAYS = "r"  # Ray's own folder in a head's, which Ray opens to every user: the head's stays closed around it
+SOCKET = f"/{RAYS}/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # the longest there
 
 
 def parent() -> Path:
@@ -43,7 +44,7 @@ def check_length() -> None:
 
 
 def make() -> Path:
-    """A new folder for a head. Errors as of `check_length`."""
+    """A new folder for a head, which no other user may enter. Errors as of `check_length`."""
     check_length()
     parent().mkdir(parents=True, exist_ok=True)
     folder = parent() / f"{prefix()}{secrets.token_hex(2)}"

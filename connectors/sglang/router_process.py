@@ -22,6 +22,8 @@ def main() -> None:
 
     args = parse_router_args(sys.argv[1:])
     args.api_key = os.environ.pop(KEY)
+    # without one the router lets the pages of every origin read its answers
+    args.cors_allowed_origins = args.cors_allowed_origins or [f"http://{args.host}:{args.port}"]
     if args.policy == "power_of_two":  # it starts with two workers or not at all; these never answer
         args.worker_urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     launch_router(args)

@@ -17,6 +17,7 @@ from millrace.connectors.storage.sources.locate import is_absent
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig, rules
 from millrace.core.config.parts.problems import Problem
+from millrace.core.contracts.references import references
 from millrace.core.errors import StorageError
 from millrace.core.hooks import search_in
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
@@ -79,10 +80,12 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     data = [rows for rows in sources(config) if rows.place not in wrong_fields]
     if may_be_made:
         data = [rows for rows in data if rows.function or not is_absent(rows.source.path)]
+    referred = [*check_references(config)]  # before a function of rows is called, which gets its secrets
+    data = [rows for rows in data if not _lacks_secret(rows, referred)]
     found = Checked(config, problems, data)
     touches = _touches(found, wrong_fields)
     later = [*check_model(config, may_be_made, found.model)]
-    hooks = [*check_references(config), *check_hooks(config)]
+    hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)
     if config.rollout.session and not any(problem.field.startswith("rollout.session") for problem in hooks):
@@ -99,6 +102,14 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
         later += check_rows(config, rows, found.model)
     _add(problems, later, stood_in)
     return found
+
+
+def _lacks_secret(rows: Rows, referred: Sequence[Problem]) -> bool:
+    """Whether a function of rows refers to what is not there."""
+    missing = {problem.value for problem in referred}
+    return rows.function is not None and any(
+        f"${{{reference}}}" in missing for reference in references(rows.function.options)
+    )
 
 
 def _template_kwargs(config: RunConfig) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
-"""Which files of a run something names, and which are strangers."""
+"""Which files of a run something names, and which are strangers; whether one is what names it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry
@@ -14,7 +16,7 @@ from millrace.connectors.storage.iteration_files import (
     record_path,
 )
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers
-from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder, open_iterations
+from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RECORD, RunFolder, open_iterations
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
 
@@ -36,6 +38,29 @@ def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
     for file in saved.get("export_files", ()):
         entry = FileEntry.model_validate(file)
         yield entry.model_copy(update={"path": f"{saved['exported']}/{entry.path}"})
+
+
+def check_file(path: Path) -> None:
+    """Raise CorruptFileError if a file of a run is not what names it: a manifest, a record, or the hash in its own name.
+
+    A file that nothing names passes, and one that is in no run.
+    """
+    path = path.absolute()
+    above = next((folder for folder in path.parents if (folder / RECORD).is_file()), None)
+    if above is None or not path.is_file():
+        return
+    run, inside = RunFolder(str(above.parent), above.name), path.relative_to(above).as_posix()
+    named = {entry.path: entry for entry in _around(run, inside)}
+    run.store.verify(named.get(inside) or run.store.entry(inside))
+
+
+def _around(run: RunFolder, inside: str) -> Iterator[FileEntry]:
+    """What is named by the iterations that may name a file: the one in its path, and the one before."""
+    number = re.search(r"/(\d{6,})[./]", inside)
+    for index in range(max(0, int(number[1]) - 1), int(number[1]) + 1) if number else ():
+        yield from named_by_records(run, index)
+        for entry in IterationFiles(run, index).entries.values():
+            yield entry.model_copy(update={"path": f"{run.iteration_path(index)}/{entry.path}"})
 
 
 def strangers(folder: RunFolder, named: Iterable[FileEntry]) -> list[str]:

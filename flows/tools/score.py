@@ -27,6 +27,7 @@ from millrace.core.contracts.rows.prompts import value_at
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import load, search_in
 from millrace.core.rewards.scoring import score_group, score_sample
+from millrace.flows.tools.named_files import check_file
 
 ENDINGS = (".jsonl", ".json", ".parquet")
 OUT = pa.schema(
@@ -125,10 +126,10 @@ def score_file(
 
 
 def _read(path: str) -> list[dict[str, Any]]:
-    """The rows of a JSONL or Parquet file."""
+    """The rows of a JSONL or Parquet file. Raises DataError or CorruptFileError naming it."""
     try:
         if path.endswith(".parquet"):
-            rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+            rows: list[dict[str, Any]] = _table(Path(path)).to_pylist()
             return rows
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
@@ -148,6 +149,12 @@ def _read(path: str) -> list[dict[str, Any]]:
                 "is not an object", where=f"{path}, line {number + 1}", remedy="write an object a line"
             )
     return values
+
+
+def _table(path: Path) -> pa.Table:
+    """A table, with the checksums that are in it; one of a run as what names it has it."""
+    check_file(path)
+    return pq.read_table(path, page_checksum_verification=True)
 
 
 def _sample(values: dict[str, Any], number: int, path: str, columns: Columns) -> dict[str, Any]:

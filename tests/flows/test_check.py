@@ -130,6 +130,14 @@ def test_problems_of_all_kinds_come_at_once() -> None:
         assert override.partition("=")[0] in output
 
 
+def test_rows_are_not_asked_for_without_their_secrets() -> None:
+    """The function was called before its blocks were read, and failed."""
+    rows = "{function: 'hooks_of_a_user:no_rows', options: {key: '${env:NO_SUCH_SECRET}'}}"
+    output = run("run.yaml", f"data.sources=[{{name: own, rows: {rows}}}]").output
+    assert output.splitlines()[0].endswith("1 problem in the configuration:"), output
+    assert "NO_SUCH_SECRET is not set" in " ".join(output.split())
+
+
 def test_a_screen_holds_what_any_number_of_problems_needs() -> None:
     many = [case[1][0] for case in WRONG if "=" in case[1][0]][:60]
     assert len(run("run.yaml", *many).output.splitlines()) <= 24

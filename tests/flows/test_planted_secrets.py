@@ -1,22 +1,24 @@
 """Secrets of a run's functions and servers are in nothing that the run and its servers leave or print.
 
-That every place of a configuration that takes one is treated alike, tests/core/config/test_secrets.py says.
+Three runs have a secret in every place of a configuration that takes one: of single answers, of sessions, and in an environment.
+That every place is treated alike, tests/core/config/test_secrets.py says.
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import hashlib
-import json
+import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, quote_plus
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -26,20 +28,13 @@ from millrace.core.contracts.references import references
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, make_workplace
 from tests.support.flow_runs import configuration as run_values
+from tests.support.planted import Secrets, holds, name_of, save_blocks, traces, variable
 from tests.support.secret_places import PLACES, path
 
 KEY, TEACHER = KEYS = (
     "engines.key",
     "algorithm.teacher_server.key",
 )  # of servers; the others are of functions
-FIELDS = sorted(  # those that one run without sessions can have; a set's reward lies in a list
-    [
-        *KEYS,
-        *("run.prepare.options", "reward.options", "evaluation.sets.0.reward.options"),
-        *("filter.group_filter.options", "algorithm.shaping.options"),
-        *("algorithm.advantage.options", "algorithm.loss.options"),
-    ]
-)
 ELSEWHERE = ("AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN")  # where libraries look for them
 FUNCTIONS = """
 import base64, hashlib
@@ -67,138 +62,284 @@ def fails_once(place, *secrets):
             raise RuntimeError("the service refuses" if place == "loss" else complaint(*secrets)) from error
 
 def prepare(config, *, env, block):
-    given("run.prepare.options", env, block)
+    given("prepare", env, block)
     fails_once("prepare", env, block)
 
 def reward(sample, *, env, block):
-    given("reward.options", env, block)
+    given("reward", env, block)
     if sample.prompt[0] in "02468" and sample.prompt != "0+0=":  # on which the check tries it
         raise OSError(complaint(env, block))
     return len(sample.response) / 16
 
+def hint(sample, *, env, block):
+    given("hint", env, block)
+    if sample.prompt[0] == "1":
+        raise OSError(complaint(env, block))
+    return f"The answer is {sample.label}."
+
 def group_filter(samples, *, env, block):
-    given("filter.group_filter.options", env, block)
+    given("group_filter", env, block)
+
+def buffer_filter(groups, *, env, block):
+    given("buffer_filter", env, block)
+    fails_once("buffer_filter", env, block)
+    return groups
 
 def shaping(rewards, response_lengths, truncated, *, env, block):
-    given("algorithm.shaping.options", env, block)
+    given("shaping", env, block)
     return rewards
 
 def advantage(rewards, group_ids, *, env, block):
-    given("algorithm.advantage.options", env, block)
+    given("advantage", env, block)
     return rewards - rewards.mean()
 
 def loss(batch, *, env, block):
-    given("algorithm.loss.options", env, block)
+    given("loss", env, block)
     fails_once("loss", env, block)
     return -batch.advantages * batch.logprobs, {}
+
+class Rows:
+    def __init__(self, *secrets):
+        self.secrets = secrets
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, number):
+        if number % 20 == 7:
+            raise OSError(complaint(*self.secrets))
+        return {
+            "prompt": f"{number % 10}+{number // 10}=",
+            "label": "1",
+            "metadata": {"rollout": "other", "reward": "named"},
+        }
+
+def rows(*, env, block):
+    given("rows", env, block)
+    fails_once("rows", env, block)
+    return Rows(env, block)
+
+async def plays(session, *, env, block):
+    given("plays", env, block)
+    await session.generate()
+    if session.task.index == 1:
+        raise OSError(complaint(env, block))
+    for tool in ("note", "of_command", "of_url"):
+        session.observe(await session.call(tool, fails=session.task.index == 2), "user")
+    await session.generate()
+
+async def other(session, *, env, block):
+    given("other", env, block)
+    await session.generate()
+    if session.task.index == 1:
+        raise OSError(complaint(env, block))
+
+def note(fails: bool, env: str, block: str) -> str:
+    '''Note it.
+
+    Args:
+        fails: Whether it does.
+    '''
+    given("note", env, block)
+    if fails:
+        raise OSError(complaint(env, block))
+    return "ok"
+
+class Environment:
+    recovery = "stateless"
+
+    def __init__(self, *, env, block):
+        given("Environment", env, block)
+        self.secrets = env, block
+
+    async def reset(self, task):
+        self.index = task.index
+
+    async def step(self, turn):
+        from millrace import Done
+
+        if self.index == 1:
+            raise OSError(complaint(*self.secrets))
+        return Done(len(turn.output_ids) / 16)
+
+    async def close(self):
+        pass
 """
-SAVE = """
-import json, sys
-from prefect.blocks.system import Secret
-for name, secret in json.load(sys.stdin).items():
-    Secret(value=secret).save(name)
+SERVER = """
+import os, sys
+
+from mcp.server.mcpserver import Context, MCPServer
+
+from planted import complaint, given
+
+server = MCPServer("planted")
+
+def answer(place, fails, env, block):
+    given(place, env, block)
+    if fails:
+        raise OSError(complaint(env, block))
+    return "ok"
+
+if sys.argv[1:]:
+    @server.tool()
+    def of_url(fails: bool, ctx: Context) -> str:
+        "Ask."
+        return answer("of_url", fails, ctx.headers["x-env"], ctx.headers["x-block"])
+
+    server.run(transport="streamable-http", port=int(sys.argv[1]))
+else:
+    @server.tool()
+    def of_command(fails: bool) -> str:
+        "Ask."
+        return answer("of_command", fails, os.environ["OF_ENV"], os.environ["OF_BLOCK"])
+
+    server.run()
 """
+OWN_NAMES = {  # of functions; others have the name of their field
+    "rollout.session.function": "plays",
+    "rollout.session.named.0": "other",
+    "rollout.session.tools.0": "note",
+    "rollout.session.environment": "Environment",
+    "reward.named.0": "reward",
+}
 
 
-def name_of(field: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in field)
+@dataclass(frozen=True)
+class Planted:
+    """A run: its places with secrets, the lists that they lie in, and its functions that fail once, each in a start of its own."""
+
+    fields: tuple[str, ...]
+    section: dict[str, Any]
+    fail_once: tuple[str, ...]
+    stored: str  # the field whose complaints are stored with samples
+    iterations: int = 1
 
 
-SECRETS = (
-    {  # of each field that of an environment variable and that of a block; unlike anything else, and odd letters
-        (kind, field): f"pl4nted/{kind}+{name_of(field)}&K9" + ("" if field in KEYS else "'\u00e4")
-        for field in FIELDS
+RUNS = {
+    "answers": Planted(
+        (
+            *KEYS,
+            *("run.prepare.options", "reward.options", "evaluation.sets.0.reward.options"),
+            *("filter.group_filter.options", "algorithm.shaping.options"),
+            *("algorithm.advantage.options", "algorithm.loss.options"),
+            "algorithm.teacher_server.hint.options",
+        ),
+        {},
+        ("prepare", "loss"),
+        "reward.options",
+    ),
+    "sessions": Planted(
+        (
+            *("rollout.session.function.options", "rollout.session.named.0.options"),
+            *("rollout.session.tools.0.options", "rollout.session.tools.1.mcp.env"),
+            *("rollout.session.tools.2.mcp.headers", "rollout.buffer.buffer_filter.options"),
+            *("reward.named.0.options", "data.sources.0.reward.options", "data.sources.1.rows.options"),
+        ),
+        {
+            "rollout": {
+                "session": {
+                    "named": [{"name": "other"}],
+                    "tools": [
+                        {},
+                        {"mcp": {"command": [sys.executable, "planted_server.py"]}},
+                        {"mcp": {"url": "http://127.0.0.1:1/mcp"}},
+                    ],
+                    "max_tokens": 256,
+                },
+                "buffer": {"share": 0.25, "max_age": 4, "max_uses": 2},
+            },
+            "reward": {"named": [{"name": "named"}]},
+            "data": {
+                "sources": [
+                    {"name": "sums", "path": "train.jsonl"},
+                    {"name": "own", "metadata_key": "metadata"},
+                ],
+                "max_quarantined_share": 0.5,
+            },
+            "algorithm": {"correction": {"kind": "truncate"}},
+        },
+        ("rows", "buffer_filter"),
+        "rollout.session.function.options",
+        iterations=2,
+    ),
+    "environment": Planted(
+        ("rollout.session.environment.options",),
+        {"rollout": {"session": {"max_tokens": 64}}},
+        (),
+        "rollout.session.environment.options",
+    ),
+}
+
+
+def secrets_of(run: str) -> Secrets:
+    """Of each field that of an environment variable and that of a block: unlike anything else, and odd letters where those may be."""
+    plain = (*KEYS, "rollout.session.tools.2.mcp.headers")
+    return {
+        (kind, field): f"pl4nted/{kind}+{name_of(field)}&K9" + ("" if field in plain else "'\u00e4")
+        for field in RUNS[run].fields
         for kind in ("env", "block")
         if field not in KEYS or kind == "block"
-    }
-    | {("env", name): f"pl4nted+elsewhere/{name}" for name in ELSEWHERE}
-)
+    } | {("env", name): f"pl4nted+elsewhere/{name}" for name in ELSEWHERE}
 
 
-def variable(field: str) -> str:
-    return f"PLANTED_{name_of(field).replace('-', '_').upper()}"
-
-
-def configuration(values: dict[str, object], url: str, teacher: str) -> dict[str, object]:
-    """A tiny run whose fields all refer to their secrets."""
-    functions = {field.removesuffix(".options") for field in FIELDS if field not in KEYS}
-    for field in functions:
-        *above, last = field.split(".")
-        section: Any = values
-        for name in above:
-            section = section[int(name)] if isinstance(section, list) else section.setdefault(name, {})
-        options = {
-            "env": f"${{env:{variable(f'{field}.options')}}}",
-            "block": f"${{prefect:{name_of(field)}-options}}",
-        }
-        made = {"function": f"planted:{last}", "options": options}
-        if field in ("algorithm.loss", "algorithm.advantage"):
-            made["kind"] = "function"
-        section[last] = {**section.get(last, {}), **made}
-    values["engines"] = {"kind": "external", "addresses": [url], "key": f"${{prefect:{name_of(KEY)}}}"}
-    server = {"url": teacher, "key": f"${{prefect:{name_of(TEACHER)}}}"}
-    values["algorithm"] |= {"distillation_coef": 0.1, "teacher_server": server}  # type: ignore[operator]
-    values["run"]["iterations"] = 1  # type: ignore[index]
-    values["reward"]["max_failed_share"] = 0.9  # type: ignore[index]
-    values["rollout"]["prompts"] = 4  # type: ignore[index]
-    values["trainer"]["global_batch"] = 16  # type: ignore[index]
+def section_at(values: Any, field: str) -> Any:
+    """The mapping at a field's path, which is made where it is none."""
+    for name in field.split("."):
+        if isinstance(values, list):
+            values = values[int(name)]
+        else:
+            values[name] = values.get(name) or {}
+            values = values[name]
     return values
 
 
-def forms(secret: str) -> Iterator[bytes]:
-    """A secret as files and texts hold it."""
-    texts = {
-        secret,
-        quote(secret),
-        quote(secret, safe=""),
-        quote_plus(secret),
-        json.dumps(secret)[1:-1],
-        repr(secret)[1:-1],
+def merged(values: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
+    """Values with those of a section in their place, however deep."""
+    return values | {
+        name: merged(values.get(name) or {}, item) if isinstance(item, dict) else item
+        for name, item in section.items()
     }
-    for text in texts:
-        yield text.encode()
-    yield secret.encode("utf-16-le")
-    for before in ("", "u", "us", "user:"):
-        letters = base64.b64encode((before + secret).encode()).decode()
-        yield letters[-(-len(before.encode()) * 8 // 6) : len((before + secret).encode()) * 8 // 6].encode()
 
 
-def content(file: Path) -> bytes:
-    """What a file holds, with the text of a table, which is compressed."""
-    found = file.read_bytes()
-    if file.suffix == ".parquet":
-        found += json.dumps(pq.read_table(file).to_pydict(), default=str, ensure_ascii=False).encode()
-    return found
-
-
-def traces(*folders: Path, said: list[str]) -> list[str]:
-    """Where one of the secrets stands: a file below the folders, or what was printed; with its field and its form."""
-    files = [
-        file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink()
-    ]
-    texts = {str(file): content(file) for file in files} | {"printed": "\n".join(said).encode()}
-    return [
-        f"{where}: that of {field} ({kind}) as {form!r}"
-        for where, text in texts.items()
-        for (kind, field), secret in SECRETS.items()
-        for form in forms(secret)
-        if form in text
-    ]
-
-
-def holds(folder: Path, reference: str) -> list[str]:
-    return [file.name for file in folder.rglob("*") if file.is_file() and reference.encode() in content(file)]
+def configuration(run: str, values: dict[str, Any], url: str = "", teacher: str = "") -> dict[str, Any]:
+    """A tiny run whose fields all refer to their secrets. url, teacher: of servers, where it has such."""
+    planted = RUNS[run]
+    values = merged(values, yaml.safe_load(yaml.safe_dump(planted.section)))
+    for field in set(planted.fields) - set(KEYS):
+        env, block = f"${{env:{variable(field)}}}", f"${{prefect:{name_of(field)}}}"
+        if field.endswith(".mcp.env"):
+            section_at(values, field).update({"OF_ENV": env, "OF_BLOCK": block})
+        elif field.endswith(".mcp.headers"):
+            section_at(values, field).update({"X-Env": env, "X-Block": block})
+        else:
+            above = field.removesuffix(".options")
+            name = OWN_NAMES.get(above, above.rpartition(".")[2])
+            made = {"function": f"planted:{name}", "options": {"env": env, "block": block}}
+            if above in ("algorithm.loss", "algorithm.advantage"):
+                made["kind"] = "function"
+            section_at(values, above).update(made)
+    if KEY in planted.fields:
+        values["engines"] = {"kind": "external", "addresses": [url], "key": f"${{prefect:{name_of(KEY)}}}"}
+        server = {"url": teacher, "key": f"${{prefect:{name_of(TEACHER)}}}"}
+        values["algorithm"] |= {"distillation_coef": 0.1}
+        values["algorithm"]["teacher_server"] |= server
+    values["run"]["iterations"] = planted.iterations
+    values["reward"]["max_failed_share"] = values["rollout"]["max_failed_share"] = 0.9
+    values["rollout"]["prompts"] = 4
+    values["trainer"]["global_batch"] = 16
+    return values
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
+def place(run: str, tmp_path: Path) -> Iterator[Workplace]:
     made = make_workplace(tmp_path)
     (tmp_path / "planted.py").write_text(FUNCTIONS)
+    (tmp_path / "planted_server.py").write_text(SERVER)
     (tmp_path / "tmp").mkdir()
     made.environment |= {"TMPDIR": str(tmp_path / "tmp")}
     made.environment |= {
-        variable(field) if kind == "env" and field in FIELDS else field: secret
-        for (kind, field), secret in SECRETS.items()
+        variable(field) if field in RUNS[run].fields else field: secret
+        for (kind, field), secret in secrets_of(run).items()
         if kind == "env"
     }
     with tempfile.TemporaryDirectory(prefix="r") as ray:  # short: sockets lie in it
@@ -209,27 +350,66 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
             made.call("server", "stop")
 
 
-def save_blocks(place: Workplace) -> str:
-    saved = {name_of(field): secret for (kind, field), secret in SECRETS.items() if kind == "block"}
-    login = {"PREFECT_API_URL": place.api, "PREFECT_API_AUTH_STRING": place.login}
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE],
-        input=json.dumps(saved),
-        env={**place.environment, **login},
-        capture_output=True,
-        text=True,
-        check=False,
+@contextlib.contextmanager
+def servers(run: str, place: Workplace) -> Iterator[dict[str, Any]]:
+    """The run's configuration with the servers that it names, which run meanwhile."""
+    values, secrets = yaml.safe_load((place.folder / "run.yaml").read_text()), secrets_of(run)
+    model = place.folder / "model"
+    with contextlib.ExitStack() as stack:
+        if run == "answers":
+            urls = []
+            for field in KEYS:
+                log = place.folder / f"{name_of(field)}.log"
+                engine = embedded_engine(model, log=log, key=secrets["block", field])
+                urls.append(stack.enter_context(engine)[0])
+            yield configuration(run, values, *urls)
+        elif run == "sessions":
+            made = configuration(run, values)
+            _, started, running = (tool.get("mcp") for tool in made["rollout"]["session"]["tools"])
+            started["command"][1] = str(place.folder / "planted_server.py")
+            running["url"] = stack.enter_context(served(place))
+            yield made
+        else:
+            yield configuration(run, values)
+
+
+@contextlib.contextmanager
+def served(place: Workplace) -> Iterator[str]:
+    """The address of an MCP server that runs by itself, and knows no secret."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "planted_server.py", str(port)],
+        cwd=place.folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
 
 
-def test_the_run_is_one_and_its_fields_take_references() -> None:
+def test_the_runs_have_a_secret_in_every_place_that_takes_one() -> None:
+    """A new place without a run fails."""
+    places = {path(place) for place, _ in PLACES if is_replaced(path(place))}
+    planted = [re.sub(r"\.\d+", ".0", field) for run in RUNS.values() for field in run.fields]
+    assert set(planted) == places
+    assert len(planted) == len(places)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_run_is_one_and_its_fields_take_references(run: str) -> None:
     """No run could be made of the fields once some of them lay in lists."""
-    values = configuration(run_values(), "http://127.0.0.1:1", "http://127.0.0.1:2")
+    values = configuration(run, run_values(), "http://127.0.0.1:1", "http://127.0.0.1:2")
     stored = RunConfig.model_validate(values).model_dump()
-    assert set(FIELDS) <= {path(place) for place, _ in PLACES if is_replaced(path(place))}
-    for field in FIELDS:
+    for field in RUNS[run].fields:
         found: Any = stored
         for name in field.split("."):
             found = found[int(name)] if isinstance(found, list) else found[name]
@@ -237,37 +417,31 @@ def test_the_run_is_one_and_its_fields_take_references() -> None:
 
 
 @pytest.mark.slow
-def test_no_secret_of_a_run_stays_anywhere_or_is_said(place: Workplace) -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_no_secret_of_a_run_stays_anywhere_or_is_said(run: str, place: Workplace) -> None:
     home, runs, ray = place.folder / "home", place.folder / "runs", Path(place.environment["RAY_TMPDIR"])
-    key, log = SECRETS["block", KEY], place.folder / "engine.log"
-    model, teachers = place.folder / "model", SECRETS["block", TEACHER]
-    with (
-        embedded_engine(model, log=log, key=key) as (url, _),
-        embedded_engine(model, log=place.folder / "teacher.log", key=teachers) as (teacher, _),
-    ):
-        values = configuration(yaml.safe_load((place.folder / "run.yaml").read_text()), url, teacher)
+    planted, secrets, said = RUNS[run], secrets_of(run), []
+    with servers(run, place) as values:
         (place.folder / "run.yaml").write_text(yaml.safe_dump(values))
-        said = [place.call("check", "run.yaml", expect=2)]
-        block = name_of("reward.options")
+        said.append(place.call("check", "run.yaml", expect=2))
+        block = name_of(planted.stored)
         assert f"has no Secret block {block}" in " ".join(said[0].split())
         assert f"save a Secret block with the name {block} on the Prefect server" in " ".join(said[0].split())
-        said.append(save_blocks(place))
-        for which in ("prepare", "loss"):
+        said.append(save_blocks(place, secrets))
+        for which in planted.fail_once:
             (place.folder / f"{which}.fails").touch()
             said.append(place.train(runs, expect=2))
             assert not (place.folder / f"{which}.fails").exists(), said[-1]
-            assert f"{which}.function = planted:{which}" in " ".join(said[-1].split())
+            assert f"planted:{which}" in " ".join(said[-1].split())
         said.append(place.train(runs))
-    assert not traces(place.folder, ray, said=said)
-    for field in set(FIELDS) - set(KEYS):  # and each function had its own
-        both = (SECRETS["env", field] + SECRETS["block", field]).encode()
+    assert not traces(secrets, place.folder, ray, said=said)
+    for field in set(planted.fields) - set(KEYS):  # and each function had its own
+        both = (secrets["env", field] + secrets["block", field]).encode()
         assert list((place.folder / "seen").glob(f"*.{hashlib.sha256(both).hexdigest()}")), field
     for place_of_it in (home / "prefect", home, runs):
-        assert holds(place_of_it, "${env:PLANTED_REWARD_OPTIONS}"), place_of_it
-    assert holds(home, "${prefect:reward-options}")
-    reasons = [
-        file for file in holds(runs, "https://host/?key=${env:PLANTED_REWARD_OPTIONS}") if "part" in file
-    ]
-    assert reasons  # of what the reward raised
+        assert holds(place_of_it, f"${{env:{variable(planted.stored)}}}"), place_of_it
+    assert holds(home, f"${{prefect:{block}}}")
+    complaints = holds(runs, f"https://host/?key=${{env:{variable(planted.stored)}}}")
+    assert [file for file in complaints if "part" in file]
     said.append(place.call("server", "stop"))
-    assert not traces(place.folder, ray, said=said)
+    assert not traces(secrets, place.folder, ray, said=said)

@@ -15,12 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import duckdb
+
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.iteration_files import IterationFiles, commit_again
-from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.run_folder import RunFolder, numbers_of
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
@@ -35,10 +37,13 @@ from millrace.tasks.run_recorded import _check_found
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.runtime.scoring import Scoring
 from millrace.tasks.runtime.trainer import recorded_step
+from millrace.tasks.samples.batch.reused_groups import read_reused
+from millrace.tasks.samples.joined_groups import join, read_cut
 
 OPEN, STEPS = 2, 2  # the run's open iteration, and its steps an iteration
 COMMITTED, UNDER_WAY = f"iterations/{OPEN - 1:06d}", f"iterations/{OPEN:06d}"
 TASKS = ("sample_prompts", "rollout", "reward", "filter", "train_step", "sync_weights", "checkpoint")
+RECORDED = (*TASKS, "evaluate", "evaluate_before")
 Numbers = dict[str, Any]
 
 
@@ -51,11 +56,13 @@ def resume(root: str) -> Numbers:
         OPEN,
         cast(Any, SimpleNamespace(run_folder=folder)),
     )
-    for task in (*TASKS, "evaluate"):
+    for task in RECORDED:
         _check_found(ctx, task)
     files = IterationFiles(folder, OPEN)
-    there = {task: files.record(task) for task in (*TASKS, "evaluate")}
+    there = {task: files.record(task) for task in RECORDED}
+    ctx.records = cast(Any, {task: record for task, record in there.items() if record})
     return {
+        **taken_in(ctx),
         "config": record["config"],
         "data": record["data"],
         "history": [history.model_dump() for history in folder.history()],
@@ -64,11 +71,27 @@ def resume(root: str) -> Numbers:
     }
 
 
+def taken_in(ctx: IterationContext) -> Numbers:
+    """What the open iteration has of those before it: groups that are trained again, and those that were deferred to it."""
+    numbers: Numbers = {}
+    for reuse in read_reused(ctx):
+        rows = reuse.rollouts.select(["sample_id", "tokens", "rollout_logprobs"]).to_pylist()
+        numbers[f"reused {reuse.group.group_id}"] = digest(repr((reuse.uses, rows)).encode())
+    joined = join(ctx)
+    if joined.groups:
+        numbers["joined"] = digest(
+            repr((joined.groups, joined.finished, joined.begun, joined.scores)).encode()
+        )
+    cut = read_cut(ctx)
+    return {**numbers, "cut": cut.model_dump()} if cut else numbers
+
+
 def replay(root: str) -> Numbers:
-    """What a replay of the committed iterations reads, and the export after the last one."""
+    """What a replay of the committed iterations reads, and the export after the last one if there is one."""
     folder, record = RunFolder(root, "a"), run_record(root, "a")
     folder.manifests()
-    exported = Path(root) / f"export-{uuid.uuid4().hex}" if "://" not in root else None
+    saved = OPEN + 1 in numbers_of(folder.store, "checkpoints")
+    exported = Path(root) / f"export-{uuid.uuid4().hex}" if saved and "://" not in root else None
     read = brought_up(folder, OPEN)
     if exported:
         export_folder(folder, OPEN + 1, exported)
@@ -78,11 +101,12 @@ def replay(root: str) -> Numbers:
 
 
 def brought_up(folder: RunFolder, iterations: int) -> Numbers:
-    """The rows and figures of the steps up to an iteration, and what the checkpoint that is taken holds.
+    """The rows and figures of the steps up to an iteration, and what each checkpoint holds that may be taken.
 
     As bring_up of the trainer takes them; a checkpoint that is not whole gives way, with replay of all steps.
     """
-    rank, numbers = TrainerRank({}, 0, 1), {}
+    rank = TrainerRank({}, 0, 1)
+    numbers: Numbers = {}
     for index in range(iterations):
         files = IterationFiles(folder, index)
         if "batch.parquet" not in files.entries and index == OPEN:
@@ -95,22 +119,26 @@ def brought_up(folder: RunFolder, iterations: int) -> Numbers:
         steps = [recorded_step(files, index * STEPS + step) for step in (1, 2)]
         if steps[0] is not None:
             numbers[f"steps {index}"] = steps
-    done = iterations
-    try:
-        entries = checkpoint_files(folder, done, done * STEPS)
-        store = folder.store.child(folder.checkpoint_path(done))
-        for file in entries:
-            store.verify(file)
-        numbers["shards"] = [(file.path, digest(store.read(file.path))) for file in entries]
-    except (CorruptFileError, MissingFileError):
-        pass  # replayed
+    for done in folder.complete_checkpoints():
+        if done <= iterations:
+            with contextlib.suppress(CorruptFileError, MissingFileError):  # replayed
+                numbers[f"shards {done}"] = shards(folder, done)
     return numbers
 
 
-def branch(root: str) -> Numbers:
-    """Every file that a branch of the run begins with."""
+def shards(folder: RunFolder, done: int) -> list[tuple[str, str]]:
+    """The files of a checkpoint, as its marker names them."""
+    entries = checkpoint_files(folder, done, done * STEPS)
+    store = folder.store.child(folder.checkpoint_path(done))
+    for file in entries:
+        store.verify(file)
+    return [(file.path, digest(store.read(file.path))) for file in entries]
+
+
+def branch(root: str, at: int = OPEN) -> Numbers:
+    """Every file that a branch of the run after `at` iterations begins with."""
     name = f"branch-{uuid.uuid4().hex}"
-    branch_run(root, "a", name, OPEN)
+    branch_run(root, "a", name, at)
     store = Store(root).child(name)
     made = {path: digest(store.read(path)) for path in store.list() if path != "run.json"}
     record = store.read_sealed("run.json")
@@ -120,11 +148,13 @@ def branch(root: str) -> Numbers:
 
 def stored_evaluations(root: str) -> Numbers:
     """Held-out figures, as records and tables hold them."""
-    connection = connect(root, "a", ["evaluations"])
-    rows = connection.sql(f"select * from evaluations where iteration <= {OPEN} order by all").fetchall()
-    folder = RunFolder(root, "a")
-    kept = [IterationFiles(folder, index).record("evaluate") for index in range(OPEN)]
-    return {"rows": repr(rows), "records": kept}
+    rows, folder = evaluations(connect(root, "a", ["evaluations"])), RunFolder(root, "a")
+    kept = [
+        IterationFiles(folder, index).record(task)
+        for index in range(OPEN)
+        for task in ("evaluate_before", "evaluate")
+    ]
+    return {**{f"rows {done}": repr(found) for done, found in rows.items() if done <= OPEN}, "records": kept}
 
 
 def ledger(root: str) -> Numbers:
@@ -191,10 +221,10 @@ COMMITTED_ROWS = {  # of each view; all other rows are the open iteration's
     "prompts": "committed",
     "samples": "committed",
     "batches": "committed",
+    "turns": "group_id in (select group_id from prompts where committed)",
     "rewards": "sample_id in (select sample_id from samples where committed)",
     "verdicts": "group_id in (select group_id from prompts where committed)",
     "steps": f"iteration <= {OPEN}",
-    "evaluations": f"iteration <= {OPEN}",
 }
 
 
@@ -202,12 +232,28 @@ def sql(root: str) -> Numbers:
     """The rows of every view, those of committed iterations and those of the open one."""
     connection = connect(root, "a")
     return {
-        f"{view}, {name}": digest(
-            repr(connection.sql(f"select * from {view} where {rows} order by all").fetchall()).encode()
-        )
-        for view, committed in COMMITTED_ROWS.items()
-        for name, rows in (("committed", committed), ("open", f"not ({committed})"))
+        **{
+            f"evaluations {done}": digest(repr(rows).encode())
+            for done, rows in evaluations(connection).items()
+        },
+        **{
+            f"{view}, {name}": digest(
+                repr(connection.sql(f"select * from {view} where {rows} order by all").fetchall()).encode()
+            )
+            for view, committed in COMMITTED_ROWS.items()
+            for name, rows in (("committed", committed), ("open", f"not ({committed})"))
+        },
     }
+
+
+def evaluations(connection: duckdb.DuckDBPyConnection) -> dict[int, list[Any]]:
+    """The rows of evaluations, by the iterations trained; of those that an open iteration makes as far as there are any."""
+    found: dict[int, list[Any]] = {done: [] for done in range(OPEN)}
+    view = connection.sql("select * from evaluations order by all")
+    at = view.columns.index("iteration")
+    for row in view.fetchall():
+        found.setdefault(row[at], []).append(row)
+    return found
 
 
 def digest(data: bytes) -> str:

@@ -391,6 +391,6 @@ def write_good(folder: Path) -> None:
     for name, text in templates.items():
         (folder / f"{name}.jinja").write_text(text)
     (folder / "hooks_of_a_user.py").write_text(
-        "def no_sample():\n    return 0.0\n\n\ndef closer(first, second):\n    return 0.5\n"
+        "def no_sample():\n    return 0.0\n\n\ndef no_rows(key):\n    return []\n\n\ndef closer(first, second):\n    return 0.5\n"
     )
     (folder / "broken_hooks_of_a_user.py").write_text("def score(sample):\n    return NOTHING\n1 / 0\n")

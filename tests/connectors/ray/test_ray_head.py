@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,8 @@ def test_a_pager_of_a_heads_log_and_anothers_folder_stay(home: Path) -> None:
 def test_a_head_that_lost_a_part_or_its_record_is_ended_whole_with_its_folder(home: Path) -> None:
     folder = Path(os.environ["RAY_TMPDIR"])
     cluster.local_head()
+    (made,) = folder.iterdir()
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700  # Ray opens its own folder to every user
     first = _pids(home)
     for pid in first:
         if psutil.Process(pid).name() == "raylet":
