@@ -31,10 +31,7 @@ NO_SAMPLE = {
     "advantage",
     "distillation_served",
     "generation",
-    "group_filter",
-    "judge",
     "loss",
-    "openai_client",
     "puzzles",
     "reuse",
 }
