@@ -5,6 +5,7 @@ Every field of `algorithm` that is not at its default is named; a test holds tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pydantic import BaseModel
@@ -136,9 +137,11 @@ def _dynamic_sampling(config: RunConfig) -> str:
     if not dropped:
         return "off: groups whose rewards are all equal are trained on, without a gradient"
     spare = round(f.refill_factor * config.rollout.prompts)
+    begun = math.ceil(f.oversample * config.rollout.prompts)
+    ahead = f", {begun} of which generate from the start" if begun else ""
     then = "the earliest of them are kept" if f.when_insufficient == "keep" else "the run stops"
     return (
-        f"on: groups {' or '.join(dropped)} are dropped, and up to {spare} prompts an iteration drawn in their place; "
+        f"on: groups {' or '.join(dropped)} are dropped, and up to {spare} prompts an iteration drawn in their place{ahead}; "
         f"when these are used up {then}"
     )
 
