@@ -50,7 +50,8 @@ def test_a_rank_that_is_stopped_is_replaced_and_the_run_ends_as_an_undisturbed_o
     reached.unlink()
     out, _ = process.communicate(timeout=2 * PATIENCE_S)
     assert process.returncode == 0, out
-    assert "train of trainer-0 to trainer-1: nothing moved for 45 s (run.progress_timeout_s)" in out
+    # as its next call finds it, or as the limit of the call does where it had begun
+    assert "does not answer for 20 s" in out or "nothing moved for 45 s (run.progress_timeout_s)" in out, out
     assert trained(tmp_path / "cut" / "a") == trained(tmp_path / "whole" / "a")
     assert final_weights(tmp_path / "cut" / "a") == final_weights(tmp_path / "whole" / "a")
 
