@@ -83,6 +83,7 @@ def test_the_parts_of_the_reward_are_stored(workplace: Workplace) -> None:
             assert row["shaped_reward"] == row["reward"]
 
 
+@pytest.mark.slow
 def test_the_groups_that_the_filter_drops_are_replaced_and_keep_its_reason(workplace: Workplace) -> None:
     for iteration in iterations(workplace, "group_filter", "spread", *SOME_REWARD):
         verdicts = rows(iteration, "verdicts")

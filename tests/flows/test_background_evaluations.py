@@ -14,6 +14,8 @@ from tests.soak import forms, promises
 from tests.support.flow_runs import Workplace, final_weights
 
 ITERATIONS, STEPS = 4, 2
+pytestmark = pytest.mark.slow
+
 SCORE = "response_length_mean"
 SETTINGS = [
     *forms.overrides("evaluation_ahead"),

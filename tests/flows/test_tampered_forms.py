@@ -50,6 +50,8 @@ from tests.support.tampering import (
     reopened,
 )
 
+pytestmark = pytest.mark.slow
+
 BOTH = (
     *(f"checkpoint.{setting}" for setting in ("background=true", "every=1", "keep_last=3")),
     *("evaluation.background=true", "evaluation.every=1", "rollout.prompts=4", "trainer.global_batch=8"),
@@ -224,17 +226,14 @@ FORMS_AT_WORK: dict[str, Callable[[Whole], bool]] = {
     ("form", "kind", "way"),
     [
         (form, kind, way)
-        if number % len(WAYS) == place
-        else pytest.param(form, kind, way, marks=pytest.mark.slow)
         for form, rows in FORMS.items()
-        for number, kind in enumerate((*rows.rows, *rows.as_plain))
-        for place, way in enumerate(WAYS)
+        for kind in (*rows.rows, *rows.as_plain)
+        for way in WAYS
     ],
 )
 def test_a_changed_file_of_a_form_gives_the_same_numbers_or_is_named(
     runs: dict[str, Path], expected: dict[str, Whole], tmp_path: Path, form: str, kind: str, way: str
 ) -> None:
-    """Each kind in one way, each way on many kinds; with `-m slow` each kind in every way."""
     run, whole = runs[form], expected[form]
     path = rows_of(run)[kind]
     linked(run, tmp_path / "a")

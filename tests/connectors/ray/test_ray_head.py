@@ -77,6 +77,7 @@ def test_a_pager_of_a_heads_log_and_anothers_folder_stay(home: Path) -> None:
         pager.wait()
 
 
+@pytest.mark.slow
 def test_a_head_that_lost_a_part_or_its_record_is_ended_whole_with_its_folder(home: Path) -> None:
     folder = Path(os.environ["RAY_TMPDIR"])
     cluster.local_head()
