@@ -72,6 +72,7 @@ async def test_what_a_server_says_is_wrong_is_an_answer(pool: Any) -> None:
     assert found[2].startswith("there is no tool gone; there are add, die, fail, wait, whoami")
 
 
+@pytest.mark.slow
 async def test_a_call_without_answer_ends_alone(pool: Any) -> None:
     made = pool(started(), workers=1)
     before, late, after = await answers(made, ("whoami", {}), ("wait", {"seconds": 600}), ("whoami", {}))

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.flow_runs import Workplace, trained, wait_until
 
@@ -26,6 +27,7 @@ def engines_of(model: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 def test_weights_are_broadcast_and_those_of_the_trainer_whatever_dies(
     workplace: Workplace, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_retry_resumes_a_killed_run_of_a_file_and_so_does_a_run_of_its_name_from
     assert trained(run) == trained(whole)
 
 
+@pytest.mark.slow
 def test_a_flow_run_cancelled_in_its_work_ends_with_its_actors(
     deployed: Deployed, workplace: Workplace, config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.flows.test_own_files import project_of
 from tests.flows.test_training_run import ask
@@ -33,6 +34,7 @@ def rewards(run: Path) -> dict[str, dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_after_a_reward_that_raised_was_corrected(
     workplace: Workplace, tmp_path: Path
 ) -> None:

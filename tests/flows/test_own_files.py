@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.support.flow_runs import Workplace, configuration
@@ -30,6 +31,7 @@ def project_of(workplace: Workplace, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_project_is_trained_from_elsewhere_and_goes_on_from_within(
     workplace: Workplace, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def ages(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     "name",
     [
-        "sent_again",
+        pytest.param("sent_again", marks=pytest.mark.slow),
         pytest.param("deferred_ahead", marks=pytest.mark.slow),
         pytest.param("retracted", marks=pytest.mark.slow),
         pytest.param("deferred", marks=pytest.mark.slow),

@@ -14,6 +14,7 @@ pytest.importorskip("sglang_router")
 SAMPLED = ["sample_id", "tokens", "rollout_logprobs", "policy_versions", "reward", "train_step"]
 
 
+@pytest.mark.slow
 def test_a_run_through_a_router_makes_the_same_samples_and_weights(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -124,9 +124,8 @@ def batches(run: Path) -> list[list[dict[str, Any]]]:
     return [pq.read_table(path, columns=columns).to_pylist() for path in paths]
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if form == "function" else [pytest.mark.slow]) for form in FORMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_a_run_killed_among_its_turns_is_the_one_that_was_not_and_repeats_nothing_recorded(
     workplace: Workplace, tmp_path: Path, form: str
 ) -> None:

@@ -58,6 +58,7 @@ def assert_like(run: Path, whole: Path) -> None:
     assert max(generated(run).values()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_in_shards_trains_the_same_samples_to_the_same_weights(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def start(place: Workplace, root: Path, hold: str, **environment: str) -> tuple[
     return process, held
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_stopped_replaced_and_continued_harms_nothing(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

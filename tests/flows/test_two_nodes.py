@@ -73,6 +73,7 @@ def ended(process: subprocess.Popen[str], code: int) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> None:
     process = spread.start(hold="1/train_step/before")
     spread.wait(process, spread.held.exists)

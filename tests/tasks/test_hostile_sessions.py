@@ -141,6 +141,7 @@ def of_module(tools: list[str] | None = None, **forms: tuple[str, dict[str, Any]
     return {"module_tools": [f"{MODULE}:{name}" for name in tools or ()], "memory_mb": 2048, **made}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("tools", marks=pytest.mark.slow), "environment"])
 async def test_a_thousand_turns_end_at_the_limit_while_the_rest_of_the_batch_goes_on(
     make_place: Callable[..., Place], form: str

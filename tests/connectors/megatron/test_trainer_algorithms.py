@@ -154,7 +154,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["ppo, adaptive KL", "gspo, whitened", "opd"])
+@pytest.mark.parametrize(
+    "name",
+    ["ppo, adaptive KL", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gspo, whitened", "opd"))],
+)
 def test_every_layout_makes_the_steps_of_one_rank_and_goes_on_from_its_checkpoint(
     workers: Workers,
     model: Callable[..., Path],

@@ -32,6 +32,7 @@ ODD_RECORDS = [
 ]
 
 
+@pytest.mark.slow
 def test_two_servers_started_at_once_are_two_and_each_is_stopped_by_its_own_home(tmp_path: Path) -> None:
     places = [Workplace(tmp_path / name) for name in ("one", "two")]
     for place in places:

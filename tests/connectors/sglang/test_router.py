@@ -139,6 +139,7 @@ async def test_another_driver_finds_the_router_that_runs(
     assert second.restarts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["router", pytest.param("engine", marks=pytest.mark.slow)])
 async def test_one_that_makes_no_progress_is_replaced_and_its_requests_made_again(
     make_fleet: MakeFleet,
