@@ -325,7 +325,7 @@ def configuration(run: str, values: dict[str, Any], url: str = "", teacher: str 
         values["algorithm"]["teacher_server"] |= server
     values["run"]["iterations"] = planted.iterations
     values["reward"]["max_failed_share"] = values["rollout"]["max_failed_share"] = 0.9
-    values["rollout"]["prompts"] = 4
+    values["rollout"]["prompts"] = 8
     values["trainer"]["global_batch"] = 16
     return values
 
