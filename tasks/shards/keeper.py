@@ -22,6 +22,7 @@ from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.shards.board import Board, Facts
 
 BOARD = "board"  # role of its actor
+REACH_S = 60.0  # for a task that does nothing to begin on a node: Prefect's client tries for minutes where nothing answers
 SPARE_THREADS = 16  # for calls that do not wait
 
 
@@ -75,9 +76,12 @@ class BoardKeeper:
             return None  # this process has begun its flow run
         with contextlib.suppress(ActorLostError):  # a shard is started elsewhere then
             try:
-                await run_on_ray(reach_server, None, flow, node)
+                async with asyncio.timeout(REACH_S):
+                    await run_on_ray(reach_server, None, flow, node)
             except NotBegunError as error:
                 return f"on node {node[:8]}: {error.reason}"
+            except TimeoutError:
+                return f"on node {node[:8]}: Prefect's server did not answer there for {REACH_S:g} s"
         return None
 
     async def nodes(self) -> list[str]:
