@@ -149,7 +149,9 @@ def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_sa
     spread: Spread,
 ) -> None:
     no_way = "http://127.0.0.1:9"  # nothing listens there
-    near = ",".join(f"127.0.0.{number}" for number in range(2, 10))  # where nodes are; the server is at 127.0.0.1
+    near = ",".join(
+        f"127.0.0.{number}" for number in range(2, 10)
+    )  # where nodes are; the server is at 127.0.0.1
     third = spread.nodes.add(cpus=2, HTTP_PROXY=no_way, NO_PROXY=near).wait()
     alive = sum(node.alive for node in spread.nodes.nodes)
     once = ("run.iterations=1", "trainer.world_size=1", f"engines.count={2 * alive - 1}")
