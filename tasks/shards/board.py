@@ -15,6 +15,7 @@ from typing import Any, Literal
 from millrace.connectors.sglang.dispatcher import EngineAddress
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import MillraceError
+from millrace.tasks.stream import Kind
 
 Work = Literal["rollout", "reward"]
 
@@ -48,7 +49,7 @@ class Writer:
 class Known:
     """Parts that count, as a listing of storage showed them."""
 
-    kind: str
+    kind: Kind
     paths: tuple[str, ...]
 
 
@@ -56,7 +57,7 @@ class Known:
 class Landed:
     """A part that a shard wrote."""
 
-    kind: str
+    kind: Kind
     file: FileRecord
     shard: int
 
@@ -138,7 +139,7 @@ class Board:
         return {}
 
     def serve(self, facts: Facts) -> None:
-        """Belong to a driver from now on. What an earlier one told is forgotten."""
+        """Belong to a driver from now on, and forget the notices of an earlier one."""
         with self._changed:
             self._facts = facts
             self._iterations.clear()

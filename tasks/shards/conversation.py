@@ -46,7 +46,7 @@ class Conversation:
         self._ctx, self._board, self._token = ctx, board, token
         self._heard = 0
         self._moved = asyncio.Condition()
-        self._known: set[tuple[Kind, str]] = set()  # parts that shards are told of
+        self._known: set[tuple[Kind, str]] = set()  # parts that shards know of
         self._files: set[tuple[Kind, str]] = set()  # parts in the lists of the context
         self._counting: set[Kind] = set()  # whose stored parts are counted
         self._budgets: dict[Work, tuple[FailureBudget, set[str]]] = {}
@@ -57,7 +57,7 @@ class Conversation:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
-        """Begin: what is released so far is told, and what comes is heard from now on."""
+        """Begin to pass on what the driver releases, and to read the notices of the shards."""
         await self._board.call(Board.open, self._ctx.index)
         parts = self._hear, self._relay, self._serve_engines
         self._tasks = [asyncio.create_task(self._guarded(part)) for part in parts]
@@ -132,7 +132,7 @@ class Conversation:
                 await self._tell(Ended(writer))
 
     async def catch_up(self) -> None:
-        """Return when all that was told until now is heard."""
+        """Return once every notice that the board has now was read."""
         told = await self._board.call(Board.told, self._token, self._ctx.index)
         async with self._moved:
             await self._moved.wait_for(lambda: self._heard >= told or self.failed)
@@ -165,7 +165,7 @@ class Conversation:
 
     async def _take(self, notice: Notice) -> None:
         if isinstance(notice, Landed):
-            await self.take_in("rollouts" if notice.kind == "rollouts" else "rewards", notice.file)
+            await self.take_in(notice.kind, notice.file)
         elif isinstance(notice, Failed) and notice.work in self._budgets:
             budget, counted = self._budgets[notice.work]
             if notice.sample not in counted:

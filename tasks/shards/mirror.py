@@ -86,11 +86,11 @@ class MirroredStream(Stream):
             await self._link.tell(*(Failed(self._link.writer.work, *one) for one in failed))
 
     async def _take(self, notice: Notice) -> None:
-        if isinstance(notice, Known) and notice.kind in ("rollouts", "rewards"):
+        if isinstance(notice, Known):
             for path in notice.paths:
-                await super().land("rollouts" if notice.kind == "rollouts" else "rewards", path)
+                await super().land(notice.kind, path)
         elif isinstance(notice, Landed) and notice.shard == self._link.writer.shard:
-            await super().land("rollouts" if notice.kind == "rollouts" else "rewards", notice.file["path"])
+            await super().land(notice.kind, notice.file["path"])
         elif isinstance(notice, Released):
             await self.release(notice.groups)
         elif isinstance(notice, Settled):
