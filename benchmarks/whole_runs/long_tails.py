@@ -38,9 +38,9 @@ from millrace.connectors.storage.run_folder import RunFolder
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
-    "partial": {"select": "finish", "reserve": 0.5, "max_staleness": 3},
+    "partial": {"select": "finish", "reserve": 0.5},
     "ahead": {"ahead": 1},
-    "both": {"ahead": 1, "select": "finish", "reserve": 0.5, "max_staleness": 3},
+    "both": {"ahead": 1, "select": "finish", "reserve": 0.5},
 }
 WARM_UP = 2
 POLL_S = 0.1
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="of its logarithm")
     parser.add_argument("--longest", type=int, default=800)
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory for the engine")
+    parser.add_argument("--staleness", type=int, default=3, help="`max_staleness` of partial and both")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
@@ -112,6 +113,7 @@ def _rows(options: argparse.Namespace) -> str:
 def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
     count = options.prompts * options.group
     pack = max(16384 if options.shape else 2048, options.longest + 64)
+    deferred = {"max_staleness": options.staleness} if "select" in MODES[mode] else {}
     settings: dict[str, dict[str, Any]] = {
         "run": {"name": mode, "iterations": options.iterations + 100},  # ended before
         "data": {
@@ -129,7 +131,7 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
             "sampling": {"max_new_tokens": options.longest},
         },
         "algorithm": {"preset": "grpo", "correction": {"kind": "truncate"}},
-        "pipeline": MODES[mode],
+        "pipeline": {**MODES[mode], **deferred},
         "trainer": {"max_pack_tokens": pack, "global_batch": count},
         "checkpoint": {"every": 10_000},
     }

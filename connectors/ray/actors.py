@@ -19,6 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from millrace.connectors.ray.cluster import asked, joined
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.local import keep_private
 from millrace.core.contracts.own_code import EXPECTED, expected
@@ -153,14 +154,15 @@ class Actor(Generic[T]):
     def _submitted(self, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         try:
             return submit()
-        except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone
-            if OTHER_CLUSTER not in str(error):
+        except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone or was left
+            if joined() and OTHER_CLUSTER not in str(error):
                 raise
             raise ActorLostError(f"actor {self.name} died with its cluster") from None
 
     def kill(self) -> None:
-        """End the actor's process."""
-        ray.kill(self._handle, no_restart=True)
+        """End the actor's process. Raises ActorLostError if its cluster was left, as everything here does that asks Ray."""
+        with asked(f"actor {self.name}"):
+            ray.kill(self._handle, no_restart=True)
 
 
 class _Pulses:
@@ -280,7 +282,8 @@ def make(
     host = Host.options(name=name, lifetime="detached", num_cpus=0, **options)  # type: ignore[attr-defined]
     try:
         node = place.node if place else None
-        handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
+        with asked(f"actor {name} cannot be made"):
+            handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
     except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
     return Actor(name, handle, limit)
@@ -309,7 +312,8 @@ def find(role: str, index: int, cls: Callable[[Any, int, int], T], limit: Limit 
     """An actor made before in this namespace, by this process or one that died; it holds an object of `cls`."""
     name = f"{role}-{index}"
     try:
-        return Actor(name, ray.get_actor(name), limit)
+        with asked(f"actor {name} cannot be found"):
+            return Actor(name, ray.get_actor(name), limit)
     except ValueError:
         return None
 
@@ -351,9 +355,11 @@ def digest(config: Mapping[str, Any]) -> str:
 async def end_others(config: Mapping[str, Any]) -> int:
     """End this namespace's actors that another configuration made, or that do not answer; returns how many."""
     wanted, names = digest(config), []
-    for name in ray.util.list_named_actors():
+    for name in _names():
         try:
-            state = await Actor[HeldPart](name, ray.get_actor(name)).state()
+            with asked(f"actor {name} cannot be found"):
+                handle = ray.get_actor(name)
+            state = await Actor[HeldPart](name, handle).state()
         except (ActorLostError, ValueError):
             names.append(name)
             continue
@@ -366,20 +372,25 @@ async def end_others(config: Mapping[str, Any]) -> int:
 
 async def end(role: str | None = None) -> int:
     """End this namespace's actors, of one role or all; returns how many there were."""
-    named = ray.util.list_named_actors()
-    return await _end([name for name in named if role is None or name.rsplit("-", 1)[0] == role])
+    return await _end([name for name in _names() if role is None or name.rsplit("-", 1)[0] == role])
 
 
 def kill_all() -> int:
     """Kill this namespace's actors, whatever they do, and wait for none; returns how many there were."""
-    return _kill(ray.util.list_named_actors())
+    return _kill(_names())
+
+
+def _names() -> list[str]:
+    with asked("the run's actors cannot be listed"):
+        return list(ray.util.list_named_actors())
 
 
 def _kill(names: list[str]) -> int:
     killed = 0
     for name in names:
         try:
-            ray.kill(ray.get_actor(name), no_restart=True)
+            with asked(f"actor {name} cannot be ended"):
+                ray.kill(ray.get_actor(name), no_restart=True)
             killed += 1
         except ValueError:
             continue
@@ -389,7 +400,7 @@ def _kill(names: list[str]) -> int:
 async def _end(chosen: list[str]) -> int:
     ended = _kill(chosen)
     deadline = time.monotonic() + NAME_TIMEOUT_S
-    while left := set(ray.util.list_named_actors()) & set(chosen):  # a name is free once the actor is gone
+    while left := set(_names()) & set(chosen):  # a name is free once the actor is gone
         if time.monotonic() > deadline:
             log.warning("%s: ended, and still named", ", ".join(sorted(left)))
             break

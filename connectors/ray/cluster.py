@@ -39,7 +39,7 @@ from millrace.connectors.storage.local import (
     write_whole,
 )
 from millrace.core.contracts.progress import starting
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
@@ -75,8 +75,10 @@ def start_or_join(address: str | None, namespace: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
-    from ray._private import ray_constants
+    from ray._private import auto_init_hook, ray_constants
 
+    # Else whatever asks Ray for something while a head is replaced starts another, which no record knows.
+    auto_init_hook.enable_auto_connect = False
     # The constant that LOOPBACK_ONLY sets was read when ray was first imported, before the address was known.
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -176,6 +178,22 @@ def node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+@contextlib.contextmanager
+def asked(what: str) -> Iterator[None]:
+    """Within, Ray is asked for something. Raises ActorLostError where this process has left its cluster, as to join a new one."""
+    from ray.exceptions import RaySystemError
+
+    left = f"{what}: the Ray cluster was left meanwhile"
+    if not joined():
+        raise ActorLostError(left)
+    try:
+        yield
+    except RaySystemError:
+        if joined():
+            raise
+        raise ActorLostError(left) from None
 
 
 def lost(address: str | None) -> bool:

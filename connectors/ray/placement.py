@@ -23,6 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from millrace.connectors.ray.cluster import asked
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
 from millrace.core.resource_layout import ResourceLayout, resource_layout
@@ -51,10 +52,11 @@ class Reservation:
         self.config = config
         self._engines = engines
 
+    @asked("no places for the run's parts")
     def places(self, role: str) -> list[Place]:
         """A place for each actor of a role; the cluster's room is reserved first unless it is already.
 
-        Raises ConfigError if the cluster has too little of it, ActorLostError if a node dies meanwhile.
+        Raises ConfigError if the cluster has too little of it, ActorLostError if a node dies or the cluster is left meanwhile.
         """
         with _lock:
             group, wanted = self._reserved()
@@ -92,6 +94,7 @@ class Reservation:
         return group, wanted
 
 
+@asked("no place on this node")
 def here() -> Place:
     """A place on the node of this process, with none of its GPUs."""
     node = ray.get_runtime_context().get_node_id()
@@ -103,6 +106,7 @@ def here() -> Place:
     )
 
 
+@asked("the reservation cannot be given back")
 def release() -> None:
     """Give this namespace's reservation back; actors in it end."""
     group = _find()

@@ -18,6 +18,7 @@ from prefect_ray.context import remote_options
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from millrace.connectors.ray.cluster import asked
 from millrace.core.errors import ActorLostError, MillraceError
 
 Argument = TypeVar("Argument")
@@ -56,7 +57,7 @@ async def run_on_ray(
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
 
     def submit() -> Any:
-        with remote_options(**options):
+        with asked(f"{task.name} cannot be submitted"), remote_options(**options):
             return task.submit(argument)
 
     future = await asyncio.to_thread(flow.copy().run, submit)

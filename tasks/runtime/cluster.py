@@ -15,7 +15,7 @@ from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.files import Fence
 from millrace.connectors.storage.local import library_log
 from millrace.core.config import RunConfig
-from millrace.core.errors import LeaseHeldError
+from millrace.core.errors import ActorLostError, LeaseHeldError
 from millrace.core.waits.deadline import heartbeat, in_own_thread, locked, progressing
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Cluster:
     def kill_actors(self) -> None:
         """Kill the run's actors at once, whatever they do, unless they are another driver's by now."""
         if self._reaches_actors():
-            with contextlib.suppress(LeaseHeldError):
+            with contextlib.suppress(LeaseHeldError, ActorLostError):
                 if self._fence:
                     self._fence.check()
                 actors.kill_all()

@@ -1,0 +1,88 @@
+"""What asks Ray for something after the process left its cluster, as while another head takes the place of one that died."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import ray
+
+from millrace.connectors.ray import actors, cluster, placement
+from millrace.core.config import RunConfig
+from millrace.core.errors import ActorLostError
+from tests.support.held_parts import Counter
+
+SETTINGS = {"start": 1}
+CONFIG = RunConfig.model_validate(
+    {
+        "run": {"name": "a", "iterations": 1},
+        "model": {"path": "m"},
+        "data": {"sources": [{"path": "d.jsonl"}]},
+    }
+)
+ASKS: dict[str, Callable[[actors.ActorGroup[Counter]], Any]] = {
+    "actors.make": lambda group: actors.make("counter", 1, 2, Counter, SETTINGS),
+    "actors.find": lambda group: actors.find("counter", 0, Counter),
+    "actors.find_alive": lambda group: actors.find_alive("counter", 0, Counter),
+    "actors.find_group": lambda group: actors.find_group("counter", 1, Counter),
+    "actors.end_others": lambda group: actors.end_others(SETTINGS),
+    "actors.end": lambda group: actors.end(),
+    "actors.kill_all": lambda group: actors.kill_all(),
+    "actors.Actor.call": lambda group: group.actors[0].call(Counter.add, 1),
+    "actors.Actor.unwatched": lambda group: group.actors[0].unwatched(Counter.add, 1),
+    "actors.Actor.state": lambda group: group.actors[0].state(),
+    "actors.Actor.kill": lambda group: group.actors[0].kill(),
+    "actors.ActorGroup.call": lambda group: group.call(Counter.add, 1),
+    "actors.ActorGroup.call_together": lambda group: group.call_together(1, Counter.add, 1),
+    "actors.ActorGroup.states": lambda group: group.states(),
+    "placement.here": lambda group: placement.here(),
+    "placement.release": lambda group: placement.release(),
+    "placement.Reservation.places": lambda group: placement.Reservation(CONFIG).places("engine"),
+}
+ASK_NOTHING = {
+    "actors.digest",
+    "actors.passed_environment",
+    "actors.storage_environment",
+    "actors.while_moving",  # watches calls that were made
+}
+
+
+def _public(module: ModuleType) -> set[str]:
+    """Functions that a module defines for others, and methods of its classes but of those that run in actors."""
+    short = module.__name__.rpartition(".")[2]
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    }
+    functions = {name for name, value in own.items() if inspect.isfunction(value)}
+    methods = {
+        f"{name}.{method}"
+        for name, value in own.items()
+        if inspect.isclass(value) and name != "HeldPart"
+        for method, function in vars(value).items()
+        if not method.startswith("_") and inspect.isfunction(function)
+    }
+    return {f"{short}.{name}" for name in functions | methods}
+
+
+def test_everything_that_asks_is_in_the_table() -> None:
+    assert _public(actors) | _public(placement) == {*ASKS, *ASK_NOTHING}
+
+
+async def test_it_is_told_that_the_part_is_lost_and_starts_no_other_ray(joined: str) -> None:
+    group = actors.ActorGroup([actors.make("counter", 0, 1, Counter, SETTINGS)])
+    assert await group.call(Counter.add, 4) == [5]
+    cluster.leave()
+    for name, ask in ASKS.items():
+        with pytest.raises(ActorLostError):
+            answer = ask(group)
+            if inspect.isawaitable(answer):
+                await answer
+        assert not ray.is_initialized(), name
+    cluster.start_or_join(None, joined)
+    assert actors.find("counter", 0, Counter)
+    await actors.end()
