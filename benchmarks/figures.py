@@ -163,6 +163,7 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
             return f"{result[key]['ratio']:.2f}"
 
         yield row("two_ways", what, "", f"{start} {options}", ratio)
+    yield from _long_tail_rows(row)
     yield row("tests", "tests that need a GPU", "pass", "python -m pytest tests/gpu", _tests)
 
 
@@ -206,6 +207,35 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
             return _split(result, key)
 
         yield row("end_to_end", f"iteration, {shown} tokens", target, command, split)
+
+
+def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
+    start = "python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192"
+    cases = [
+        ("one GPU", "sync", "--modes sync"),
+        ("one GPU", "partial, max_staleness 3", "--modes partial"),
+        ("one GPU", "partial, max_staleness 6", "--modes partial --staleness 6"),
+        ("two GPUs", "sync, shared", "--gpus 2 --modes sync"),
+        ("two GPUs", "both, apart, max_staleness 3", "--apart --modes both"),
+    ]
+    for gpus, mode, options in cases:
+
+        def tail(result: Any, gpus: str = gpus, mode: str = mode) -> str:
+            return _tail(result[gpus][mode])
+
+        what = f"answers of lognormal lengths to 8,192, 1.7B, {gpus}, {mode}"
+        target = "≥ 1.4 times sync" if mode.startswith("partial") else ""
+        yield row("long_tails", what, target, f"{start} {options}", tail)
+
+
+def _tail(case: Any) -> str:
+    shown = f"{case['samples_s']:.1f} samples/s, {case['times_sync']:.2f} times sync"
+    if case.get("share_by_age"):
+        mean_age = sum(int(age) * share for age, share in case["share_by_age"].items())
+        shown += f"; tokens are {mean_age:.2f} versions old"
+    if "gpu_busy" in case:
+        shown += f"; GPU busy {', '.join(f'{share:.0%}' for share in case['gpu_busy'])}"
+    return shown
 
 
 def _sync(result: Any, shape: str) -> str | None:
