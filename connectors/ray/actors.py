@@ -17,14 +17,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
-from millrace.connectors.ray.cluster import asked, joined
+from millrace.connectors.ray.answers import answer
+from millrace.connectors.ray.client import connection
+from millrace.connectors.ray.cluster import asked
 from millrace.connectors.ray.placement import Place
 from millrace.connectors.storage.local import keep_private
 from millrace.core.contracts.own_code import EXPECTED, expected
 from millrace.core.contracts.references import variables
-from millrace.core.errors import ActorLostError, ActorStalledError, MillraceError, StalledError
+from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
 from millrace.core.waits.deadline import USUAL, Limit, progressing
 from millrace.core.waits.heartbeat import beat, pulse
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
 IN_TIME = 0.8  # of the time between two looks: how long an actor has to answer one
 NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
-OTHER_CLUSTER = "from a different cluster"
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 TOOL_PREFIXES = (
     "MILLRACE_STORAGE_",
@@ -109,6 +109,7 @@ class Actor(Generic[T]):
         self.name = name
         self.limit = limit
         self._handle = handle
+        self._connection = connection()
 
     async def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of T on the held object, as in `actor.call(TrainerRank.save, url)`, and wait.
@@ -132,32 +133,13 @@ class Actor(Generic[T]):
         patience_s = min(patience_s, PING_TIMEOUT_S)
         try:
             async with asyncio.timeout(patience_s):
-                state: dict[str, Any] = await self._result(self._handle.state.remote)
+                state: dict[str, Any] = await self._result(lambda: self._handle.state.remote())
                 return state
         except TimeoutError:
             raise ActorLostError(f"actor {self.name} does not answer for {patience_s:g} s") from None
 
     async def _result(self, submit: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            return await self._submitted(submit)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, MillraceError):
-                raise cause from None
-            raise
-        except RayError as error:  # the actor died, or Ray itself did
-            reason = str(error).strip().splitlines()
-            raise ActorLostError(
-                f"actor {self.name} died: {reason[0] if reason else type(error).__name__}"
-            ) from None
-
-    def _submitted(self, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
-        try:
-            return submit()
-        except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone or was left
-            if joined() and OTHER_CLUSTER not in str(error):
-                raise
-            raise ActorLostError(f"actor {self.name} died with its cluster") from None
+        return await answer(self.name, submit, self._connection)
 
     def kill(self) -> None:
         """End the actor's process. Raises ActorLostError if its cluster was left, as everything here does that asks Ray."""

@@ -23,7 +23,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.ray import head_folder
+from millrace.connectors.ray import client, head_folder
 from millrace.connectors.storage.exclusive.recorded_processes import (
     find_process,
     is_alive,
@@ -83,9 +83,10 @@ def start_or_join(address: str | None, namespace: str) -> None:
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False
     if ray.is_initialized():
-        if not lost(address) and ray.get_runtime_context().namespace == namespace:
+        if not lost(address) and client.namespace() == namespace:
             return
         leave()
+    client.drop()
     for attempt in range(1, STARTS + 1):
         head = address or local_head()
         _authenticate(address)
@@ -134,13 +135,14 @@ def _authenticate(address: str | None) -> None:
 def _connect(address: str, namespace: str) -> None:
     import ray
 
-    ray.init(
-        address=address,
-        namespace=namespace,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
-    )
+    with client.joining(address):
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+        )
 
 
 @contextlib.contextmanager
@@ -182,7 +184,10 @@ def node_address() -> str:
 
 @contextlib.contextmanager
 def asked(what: str) -> Iterator[None]:
-    """Within, Ray is asked for something. Raises ActorLostError where this process has left its cluster, as to join a new one."""
+    """Within, Ray is asked for something.
+
+    Raises ActorLostError where this process has left its cluster, as to join a new one, or stands outside and is cut off from it.
+    """
     from ray.exceptions import RaySystemError
 
     left = f"{what}: the Ray cluster was left meanwhile"
@@ -194,6 +199,8 @@ def asked(what: str) -> Iterator[None]:
         if joined():
             raise
         raise ActorLostError(left) from None
+    except client.BROKEN as error:
+        raise ActorLostError(f"{what}: {client.CUT_OFF}: {client.first_line(error)}") from None
 
 
 def lost(address: str | None) -> bool:

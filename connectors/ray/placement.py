@@ -62,7 +62,7 @@ class Reservation:
             group, wanted = self._reserved()
         of = wanted.of[role]
         nodes = placement_group_table(group)["bundles_to_node_id"]
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = _addresses()
         gpus = _gpus(
             group, {slot.bundle: wanted.bundles[slot.bundle].get("GPU", 0) for slot in of if slot.gpus}
         )
@@ -96,12 +96,12 @@ class Reservation:
 
 @asked("no place on this node")
 def here() -> Place:
-    """A place on the node of this process, with none of its GPUs."""
+    """A place on the node of this process, with none of its GPUs. Outside the cluster: on that of Ray's client server."""
     node = ray.get_runtime_context().get_node_id()
     return Place(
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)},
         node,
-        str(ray.util.get_node_ip_address()),
+        _addresses()[node],
         {VISIBLE: ""},
     )
 
@@ -112,6 +112,11 @@ def release() -> None:
     group = _find()
     if group is not None:
         remove_placement_group(group)
+
+
+def _addresses() -> dict[str, str]:
+    """Addresses of nodes by their ids."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 def _cluster_has(kind: str) -> bool:

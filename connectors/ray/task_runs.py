@@ -18,6 +18,7 @@ from prefect_ray.context import remote_options
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from millrace.connectors.ray.client import BROKEN, CUT_OFF
 from millrace.connectors.ray.cluster import asked
 from millrace.core.errors import ActorLostError, MillraceError
 
@@ -68,6 +69,8 @@ async def run_on_ray(
     except RayError as error:
         reason = str(error).strip().splitlines()
         raise ActorLostError(f"its process died: {reason[0] if reason else type(error).__name__}") from None
+    except BROKEN:
+        raise ActorLostError(CUT_OFF) from None
     if state.is_crashed():
         raise ActorLostError(f"its process was ended: {state.message}")
     return await state.aresult()

@@ -9,6 +9,11 @@ from pydantic import Field
 from millrace.core.config.parts.section import Section
 
 
+def is_clients(address: str | None) -> bool:
+    """Whether who joins a Ray cluster at this address is no node of it: it asks Ray's client server there."""
+    return (address or "").startswith("ray://")
+
+
 class Placement(Section):
     """Where ranks and engines run."""
 
@@ -25,7 +30,9 @@ class Placement(Section):
         description="On shared GPUs, whether the trainer's optimizer state goes to host memory while engines load weights and generate. Where GPU memory suffices for both, false saves the transfer.",
     )
     ray_address: str | None = Field(
-        None, description="Ray cluster to join; a local one is started when not given."
+        None,
+        description="Ray cluster to join, as host:port. `ray://host:port` joins by Ray's client server, from a host that is no node of "
+        "the cluster. A local one is started when not given.",
     )
     task_runner: Literal["auto", "ray", "local"] = Field(
         "auto",

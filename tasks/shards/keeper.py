@@ -16,6 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from millrace.connectors.ray import actors, placement
 from millrace.connectors.ray.task_runs import NotBegunError, run_on_ray
 from millrace.core.config import RunConfig
+from millrace.core.config.placement import is_clients
 from millrace.core.errors import ActorLostError
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.prompts import Prompts
@@ -72,7 +73,7 @@ class BoardKeeper:
         return next((reason for node in nodes if (reason := self._asked[node])), None)
 
     async def _ask(self, node: str, flow: Context) -> str | None:
-        if node == placement.here().node:
+        if not is_clients(self._config.placement.ray_address) and node == placement.here().node:
             return None  # this process has begun its flow run
         with contextlib.suppress(ActorLostError):  # a shard is started elsewhere then
             try:

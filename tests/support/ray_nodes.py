@@ -67,6 +67,14 @@ class Node:
         titles = [_command(process) for process in self._processes()]
         return {kind for kind in ("rollout_shard", "reward_shard") if any(kind in title for title in titles)}
 
+    def kill_client_servers(self) -> int:
+        """`kill -9` of what serves drivers outside the cluster, one each; the head and its door to new ones live. How many."""
+        found = [p for p in self._processes() if "--mode=specific-server" in _arguments(p)]
+        for process in found:
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(found, timeout=20)
+        return len(found)
+
     def kill(self) -> None:
         """`kill -9` of everything on the node."""
         everything = self._processes()
@@ -84,11 +92,15 @@ class Node:
             return []
 
 
-def _command(process: psutil.Process) -> str:
+def _arguments(process: psutil.Process) -> list[str]:
     try:
-        return (process.cmdline() or [""])[0]
+        return process.cmdline()
     except psutil.Error:
-        return ""
+        return []
+
+
+def _command(process: psutil.Process) -> str:
+    return (_arguments(process) or [""])[0]
 
 
 class RayNodes:
@@ -98,6 +110,7 @@ class RayNodes:
         self.folder = Path(tempfile.mkdtemp(prefix="mr-", dir="/tmp"))  # sockets allow no long path
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
         self.nodes: list[Node] = []
+        self.client_address = ""  # of the head, for drivers outside the cluster
 
     def add(self, cpus: int, gpus: int = 0, **environment: str) -> Node:
         """Start the head, or one more node once the head runs; does not wait for it."""
@@ -110,7 +123,9 @@ class RayNodes:
             command += [f"--address={self.address}"]
         else:
             command += ["--head", "--port=0", "--include-dashboard=false"]
-            command += [f"--temp-dir={self.folder}", f"--ray-client-server-port={_free_port(address)}"]
+            port = _free_port(address)
+            command += [f"--temp-dir={self.folder}", f"--ray-client-server-port={port}"]
+            self.client_address = f"ray://{address}:{port}"
         quiet = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
         log = self.folder / f"node-{number}.log"
         with log.open("wb") as out:
