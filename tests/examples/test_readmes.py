@@ -20,13 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 NUMBER = r"(?:a|an|one|two|three|four|five|six|seven|eight|nine|ten|\d[\d.,]*)(?: and a half)?"
 TIME = re.compile(rf"\b{NUMBER} (?:seconds?|minutes?|s)\b")
-NO_TIME = {
-    "code_reward",
-    "group_filter",
-    "judge",
-    "puzzles",
-    "sft_dialogues",
-}
+NO_TIME = {"puzzles"}
 NO_SAMPLE = {
     "advantage",
     "distillation_served",

@@ -69,6 +69,11 @@ def _public(module: ModuleType) -> set[str]:
     return {f"{short}.{name}" for name in functions | methods}
 
 
+async def _answer(ask: Callable[[actors.ActorGroup[Counter]], Any], group: actors.ActorGroup[Counter]) -> Any:
+    answer = ask(group)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
 def test_everything_that_asks_is_in_the_table() -> None:
     assert _public(actors) | _public(placement) == {*ASKS, *ASK_NOTHING}
 
@@ -79,9 +84,7 @@ async def test_it_is_told_that_the_part_is_lost_and_starts_no_other_ray(joined: 
     cluster.leave()
     for name, ask in ASKS.items():
         with pytest.raises(ActorLostError):
-            answer = ask(group)
-            if inspect.isawaitable(answer):
-                await answer
+            await _answer(ask, group)
         assert not ray.is_initialized(), name
     cluster.start_or_join(None, joined)
     assert actors.find("counter", 0, Counter)

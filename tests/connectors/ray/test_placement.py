@@ -167,7 +167,7 @@ async def test_when_a_node_dies_its_parts_move_to_one_that_has_room(joined_nodes
     joined_nodes.add(cpus=4, gpus=2)
     with pytest.raises(ActorLostError):
         await made[lost][0].state()
-    assert await actors.find_alive(lost, 0) is None  # waits until the cluster has seen the node die
+    assert await actors.find_alive(lost, 0, Counter) is None  # waits until the cluster has seen the node die
     await actors.end(lost)
     again = await actors.ActorGroup(make(lost, reservation.places(lost))).states()
     assert {state["address"] for state in again} == {"127.0.0.4"}
