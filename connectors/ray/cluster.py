@@ -186,13 +186,16 @@ def node_address() -> str:
 def asked(what: str) -> Iterator[None]:
     """Within, Ray is asked for something.
 
-    Raises ActorLostError where this process has left its cluster, as to join a new one, or stands outside and is cut off from it.
+    Raises ActorLostError where this process has left its cluster, as to join a new one, or stands outside and is cut off from it,
+    and where its local head has died: Ray would block the thread for a minute, and then end the process.
     """
     from ray.exceptions import RaySystemError
 
     left = f"{what}: the Ray cluster was left meanwhile"
     if not joined():
         raise ActorLostError(left)
+    if _head_died():
+        raise ActorLostError(f"{what}: the local Ray head died")
     try:
         yield
     except RaySystemError:
@@ -201,6 +204,14 @@ def asked(what: str) -> Iterator[None]:
         raise ActorLostError(left) from None
     except client.BROKEN as error:
         raise ActorLostError(f"{what}: {client.CUT_OFF}: {client.first_line(error)}") from None
+
+
+def _head_died() -> bool:
+    """Whether this process is connected to a local head that is recorded and has lost a process."""
+    import ray
+
+    record = None if client.connection() else _read()
+    return bool(record and record["address"] == ray.get_runtime_context().gcs_address and not _alive(record))
 
 
 def lost(address: str | None) -> bool:
