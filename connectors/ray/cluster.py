@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NotRequired
 
@@ -23,7 +23,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.ray import client, head_folder
+from millrace.connectors.ray import client, head_folder, head_token
 from millrace.connectors.storage.exclusive.recorded_processes import (
     find_process,
     is_alive,
@@ -35,7 +35,6 @@ from millrace.connectors.storage.local import (
     home,
     library_log,
     locked,
-    secret_file,
     write_whole,
 )
 from millrace.core.contracts.progress import starting
@@ -46,8 +45,6 @@ START_TIMEOUT_S = 120
 TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
 LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
 STARTS = 3  # of a head that is killed again and again while it starts, or while a run joins it
-AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-TOKEN = "ray-token"  # in MILLRACE_HOME
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -89,7 +86,8 @@ def start_or_join(address: str | None, namespace: str) -> None:
     client.drop()
     for attempt in range(1, STARTS + 1):
         head = address or local_head()
-        _authenticate(address)
+        record = _read() if address is None else None
+        head_token.bring(bool(record.get("token")) if record else None)
         try:
             with _one_try() if address is None else contextlib.nullcontext():
                 _connect(head, namespace)
@@ -103,33 +101,6 @@ def start_or_join(address: str | None, namespace: str) -> None:
                 type(error).__name__,
                 library_log(),
             )
-
-
-def _with_own_token(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which Ray asks for the local head's token, and brings it."""
-    rest = {name: value for name, value in environment.items() if name not in AUTHENTICATION}
-    return {**rest, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret_file(TOKEN))}
-
-
-def _authenticate(address: str | None) -> None:
-    """Have this process bring the local head's token to it, and to a configured cluster what its user set."""
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
-
-    record = _read() if address is None else None
-    if record and record.get("token"):
-        wanted = _with_own_token(os.environ)
-    elif record:  # an earlier millrace started it
-        wanted = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    elif os.environ.get("RAY_AUTH_TOKEN_PATH") == str(home() / TOKEN) and "RAY_AUTH_TOKEN" not in os.environ:
-        wanted = {name: value for name, value in os.environ.items() if name not in AUTHENTICATION}
-    else:
-        return
-    for name in AUTHENTICATION:
-        os.environ.pop(name, None)
-        if name in wanted:
-            os.environ[name] = wanted[name]
-    Config.initialize("")  # Ray read the environment when it was imported
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _connect(address: str, namespace: str) -> None:
@@ -321,7 +292,7 @@ def _start() -> str:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": _python_path(),
     }
-    environment = _with_own_token(environment)
+    environment = head_token.added(environment)
     environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
     environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
     environment["RAY_prestart_worker_first_driver"] = "0"

@@ -1,0 +1,40 @@
+"""The local head's token: brought to it by this process, and left out where a cluster asks for what its user set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from millrace.connectors.storage.local import home, secret_file
+
+AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN = "ray-token"  # in MILLRACE_HOME
+
+
+def added(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which Ray asks for the local head's token, and brings it."""
+    rest = {name: value for name, value in environment.items() if name not in AUTHENTICATION}
+    return {**rest, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(secret_file(TOKEN))}
+
+
+def bring(asks: bool | None) -> None:
+    """Have this process bring the token to the local head, and to a configured cluster what its user set.
+
+    asks: whether the local head asks for it, as one that an earlier millrace started does not; None for a configured cluster.
+    """
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
+
+    if asks:
+        wanted = added(os.environ)
+    elif asks is not None:
+        wanted = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    elif os.environ.get("RAY_AUTH_TOKEN_PATH") == str(home() / TOKEN) and "RAY_AUTH_TOKEN" not in os.environ:
+        wanted = {name: value for name, value in os.environ.items() if name not in AUTHENTICATION}
+    else:
+        return
+    for name in AUTHENTICATION:
+        os.environ.pop(name, None)
+        if name in wanted:
+            os.environ[name] = wanted[name]
+    Config.initialize("")  # Ray read the environment when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
