@@ -63,7 +63,7 @@ def test_no_table_of_a_run_is_scored_as_another_than_was_written(
     linked(whole, tmp_path / "a")
     path, store = victim(whole, kind), Store(str(tmp_path / "a"))
     data, file = store.read(path), str(tmp_path / "a" / path)
-    assert all(row["response"] for row in scored(file)["rows"])
+    assert all(isinstance(row["response"], str) for row in scored(file)["rows"])  # one may be empty
     step = max(1, len(data) // 100)
     changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(0, len(data), step)]
     for content in (*changed, data[: len(data) // 2], another(whole, path)):
