@@ -38,9 +38,13 @@ def namespace() -> str | None:
 def drop() -> None:
     """Forget a connection that broke by itself: Ray refuses to make another one before."""
     if connection() is not None:
-        from ray.util.client import ray as api
+        _disconnect()
 
-        api.disconnect()
+
+def _disconnect() -> None:
+    from ray.util.client import ray as api
+
+    api.disconnect()
 
 
 @contextlib.contextmanager
@@ -51,6 +55,7 @@ def joining(address: str) -> Iterator[None]:
     except BROKEN as error:
         if not is_clients(address):
             raise
+        _disconnect()  # else Ray takes this process for a client also where it joins as a node
         raise ActorLostError(
             f"Ray's client server cannot be joined: {first_line(error)}",
             where=f"placement.ray_address = {address}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import ray
+from ray._private import client_mode_hook
 
 from millrace.connectors.ray import actors, client, cluster, placement
 from millrace.core.config import RunConfig
@@ -21,6 +22,7 @@ from tests.support.ray_nodes import RayNodes, token_of
 if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # a cluster of its own, and connections that break
 HELD = {"start": 1}
 HEAD = "127.0.0.2"
 
@@ -137,3 +139,4 @@ def test_where_no_client_server_answers_the_field_and_a_remedy_are_named(
         ActorLostError, match=r"placement\.ray_address = ray://127\.0\.0\.1:9.*ray start --head"
     ):
         cluster.start_or_join("ray://127.0.0.1:9", "a")
+    assert not client_mode_hook.is_client_mode_enabled, "it could not join as a node any more"
