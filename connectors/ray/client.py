@@ -1,6 +1,6 @@
 """The connection of a driver that stands outside the cluster: it joins by Ray's client server, `ray://host:port`.
 
-Owns what a broken one raises, and how that is told. A process on a node has no such connection.
+Owns which errors mean that it broke, and the message for them. A process on a node has no such connection.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from prefect_ray.context import remote_options
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from millrace.connectors.ray.client import BROKEN, CUT_OFF
+from millrace.connectors.ray.client import BROKEN, CUT_OFF, first_line
 from millrace.connectors.ray.cluster import asked
 from millrace.core.errors import ActorLostError, MillraceError
 
@@ -67,8 +67,7 @@ async def run_on_ray(
     except RayTaskError as error:  # what a task raises is in its state
         raise NotBegunError(f"{type(error.cause).__name__}: {error.cause}", remedy=REMEDY) from None
     except RayError as error:
-        reason = str(error).strip().splitlines()
-        raise ActorLostError(f"its process died: {reason[0] if reason else type(error).__name__}") from None
+        raise ActorLostError(f"its process died: {first_line(error)}") from None
     except BROKEN:
         raise ActorLostError(CUT_OFF) from None
     if state.is_crashed():

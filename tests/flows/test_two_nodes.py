@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, generated, trained, wait_until
+from tests.support.cluster_run import ClusterRun, ended
+from tests.support.flow_runs import Workplace, final_weights, generated, trained, wait_until
 from tests.support.ray_nodes import RayNodes, ray_nodes
 
 if sys.platform != "linux":
@@ -27,54 +27,21 @@ def nodes() -> Iterator[RayNodes]:
         yield found
 
 
-class Spread:
-    """The run `a` on the cluster, two ranks and two engines, with its weights in a folder that all nodes see."""
-
-    def __init__(self, place: Workplace, nodes: RayNodes, folder: Path) -> None:
-        self.place = place
-        self.nodes = nodes
-        self.root = folder / "runs"
-        self.held = folder / "held"
-        (folder / "weights").mkdir()
-        self.overrides = [
-            f"storage.root={self.root}",
-            f"placement.ray_address={nodes.address}",
-            f"sync.directory={folder / 'weights'}",
-            "trainer.world_size=2",
-            "engines.count=2",
-            "engines.kind=embedded",
-            "engines.host=0.0.0.0",
-            "placement.wait_s=15",
-        ]
-
-    def start(self, *overrides: str, hold: str = "") -> subprocess.Popen[str]:
-        stop = {"MILLRACE_KILL_POINT": hold, "MILLRACE_KILL_POINT_FILE": str(self.held)} if hold else {}
-        return self.place.start(
-            "train", "run.yaml", *self.overrides, *overrides, **self.nodes.environment, **stop
-        )
-
-    def wait(self, process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
-        """Until something holds; fails with what the run printed if it ends before."""
-        wait_until(lambda: holds() or process.poll() is not None)
-        assert process.poll() is None, process.communicate()[0]
-
-    def actors(self) -> list[set[int]]:
-        return [node.actors() for node in self.nodes.nodes]
-
-
 @pytest.fixture
-def spread(workplace: Workplace, nodes: RayNodes, tmp_path: Path) -> Spread:
-    return Spread(workplace, nodes, tmp_path)
-
-
-def ended(process: subprocess.Popen[str], code: int) -> str:
-    out, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == code, out
-    return out
+def spread(workplace: Workplace, nodes: RayNodes, tmp_path: Path) -> ClusterRun:
+    return ClusterRun(
+        workplace,
+        nodes,
+        tmp_path,
+        nodes.address,
+        "trainer.world_size=2",
+        "engines.count=2",
+        "placement.wait_s=15",
+    )
 
 
 @pytest.mark.slow
-def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> None:
+def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: ClusterRun) -> None:
     process = spread.start(hold="1/train_step/before")
     spread.wait(process, spread.held.exists)
     before = spread.actors()
@@ -92,7 +59,7 @@ def test_parts_run_on_both_nodes_and_outlive_their_driver(spread: Spread) -> Non
 
 
 @pytest.mark.slow
-def test_engines_on_loopback_of_another_node_are_refused(spread: Spread) -> None:
+def test_engines_on_loopback_of_another_node_are_refused(spread: ClusterRun) -> None:
     out = ended(spread.start("engines.host=127.0.0.1", "engines.count=3", "trainer.world_size=1"), 2)
     assert "engines.host = 127.0.0.1" in out
     assert "set it to 0.0.0.0" in out
@@ -100,7 +67,7 @@ def test_engines_on_loopback_of_another_node_are_refused(spread: Spread) -> None
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_where_not(
-    spread: Spread,
+    spread: ClusterRun,
 ) -> None:
     process = spread.start(hold="1/train_step/before")
     spread.wait(process, spread.held.exists)
@@ -119,7 +86,7 @@ def test_a_run_goes_on_by_itself_where_a_dead_nodes_place_is_taken_and_says_so_w
 
 @pytest.mark.slow
 def test_a_shard_whose_node_dies_is_made_on_another_one_from_what_it_had_written(
-    spread: Spread, whole: Path
+    spread: ClusterRun, whole: Path
 ) -> None:
     lost = spread.nodes.nodes[-1]
     process = spread.start("trainer.world_size=1", "engines.count=3", hold="1/rollout/in")
@@ -146,7 +113,7 @@ def test_a_shard_whose_node_dies_is_made_on_another_one_from_what_it_had_written
 
 @pytest.mark.slow
 def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_says_what_to_do(
-    spread: Spread,
+    spread: ClusterRun,
 ) -> None:
     no_way = "http://127.0.0.1:9"  # nothing listens there
     near = ",".join(
@@ -165,7 +132,7 @@ def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_sa
     third.kill()
 
 
-def assert_whole(spread: Spread) -> None:
+def assert_whole(spread: ClusterRun) -> None:
     """Every sample was trained once, and every file is what its manifest says."""
     run = spread.root / "a"
     assert json.loads((run / "run.json").read_text())["completed"]
