@@ -19,6 +19,7 @@ from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
+from millrace.tasks.eager_passes import pass_early
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import publish
@@ -90,6 +91,8 @@ async def _fill_batch(ctx: IterationContext, slot: IterationSlot) -> None:
                 streaming.create_task(run_recorded(rollout, ctx))
                 streaming.create_task(run_recorded(reward, ctx))
                 streaming.create_task(_until_filled(ctx))
+                if ctx.eager:
+                    streaming.create_task(pass_early(ctx))
                 streaming.create_task(report.rollout_progress(ctx))
 
 

@@ -108,6 +108,14 @@ class IterationContext:
         return await self.runtime.memory.for_engines(self.versions)
 
     @property
+    def eager(self) -> bool:
+        """Whether the iteration is trained in chunks, and those that are whole before the rest is generated are passed then.
+
+        Not one that was drawn while the iteration before was still to be trained.
+        """
+        return self.config.pipeline.eager and self.runtime.prompts.ahead.at(self.index) == 0
+
+    @property
     def reused(self) -> list[ReusedGroup]:
         """Groups of earlier iterations that this one trains again, as sample_prompts chose them; none without a buffer."""
         record = self.records.get("sample_prompts")

@@ -12,7 +12,6 @@ Shaping and advantages run in a worker process: neither torch nor the user's fun
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,32 +19,35 @@ from typing import Any
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import way_out
-from millrace.connectors.storage.parts import list_parts
-from millrace.core.algorithms.credit import SampleCredit, ScoredSamples, load_libraries, sample_credit
+from millrace.core.algorithms.credit import SampleCredit, load_libraries
 from millrace.core.contracts import schema
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.ids import iteration_number, rollout_of, sample_id
 from millrace.core.contracts.sample import JudgedSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
-from millrace.core.errors import BudgetError, ConfigError
+from millrace.core.errors import BudgetError
 from millrace.core.group_filters import KINDS, Judgement
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
+from millrace.tasks.samples.batch.credited import (
+    CREDIT_TIMEOUT_S,
+    chunk_rows,
+    credited,
+    read_chosen,
+    sample_ids,
+)
 from millrace.tasks.samples.batch.kept_groups import (
     KeptGroups,
     batch_pieces,
     check_ages,
-    read_kept,
     with_reused,
 )
 from millrace.tasks.samples.batch.reused_groups import REUSED, read_reused, reused_samples
 from millrace.tasks.samples.choosing import until_cut, until_filled
 from millrace.tasks.samples.joined_groups import is_cut
-from millrace.tasks.samples.judging import Judging, reward_of
+from millrace.tasks.samples.judging import Judging
 from millrace.tasks.samples.scored_group import ScoredGroup
-
-CREDIT_TIMEOUT_S = 600.0  # for a whole batch; only a user's function takes longer than a moment
 
 
 @task(name="filter", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -64,11 +66,11 @@ async def filter_groups(ctx: IterationContext) -> FilterRecord:
         entries, groups = [], await until_filled(ctx, judging, need)
     await ctx.stream.settle()
     chosen = _keep(ctx, groups, need)
-    kept = await asyncio.to_thread(_read_kept, ctx, chosen)
+    kept = await asyncio.to_thread(read_chosen, ctx, chosen)
     if ctx.reused:
         kept = with_reused(kept, await asyncio.to_thread(read_reused, ctx))
     await loading
-    credit = await _credit(ctx, kept)
+    credit = await credited(ctx, kept)
     record = await asyncio.to_thread(_write, ctx, judging.groups, kept, credit)
     record["files"] += [entry.record() for entry in entries]
     await kill_point(ctx.index, "filter", "in")
@@ -125,55 +127,6 @@ def _keep(ctx: IterationContext, groups: list[ScoredGroup], need: int) -> list[S
     return kept
 
 
-def _read_kept(ctx: IterationContext, groups: list[ScoredGroup]) -> KeptGroups:
-    """The groups that are trained, with their scored samples. With shards, of the parts that count: one that was replaced may
-    still write."""
-    if ctx.shards is None:
-        paths = list_parts(ctx.folder, "rollouts")
-    else:
-        assert ctx.stream is not None
-        paths = ctx.stream.parts("rollouts")
-    return read_kept(ctx.folder, paths, groups, partial(_sample_ids, ctx))
-
-
-def _sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:
-    """The group's samples, rollout by rollout; of one that was not made, the one that it would have been."""
-    return [
-        sid
-        for index in range(ctx.config.rollout.samples_per_prompt)
-        for sid in [score.sample_id for score in group.rollout(index)] or [sample_id(group.group_id, index)]
-    ]
-
-
-async def _credit(ctx: IterationContext, kept: KeptGroups) -> SampleCredit:
-    """Shaped rewards and advantages of the scored samples, from the worker process."""
-    samples = ScoredSamples(
-        rewards=[reward_of(score) for score in kept.scores],
-        group_ids=_numbered([(score.group_id, score.role) for score in kept.scores]),
-        units=_numbered([(rollout_of(score.sample_id), score.role) for score in kept.scores]),
-        lengths=kept.rows.column("response_length").to_pylist(),
-        truncated=[status == "truncated" for status in kept.rows.column("status").to_pylist()],
-    )
-    algorithm, budget = ctx.config.algorithm, ctx.config.rollout.longest_response
-    outcome = await ctx.runtime.scoring.credit_worker.call(
-        sample_credit, samples, algorithm, budget, timeout_s=CREDIT_TIMEOUT_S, again=1
-    )
-    if outcome.kind != "done":
-        raise ConfigError(
-            f"shaping and advantages of iteration {iteration_number(ctx.index)} failed: {outcome.reason}",
-            where="algorithm",
-            remedy="correct the setting or the function, and start the run again. What finished is kept",
-        )
-    credit: SampleCredit = outcome.value
-    return credit
-
-
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
-    """The keys as numbers from 0, in the order they first come."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
-
-
 def _write(
     ctx: IterationContext, groups: list[ScoredGroup], kept: KeptGroups, credit: SampleCredit
 ) -> FilterRecord:
@@ -184,7 +137,7 @@ def _write(
     with_std = ctx.config.rollout.buffer is not None
     chosen = {group.group_id for group in kept.groups}
     for group in groups:
-        for sid in _sample_ids(ctx, group):
+        for sid in sample_ids(ctx, group):
             verdict, dropped_by, reason = _verdict(group, group.group_id in chosen, sid, sid in steps)
             label = verdict if reason is None else f"{verdict}: {reason}"
             counts[label] = counts.get(label, 0) + 1
@@ -226,6 +179,8 @@ def _write(
             for kind in KINDS
         },
     }
+    if ctx.eager:
+        record["chunks"] = chunk_rows(ctx, kept)
     if deferred:
         record["groups_deferred"] = deferred
     return record

@@ -7,7 +7,8 @@ groups may be generated, and that the filter has all it needs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,7 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
 from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
+from millrace.tasks.samples.scored_group import ScoredGroup
 
 Kind = Literal["rollouts", "rewards"]
 
@@ -47,6 +49,8 @@ class Stream:
         self.released = released
         self.joined = joined
         self.settled = False
+        self.settled_at = float("inf")  # when it was, on the clock of time.perf_counter
+        self.kept: Sequence[ScoredGroup] = ()
         self.revision = 0
         self._parts: dict[Kind, dict[str, None]] = {"rollouts": {}, "rewards": {}}
         self._changed = asyncio.Condition()
@@ -81,9 +85,15 @@ class Stream:
         assert self.joined is not None
         return self.joined
 
+    async def keep(self, groups: Sequence[ScoredGroup]) -> None:
+        """Announce the first groups of the batch, in its order: more than before."""
+        if len(groups) > len(self.kept):
+            self.kept = groups
+            await self._notify()
+
     async def settle(self) -> None:
         """Announce that every verdict is known: nothing more is to be generated or scored."""
-        self.settled = True
+        self.settled, self.settled_at = True, min(self.settled_at, time.perf_counter())
         await self._notify()
 
     async def wait(self, seen: int) -> int:

@@ -1,6 +1,7 @@
 """train_step: apply this iteration's optimizer steps to the live trainer.
 
-Reads batch.parquet (by url, in the ranks, which check its hash); writes step.json. The record never stands for live weights: `Trainer.at` rebuilds a
+Reads batch.parquet (by url, in the ranks, which check its hash); writes step.json. With pipeline.eager the ranks make the passes
+chunk by chunk, and may hold those of the first chunks; the files of these are removed. The record never stands for live weights: `Trainer.at` rebuilds a
 lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
 """
 
@@ -11,6 +12,7 @@ import time
 
 from prefect import task
 
+from millrace.connectors.storage.run_folder import EAGER
 from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
@@ -22,7 +24,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     """Train the steps of the iteration in order; the record holds each step's metrics."""
     started = time.perf_counter()
     steps: list[StepMetrics] = []
-    batch_url, batch = ctx.folder.url_of("batch.parquet"), _batch(ctx)
+    batch_url, batch, chunks = ctx.folder.url_of("batch.parquet"), _batch(ctx), _chunks(ctx)
     async with ctx.runtime.memory.for_trainer() as trainer:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
@@ -31,8 +33,10 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             compares = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
             gap = ctx.config.sync.max_logprob_gap if compares else None
             ctx.runtime.recovery.ready()
-            steps.append(await ranks.train(version, batch_url, gap, None, batch["sha256"]))
+            steps.append(await ranks.train(version, batch_url, gap, None, batch["sha256"], chunks))
             await kill_point(ctx.index, "train_step", "in")
+    if chunks:
+        await asyncio.to_thread(ctx.folder.remove, EAGER, recursive=True)
     made: StepFile = {
         "version": ctx.version_after,
         "steps": steps,
@@ -41,6 +45,11 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     }
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
     return {**made, "files": [entry.record()], "batch": batch}
+
+
+def _chunks(ctx: IterationContext) -> list[int] | None:
+    """Rows of each chunk that the batch was cut into when it was committed; None where it was not."""
+    return None if ctx.config.algorithm.supervised else ctx.records["filter"].get("chunks")
 
 
 def _batch(ctx: IterationContext) -> FileRecord:

@@ -245,6 +245,14 @@ def add_sums(total: MetricSums, more: MetricSums) -> None:
             total[name] = (before[0] + value, before[1] + weight)
 
 
+def means_of(sums: MetricSums) -> dict[str, float]:
+    """Weighted sums over their weights, by name; maxima and plain sums as they are."""
+    return {
+        name: value if math.isnan(weight) or not weight else value / weight
+        for name, (value, weight) in sums.items()
+    }
+
+
 def sum_over_ranks(sums: MetricSums) -> MetricSums:
     """Sums over all ranks, added in rank order."""
     if dist.get_world_size() == 1:

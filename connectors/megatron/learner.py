@@ -7,7 +7,6 @@ checkpoint too. Knows nothing of files, actors or requested versions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,12 @@ from millrace.connectors.megatron.forward_backward import (
     LogprobForwardBackward,
     MetricSums,
     add_sums,
+    means_of,
     sum_over_ranks,
     to_numbers,
 )
 from millrace.connectors.megatron.frozen_models import Reference, Teacher
-from millrace.connectors.megatron.packing import Row
+from millrace.connectors.megatron.packing import Row, oldest_age
 from millrace.connectors.megatron.policy_step import logprob_gap, policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
 from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
@@ -47,14 +47,6 @@ class _Iteration:
     batch: tuple[str, str | None]  # URL and hash of the file
     first_step: int
     batches: dict[int, RankBatch]  # by step
-
-
-def _means(sums: MetricSums) -> dict[str, float]:
-    """Weighted sums over their weights, by name; maxima and plain sums as they are."""
-    return {
-        name: value if math.isnan(weight) or not weight else value / weight
-        for name, (value, weight) in sums.items()
-    }
 
 
 def _all_or_none(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -159,7 +151,7 @@ class Learner:
                 remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
         rewards = self._rewards(rows)
-        oldest = max((int(row.ages.max(initial=0)) for row in rows if row.ages is not None), default=0)
+        oldest = oldest_age(rows)
         batches = {}
         for step in steps:
             if step < version:
@@ -226,7 +218,7 @@ class Learner:
             if counts and batch.sampled_logprobs is not None:
                 gap = logprob_gap(batch.sampled_logprobs, batch.rollout_logprobs, batch.compared)
                 add_sums(sums, {f"{name}/{step}": value for name, value in to_numbers(gap).items()})
-        means = _means(sum_over_ranks(sums)) if len(self._iteration.batches) > 1 else {}
+        means = means_of(sum_over_ranks(sums)) if len(self._iteration.batches) > 1 else {}
         steps = [step for step in self._iteration.batches if f"logprob_gap_mean/{step}" in means]
         return {step: (means[f"logprob_gap_mean/{step}"], means[f"logprob_gap_max/{step}"]) for step in steps}
 
@@ -250,10 +242,37 @@ class Learner:
             forward_only=not self.trains_policy(version),
             on_launched=self.policy.measure_gradient,
         )
-        means = measured(derived(_means(sum_over_ranks(sums))))
+        means = self.means(sums)
+        return explained_variance(means) if self.critic is not None else means
+
+    def means(self, sums: MetricSums) -> dict[str, float]:
+        """The step's metrics over all ranks, from this rank's sums."""
+        means = measured(derived(means_of(sum_over_ranks(sums))))
         if self.objective.needs_ref:
             means["kl_coef"] = self.objective.kl_coef
-        return explained_variance(means) if self.critic is not None else means
+        return means
+
+    def chunk_batch(self, rows: Sequence[Row], oldest: int) -> RankBatch:
+        """This rank's part of some samples of a step that is the iteration's only one, with all per-token values.
+
+        Its weights are not yet divided by the step's denominator. oldest: largest age of a token in the whole iteration.
+        """
+        batch = make_rank_batch(
+            rows,
+            self._rewards(rows),
+            self.objective,
+            self.config,
+            self.architecture,
+            self.device,
+            oldest=oldest,
+            chunk=True,
+        )
+        if self._needs_old(1):
+            batch.set_per_token("old", self.passes.logprobs(batch.packs))
+        self._ask_reference(batch)
+        if mpu.is_pipeline_last_stage():
+            self._estimate([batch])
+        return batch
 
     def _estimate(self, batches: Sequence[RankBatch]) -> None:
         """Advantages and returns of the batches' tokens; whitened ones are on one scale over all of them."""
@@ -292,8 +311,9 @@ class Learner:
         """
         a = self.algorithm
         o = self.objective
-        assert self._iteration is not None
-        first = version == self._iteration.first_step
+        first = (
+            self._iteration is None or version == self._iteration.first_step
+        )  # None: its only one, in chunks
         own_loss = a.loss.kind == "function"
         if not a.on_policy_guard or o.supervised or o.ratio_to_rollout or own_loss or not first:
             return

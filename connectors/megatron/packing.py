@@ -58,6 +58,18 @@ class Row:
         return bool(mask.any())
 
 
+def oldest_age(rows: Sequence[Row]) -> int:
+    """The largest age of a token of theirs."""
+    return max((int(row.ages.max(initial=0)) for row in rows if row.ages is not None), default=0)
+
+
+def cut_into(rows: Sequence[Row], counts: Sequence[int]) -> list[Sequence[Row]]:
+    """The rows in runs of so many, which together are all of them."""
+    ends = np.cumsum([0, *counts]).tolist()
+    assert ends[-1] == len(rows), f"{counts} are not {len(rows)} rows"
+    return [rows[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
 @dataclass
 class Pack:
     """One microbatch of this rank: a pack of T tokens with N response tokens."""

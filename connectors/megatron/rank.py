@@ -2,7 +2,8 @@
 
 Owns the live state (model, optimizer, schedule, weight version) and the rule that a step is applied once. The story of a step:
 `train` reads the batch (packing), has the learner prepare this rank's part (rank_batch), run forward and backward passes
-(policy_step, critic, forward_backward) and apply them (trainable_model). Heavy imports happen in `prepare`, so that the
+(policy_step, critic, forward_backward) and apply them (trainable_model). With pipeline.eager the passes are made chunk by chunk
+(chunks), the first of them by `pass_chunk`, before there is a batch. Heavy imports happen in `prepare`, so that the
 driver can name the class without loading torch.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.megatron.rank_weights import RankWeights
+from millrace.connectors.megatron.refusals import check_gap, check_metrics, check_rows
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
 from millrace.core.hooks import search_in
@@ -101,12 +103,14 @@ class TrainerRank(RankWeights):
         return self.state()
 
     def _build(self) -> None:
+        from millrace.connectors.megatron.chunks import Chunks
         from millrace.connectors.megatron.learner import Learner
         from millrace.connectors.megatron.optim.offload import OptimizerOffload
         from millrace.core.model_folder.config_file import read_hf_config
 
         self.hf = read_hf_config(self.config.model.path)
         self.learner = Learner(self.config, self.hf, self.device)
+        self.chunks = Chunks(self.learner)
         policy = self.learner.policy
         self.policy, self.optimizer, self.schedule = policy.inner, policy.optimizer, policy.schedule
         critic = self.learner.critic
@@ -119,13 +123,15 @@ class TrainerRank(RankWeights):
         max_logprob_gap: float | None = None,
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
+        chunks: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
         Answers from memory if the version is held already. max_logprob_gap, given with an iteration's first step: largest mean
         |engine - trainer| log-probability difference, on the samples of any of its steps, with which it is applied.
         recorded: the figures of the step when it was made before: it is then made under the settings of that time.
-        batch_sha256: the hash of the batch in the record or manifest that committed it.
+        batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: how many of its rows each chunk has,
+        where passes are made chunk by chunk; of a recorded step, those of the record.
         Raises CorruptFileError for a batch of another hash, RefusedStepError for a larger gap, a step without tokens, a loss or a gradient that is not
         finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
         are then as before.
@@ -139,7 +145,8 @@ class TrainerRank(RankWeights):
                 remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
             )
         with self._working("train"):
-            self.last = self._train(version, batch_url, max_logprob_gap, recorded, batch_sha256)
+            cut = recorded.get("chunks") if recorded is not None else chunks
+            self.last = self._train(version, batch_url, max_logprob_gap, recorded, batch_sha256, cut)
             self.version, self._trained_on = version, batch_sha256
         return self.last
 
@@ -150,7 +157,10 @@ class TrainerRank(RankWeights):
         max_logprob_gap: float | None,
         recorded: StepMetrics | None,
         batch_sha256: str | None,
+        chunks: Sequence[int] | None,
     ) -> dict[str, Any]:
+        from millrace.connectors.megatron.packing import cut_into
+
         started = time.perf_counter()
         if recorded is not None:
             check_trainer_fits(version, recorded, self.step_settings)
@@ -158,27 +168,22 @@ class TrainerRank(RankWeights):
         if any(row.train_step < version for row in every):
             self._check_made_of(batch_url, batch_sha256)  # the step before is of this iteration
         rows = [row for row in every if row.train_step == version]
-        if not rows:
-            raise TrainerError(
-                f"{batch_url}: no sample names step {version}; the batch belongs to another iteration"
-            )
-        max_age = self.config.algorithm.correction.max_token_age
-        if not any(row.trains(max_age) for row in rows):
-            bound = (
-                "" if max_age is None else f" of age {max_age} (algorithm.correction.max_token_age) or less"
-            )
-            raise RefusedStepError(
-                f"step {version}: none of its {len(rows)} samples has a token to train on{bound}; nothing was applied"
-            )
-        apart = recorded is not None and was_whitened_apart(recorded)
-        batch = self.learner.rank_batch(version, batch_url, every, batch_sha256, whiten_apart=apart)
-        if max_logprob_gap is not None:
-            for step, (mean, largest) in self.learner.logprob_gaps().items():
-                self._check_gap(mean, largest, max_logprob_gap, version, step)
-        prepared = time.perf_counter()
-        metrics = self.learner.forward_backward(batch, version)
+        check_rows(rows, version, batch_url, self.config.algorithm.correction.max_token_age)
+        if chunks:
+            prepared = time.perf_counter()
+            metrics, packs = self.chunks.finish(version, cut_into(rows, chunks))
+        else:
+            self.chunks.drop()
+            apart = recorded is not None and was_whitened_apart(recorded)
+            batch = self.learner.rank_batch(version, batch_url, every, batch_sha256, whiten_apart=apart)
+            if max_logprob_gap is not None:
+                for step, (mean, largest) in self.learner.logprob_gaps().items():
+                    check_gap(mean, largest, max_logprob_gap, version, step)
+            prepared = time.perf_counter()
+            metrics = self.learner.forward_backward(batch, version)
+            packs = [pack.tokens for pack in batch.packs]
         computed = time.perf_counter()
-        self._check(metrics, version, max_logprob_gap)
+        check_metrics(metrics, version, max_logprob_gap)
         self.learner.check_on_policy(version, metrics)
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
@@ -191,7 +196,7 @@ class TrainerRank(RankWeights):
             "version": version,
             "samples": len(rows),
             "tokens": tokens,
-            "packs": [pack.tokens for pack in batch.packs],
+            "packs": packs,
             "seconds": {
                 "reload": self.reload_s,
                 "prepare": prepared - started,
@@ -200,7 +205,27 @@ class TrainerRank(RankWeights):
             },
             "tokens_per_second": tokens / (finished - started),
             "settings": settings_again(recorded, self.step_settings),
+            **({"chunks": list(chunks)} if chunks else {}),
         }
+
+    def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
+        """Make the passes of chunk `number`, from 0, of the step to `version`; returns how many chunks the ranks hold then.
+
+        One that is held is not passed again, and none whose predecessors are not. url, sha256: of its rows, as a batch has them.
+        Changes no weights: `train` applies the step, if its batch has these rows. Raises TrainerError for any other version.
+        """
+        from millrace.connectors.megatron.packing import read_rows
+        from millrace.connectors.storage.store import Store
+
+        if self.version is None or version != self.version + 1:
+            raise TrainerError(
+                f"rank {self.rank} holds weight version {self.version} and cannot make passes of step {version}",
+                remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
+            )
+        folder, _, name = url.rpartition("/")
+        with self._working("train"):
+            rows = read_rows(Store(folder).read_table(name, "batch", sha256=sha256))
+            return self.chunks.add(version, number, rows)
 
     def _check_made_of(self, batch_url: str, batch_sha256: str | None) -> None:
         """Raise TrainerError if the version held was made of another batch. A loaded one names no batch."""
@@ -208,25 +233,6 @@ class TrainerRank(RankWeights):
             raise TrainerError(
                 f"rank {self.rank} made weight version {self.version} of another batch than {batch_url}",
                 remedy="end the run's trainer by `millrace stop RUN` and start the run again: it is rebuilt",
-            )
-
-    def _check(self, metrics: dict[str, float], version: int, max_logprob_gap: float | None) -> None:
-        if not math.isfinite(metrics["loss"]):
-            raise RefusedStepError(
-                f"step {version}: the loss is {metrics['loss']}; nothing was applied. Look at the batch's log-probabilities"
-            )
-        if max_logprob_gap is not None:
-            mean, largest = metrics["logprob_gap_mean"], metrics["logprob_gap_max"]
-            self._check_gap(mean, largest, max_logprob_gap, version, version)
-
-    def _check_gap(self, mean: float, largest: float, limit: float, version: int, samples_of: int) -> None:
-        if not mean <= limit:
-            where = "" if samples_of == version else f" on the samples of step {samples_of}"
-            raise RefusedStepError(
-                f"step {version}: engine and trainer disagree{where}: mean log-probability difference {mean:.3g} (largest "
-                f"{largest:.3g}), sync.max_logprob_gap is {limit:g}; nothing was applied. Check that the "
-                "engines hold the synced weights (sync.verify=true compares them) and sample at the same temperature and "
-                "dtype. Where the dtype alone makes the difference, raise sync.max_logprob_gap"
             )
 
     def _apply(
@@ -328,6 +334,7 @@ class TrainerRank(RankWeights):
         from millrace.connectors.megatron.checkpoint.trainer_state import load
 
         with self._working("load"):
+            self.chunks.drop()
             before = self.version, self.last
             self.version = self.last = self._rows = self._trained_on = None
             try:
@@ -343,6 +350,7 @@ class TrainerRank(RankWeights):
         Raises TrainerMemoryError if the host has no room for what is kept.
         """
         self.learner.drop_iteration()
+        self.chunks.drop()
         return self.offload_state.offload()
 
     def shutdown(self) -> None:

@@ -84,20 +84,21 @@ def make_rank_batch(
     device: Any,
     *,
     oldest: int,
+    chunk: bool = False,
 ) -> RankBatch:
     """This rank's part of a step on `rows`, which are all samples of the step. `rewards`: the shaped reward of each row.
 
-    oldest: largest age of a token in the whole iteration.
+    oldest: largest age of a token in the whole iteration. chunk: the rows are whole rollouts of a step that has others: weights
+    are not yet divided by the step's denominator.
     Raises TrainerError, on every rank, if a row has no advantage although others have one or the estimator needs it, or
     lacks what a served teacher gives.
     """
     if config.algorithm.teacher_server is not None:
         _check_teacher(rows, config.algorithm.teacher_top_k)
     packs = make_packs(rows, config, architecture, device)
-    token_counts = torch.tensor([int(row.loss_mask.sum()) for row in rows], dtype=torch.float64)
-    numbers: dict[str, int] = {}
-    rollouts = torch.tensor([numbers.setdefault(rollout_of(row.sample_id), len(numbers)) for row in rows])
-    sample_weights = objective.sample_weights(token_counts, config.rollout.longest_response, rollouts)
+    token_counts, rollouts = counted(rows)
+    weigh = objective.undivided_weights if chunk else objective.sample_weights
+    sample_weights = weigh(token_counts, config.rollout.longest_response, rollouts)
     members = torch.tensor([i for pack in packs for i in pack.members], dtype=torch.long)
     rank_rows = [row for pack in packs for row in pack.rows]
     lengths = torch.tensor([row.response_length for row in rank_rows], dtype=torch.long)
@@ -124,6 +125,14 @@ def make_rank_batch(
             tops = _concatenate([none, *(row.teacher_top_logprobs for row in rank_rows)], device)
             batch.set_per_token("teacher_top", tops)
     return batch
+
+
+def counted(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Tokens in the loss [B] of each row, float64, and which rollout it is of [B], numbered in their order."""
+    numbers: dict[str, int] = {}
+    rollouts = [numbers.setdefault(rollout_of(row.sample_id), len(numbers)) for row in rows]
+    counts = [int(row.loss_mask.sum()) for row in rows]
+    return torch.tensor(counts, dtype=torch.float64), torch.tensor(rollouts)
 
 
 def _check_teacher(rows: Sequence[Row], top_k: int) -> None:

@@ -61,6 +61,10 @@ class TrainableModel:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def divide_gradient(self, denominator: float) -> None:
+        """Divide the gradients, which are summed over ranks, before they are measured."""
+        self.model.scale_gradients(1.0 / denominator)
+
     def measure_gradient(self) -> None:
         """Launch the gradient norm on the device, where the fused optimizer can: `gradient_norm` then only reads it."""
         if self._fused:

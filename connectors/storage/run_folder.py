@@ -32,6 +32,7 @@ ASIDE = "not-whole.json"  # the marker of a checkpoint that was found broken
 PUBLISHED = "results/publish.json"  # written after the manifest
 CUT = "cut.json"  # which groups are trained and which deferred, where those that finish first are trained
 DEFERRED = "deferred.parquet"  # samples of the groups that it deferred, as far as they were made
+EAGER = "eager"  # chunks of a batch that is not whole yet, with pipeline.eager; nothing of them is left after its step
 DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0
 READ_AHEAD = 64  # manifests in memory while all are gone through
@@ -193,7 +194,7 @@ class RunFolder:
         return {manifest.iteration: manifest for manifest in self._from(0)}
 
     def take_over(self) -> int:
-        """Note what earlier drivers left in open iterations, so that what they still write there does not count.
+        """Note what earlier drivers left in open iterations, so that what they still write there does not count; remove their chunks.
 
         For the holder of the lease, before it works. Returns the index of the first open iteration.
         """
@@ -203,6 +204,7 @@ class RunFolder:
             begun = [index for index in numbers_of(self.store, "iterations") if index > first]
             for index in [first, *begun]:
                 take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
+                self.iteration(index).remove(EAGER, recursive=True)
         return first
 
     def first_open_iteration(self, strict: bool = True) -> int:

@@ -74,6 +74,41 @@ def sample_weights(
     return constant(mask_sums, config.constant_length or max_length or 0, rollouts)
 
 
+def undivided_weights(
+    mask_sums: Tensor,
+    config: Algorithm,
+    *,
+    max_length: int | None = None,
+    rollouts: Tensor | None = None,
+) -> Tensor:
+    """The same weights before they are divided by what the whole batch alone knows: `sample_weights` times `denominator` [B].
+
+    Of some of a batch's samples, if they hold whole rollouts. Arguments and errors as of `sample_weights`.
+    """
+    sums = upcast(mask_sums)
+    if config.aggregation == "token_mean":
+        return torch.ones_like(sums)
+    if config.aggregation == "sequence_mean":
+        of_rollout = _by_rollout(sums, rollouts)
+        own = of_rollout if rollouts is None else of_rollout[rollouts]
+        return (sums > 0).to(sums.dtype) / own.clamp(min=1)
+    length = config.constant_length or max_length or 0
+    if length < 1:
+        raise ValueError(f"length must be at least 1, not {length}")
+    return torch.full_like(sums, 1.0 / length)
+
+
+def denominator(mask_sums: Tensor, config: Algorithm, rollouts: Tensor | None = None) -> float:
+    """What the loss of a batch is divided by in the end: its tokens, its rollouts that have any, or its rollouts."""
+    sums = upcast(mask_sums)
+    if config.aggregation == "token_mean":
+        return max(1.0, float(sums.sum()))
+    of_rollout = _by_rollout(sums, rollouts)
+    if config.aggregation == "sequence_mean":
+        return max(1.0, float((of_rollout > 0).sum()))
+    return max(1.0, float(of_rollout.numel()))
+
+
 def reduce(per_token: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     """The loss of a pack (scalar): sum of weights * per_token over unmasked tokens; NaN under the mask is 0."""
     return (clean(per_token, mask) * clean(upcast(weights), mask)).sum()

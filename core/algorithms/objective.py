@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from millrace.core.algorithms import importance, losses
-from millrace.core.algorithms.aggregate import reduce, sample_weights
+from millrace.core.algorithms.aggregate import denominator, reduce, sample_weights, undivided_weights
 from millrace.core.algorithms.kl import kl_estimate
 from millrace.core.algorithms.packed import clean, upcast
 from millrace.core.config.algorithm import Algorithm
@@ -102,6 +102,14 @@ class Objective:
 
         longest: tokens of the longest response. rollouts [B]: which rollout each sample is of; None: each is one."""
         return sample_weights(counts, self.config, max_length=longest, rollouts=rollouts)
+
+    def undivided_weights(self, counts: Tensor, longest: int, rollouts: Tensor) -> Tensor:
+        """The same [B] of some samples of the global batch, not yet divided by its `denominator`."""
+        return undivided_weights(counts, self.config, max_length=longest, rollouts=rollouts)
+
+    def denominator(self, counts: Tensor, rollouts: Tensor) -> float:
+        """What the loss of the global batch is divided by, where its passes were made with undivided weights."""
+        return denominator(counts, self.config, rollouts)
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         """Loss (scalar, to be summed over packs and ranks) and metrics as (weighted sum, weight) pairs.

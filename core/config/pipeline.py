@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
 
 from millrace.core.config.parts.section import Section
+
+EAGER_SHARE = 1 / 8  # of the batch, whose passes are made together
 
 OnUpdate = Literal["finish", "resend", "retract", "keep"]
 
@@ -57,6 +60,22 @@ class Pipeline(Section):
         description="Effective sample size, as the share `train/ess`, below which a run goes less far ahead: one iteration less each "
         "time three iterations in a row are below it. run.json keeps what was decided; it is never taken back. null: never.",
     )
+
+    eager: bool = Field(
+        False,
+        description="Whether forward and backward passes of groups that are whole begin while the rest of the same iteration is "
+        "generated. One optimizer step at the end, and no older weights. Needs engines on GPUs of their own.",
+    )
+    eager_groups: int | None = Field(
+        None,
+        ge=1,
+        description="With eager, kept groups whose passes are made together, in drawing order; null: an eighth of "
+        "rollout.prompts. What a batch was cut into is recorded with it.",
+    )
+
+    def chunk_groups(self, prompts: int) -> int:
+        """With eager, kept groups whose passes are made together, of a batch of so many."""
+        return self.eager_groups or math.ceil(prompts * EAGER_SHARE)
 
     @property
     def staleness(self) -> int:

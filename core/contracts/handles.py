@@ -182,11 +182,17 @@ class TrainerHandle(Protocol):
         max_logprob_gap: float | None,
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
+        chunks: Sequence[int] | None = None,
     ) -> StepMetrics:
         """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures.
 
-        batch_sha256: the hash of the batch in the record or manifest that committed it.
+        batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: rows of each chunk, where passes
+        are made chunk by chunk.
         """
+        ...
+
+    async def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
+        """Make the passes of a chunk of the step to `version`; returns how many chunks the ranks hold then."""
         ...
 
     async def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:

@@ -83,6 +83,7 @@ class FilterRecord(TypedDict):
     groups_zero_variance: int
     groups_deferred: NotRequired[int]  # to the next iteration
     dropped_by_kind: NotRequired[dict[str, int]]  # groups, by what dropped them
+    chunks: NotRequired[list[int]]  # rows of the batch whose passes are made together, in its order
 
 
 class StepSettings(TypedDict):
@@ -107,6 +108,7 @@ class StepMetrics(TypedDict):
     seconds: dict[str, float]  # by phase
     tokens_per_second: float
     settings: NotRequired[StepSettings]
+    chunks: NotRequired[list[int]]  # rows whose passes were made together, where the step was made in chunks
 
 
 class StepFile(TypedDict):

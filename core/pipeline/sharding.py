@@ -80,6 +80,7 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
         "pipeline.on_update": "requests that an update cuts are sent again by the driver"
         if p.ahead and p.on_update != "finish"
         else "",
+        "pipeline.eager": "the driver has chunks trained as their parts land" if p.eager else "",
         "algorithm.teacher_server": "the driver asks the served teacher"
         if config.algorithm.teacher_server
         else "",

@@ -16,7 +16,14 @@ from millrace.connectors.storage.iteration_files import (
     record_path,
 )
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers
-from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RECORD, RunFolder, open_iterations
+from millrace.connectors.storage.run_folder import (
+    COMPLETE,
+    EAGER,
+    MANIFEST,
+    RECORD,
+    RunFolder,
+    open_iterations,
+)
 from millrace.core.contracts.task_records import IterationRecords
 from millrace.core.errors import StorageError
 
@@ -87,6 +94,7 @@ def _of_iteration(folder: RunFolder, index: int) -> list[str]:
         *TABLES,
         *OF_SOME,
         *list_takeovers(files.folder),
+        *files.folder.list(EAGER),
         *map(record_path, IterationRecords.__annotations__),
     ]
     for kind in PART_FOLDERS:

@@ -10,7 +10,7 @@ Interval = tuple[float, float]
 WIDTH = 48  # characters
 PHASES = {
     "generation": ("rollout", "reward", "filter"),
-    "training": ("train_step",),
+    "training": ("train_step", "eager_passes"),
     "sync": ("sync_weights",),
     "checkpoint": ("checkpoint",),
     "evaluation": ("evaluate", "evaluate_before", "held_out_loss"),

@@ -163,15 +163,30 @@ class TrainerProxy:
         max_logprob_gap: float | None,
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
+        chunks: Sequence[int] | None = None,
     ) -> StepMetrics:
         """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures.
 
         A step that all ranks refuse can be tried again.
         """
         figures = await self._ranks.call_together(
-            FAILED_ALONE_S, TrainerRank.train, version, batch_url, max_logprob_gap, recorded, batch_sha256
+            FAILED_ALONE_S,
+            TrainerRank.train,
+            version,
+            batch_url,
+            max_logprob_gap,
+            recorded,
+            batch_sha256,
+            chunks,
         )
         return cast(StepMetrics, figures[0])
+
+    async def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:
+        """Make the passes of a chunk of the step to `version`; returns how many chunks all ranks hold then."""
+        held = await self._ranks.call_together(
+            FAILED_ALONE_S, TrainerRank.pass_chunk, version, number, url, sha256
+        )
+        return held[0]
 
     async def losses(self, version: int, samples: Sequence[HeldOutSample]) -> list[float]:
         """Loss of each sample under the weight version that the ranks hold."""

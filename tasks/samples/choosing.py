@@ -6,6 +6,7 @@ Owns the wait for either, the release of further groups, and the commit of the c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -35,6 +36,8 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
         revision = ctx.stream.revision
         await judging.read()
         wanted = _wanted(judging, need)
+        if ctx.eager:
+            await ctx.stream.keep(_first_kept(groups[:wanted], need))
         if min(len(groups), wanted + spare) > ctx.stream.released:
             await ctx.stream.release(min(len(groups), wanted + spare))
             continue
@@ -52,6 +55,12 @@ def _wanted(judging: Judging, need: int) -> int:
             return wanted
         wanted = min(len(groups), need + dropped)
         judging.judge(groups[:wanted])
+
+
+def _first_kept(groups: Sequence[ScoredGroup], need: int) -> list[ScoredGroup]:
+    """The first groups of the batch, as far as nothing that is not judged yet comes before them."""
+    judged = itertools.takewhile(lambda group: group.judgement is not None, groups)
+    return [group for group in judged if group.judgement and group.judgement.keep][:need]
 
 
 async def until_cut(

@@ -115,6 +115,12 @@ def _oldest(run: Path) -> int:
     )
 
 
+def _passed_early(run: Path) -> bool:
+    """Whether passes were made before a batch was filled."""
+    manifests = run.glob("iterations/*/manifest.json")
+    return sum(json.loads(path.read_text())["tasks"]["metrics"]["time/eager_s"] for path in manifests) > 0
+
+
 def _of_one_shard_each(run: Path) -> bool:
     """Whether no part has samples of both shards, and some have samples of several groups."""
     places = {row["group_id"]: row["ordinal"] for row in _rows(run, "prompts")}
@@ -185,6 +191,17 @@ FORMS = {
         reserve=0.5,
         ahead=1,
         max_staleness=2,
+    ),
+    "eager": Form(
+        settings={
+            **TAILED_ANSWERS,
+            "pipeline.eager": True,
+            "pipeline.eager_groups": 1,
+            "trainer.global_batch": None,
+        },
+        driver_dies=(("eager_passes", "before"), ("filter", "in"), ("filter", "after"), ("train_step", "in")),
+        all_die_in="eager_passes",
+        at_work=_passed_early,
     ),
     "flushed": Form(
         settings={**TAILED_ANSWERS, "rollout.flush_tokens": FLUSH},

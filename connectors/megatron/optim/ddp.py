@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state as mpu
@@ -33,6 +35,19 @@ def wrap(model: GPTModel, config: RunConfig) -> DistributedDataParallel:
     model.config.finalize_model_grads_func = _finalize
     model.config.no_sync_func = wrapped.no_sync  # for all packs but the last
     return wrapped
+
+
+@contextlib.contextmanager
+def accumulating(model: DistributedDataParallel) -> Iterator[None]:
+    """Within, backward passes add to this rank's gradients, and none are reduced: the last passes of the step, outside, do it."""
+    config = model.config
+    hooks = config.no_sync_func, config.finalize_model_grads_func
+    config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        config.no_sync_func, config.finalize_model_grads_func = hooks
 
 
 def _finalize(models: list[Any], tokens: Any = None, **arguments: Any) -> None:

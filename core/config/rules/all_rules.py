@@ -7,6 +7,7 @@ from millrace.core.config.rules import (
     algorithm,
     checkpoint,
     data,
+    eager,
     engines,
     evaluation,
     pipeline,
@@ -42,6 +43,7 @@ def problems(config: RunConfig) -> list[Problem]:
         *engines.problems(config),
         *placement.problems(config),
         *pipeline.problems(config),
+        *eager.problems(config),
         *sync.problems(config),
     ]
 

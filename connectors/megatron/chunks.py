@@ -1,0 +1,156 @@
+"""An optimizer step in chunks: the passes of a chunk are made as soon as its groups are whole, before others are generated.
+
+Gradients of chunks add up in the model's buffers, undivided and not reduced over ranks, in the order of the chunks. The passes
+of the last chunk reduce them; then they are divided by the denominator of the whole step's loss. What is held is a cache: the
+step is made of the committed batch, chunk by chunk, and passes that were made early count only if their rows are the batch's.
+So a step has the same bits however many of its chunks were passed early. Knows nothing of versions that are held, files or actors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from millrace.connectors.megatron.forward_backward import MetricSums
+from millrace.connectors.megatron.optim.ddp import accumulating
+from millrace.connectors.megatron.packing import Row, oldest_age
+from millrace.connectors.megatron.policy_step import policy_step
+from millrace.connectors.megatron.rank_batch import RankBatch, counted
+
+if TYPE_CHECKING:
+    from millrace.connectors.megatron.learner import Learner
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Passed:
+    """The chunks whose gradients the model's buffers hold."""
+
+    version: int  # that the step makes
+    hashes: list[str] = field(default_factory=list)  # of each chunk's rows
+    sums: MetricSums = field(default_factory=dict)  # of this rank
+    packs: list[int] = field(default_factory=list)  # tokens of this rank's
+
+
+class Chunks:
+    """The step in chunks of one rank. Every rank calls every method, with the same rows."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._passed: _Passed | None = None
+
+    def drop(self) -> None:
+        """Forget what was passed: whatever else uses the gradients comes first."""
+        self._passed = None
+
+    def add(self, version: int, number: int, rows: Sequence[Row]) -> int:
+        """Make the passes of chunk `number`, from 0, of the step to `version`; returns how many chunks are held then.
+
+        One that is held is not passed again. Does nothing where those before it are not held: the caller goes back to the first
+        that is missing.
+        """
+        oldest = oldest_age(rows)
+        held = self._agreed(version)
+        digest = hash_of(rows, oldest)
+        if number < len(held) and held[number] != digest:
+            log.warning(
+                "chunk %d of step %d has other rows than were passed: all are passed again", number, version
+            )
+            self.drop()
+            held = []
+        if number != len(held):
+            return len(held)
+        passed = self._take(version)
+        with accumulating(self._learner.policy.model):
+            self._pass(passed, rows, oldest, lambda: None)
+        passed.hashes.append(digest)
+        self._passed = passed
+        return len(passed.hashes)
+
+    def finish(self, version: int, chunks: Sequence[Sequence[Row]]) -> tuple[dict[str, float], list[int]]:
+        """Leave the step's gradients in the model's buffers; its metrics over all ranks, and the tokens of this rank's packs.
+
+        chunks: the rows of the whole step. Nothing is held afterwards.
+        """
+        every = [*chain.from_iterable(chunks)]
+        oldest, held = oldest_age(every), self._agreed(version)
+        if len(held) >= len(chunks) or held != [hash_of(rows, oldest) for rows in chunks[: len(held)]]:
+            log.warning(
+                "%d chunks of step %d were passed of other rows than the batch's: dropped", len(held), version
+            )
+            self.drop()
+            held = []
+        passed = self._take(version)
+        policy, denominator = self._learner.policy, self._learner.objective.denominator(*counted(every))
+        with accumulating(policy.model):
+            for rows in chunks[len(held) : -1]:
+                self._pass(passed, rows, oldest, lambda: None)
+
+        def divide() -> None:
+            policy.divide_gradient(denominator)
+            policy.measure_gradient()
+
+        self._pass(passed, chunks[-1], oldest, divide)
+        if "loss" in passed.sums:  # a plain sum; all others are over weights of their own
+            loss, weight = passed.sums["loss"]
+            passed.sums["loss"] = loss / denominator, weight
+        return self._learner.means(passed.sums), passed.packs
+
+    def _agreed(self, version: int) -> list[str]:
+        """Hashes of the chunks that all ranks hold of a step; where ranks differ, as after an error of one, all drop theirs."""
+        passed = self._passed if self._passed and self._passed.version == version else None
+        ours: list[str] = passed.hashes if passed else []
+        everywhere: list[Any] = [ours] * dist.get_world_size()
+        if len(everywhere) > 1:
+            dist.all_gather_object(everywhere, ours)
+        if passed is None or any(theirs != ours for theirs in everywhere):
+            self.drop()
+            return []
+        return ours
+
+    def _take(self, version: int) -> _Passed:
+        """What is held, to add to it: until that is done nothing is. Without any, gradients start from zero."""
+        passed, self._passed = self._passed, None
+        if passed is None:
+            self._learner.policy.zero_grad()
+            self._learner.objective.kl_coef = self._learner.kl_controller.value
+            passed = _Passed(version)
+        return passed
+
+    def _pass(
+        self, passed: _Passed, rows: Sequence[Row], oldest: int, on_launched: Callable[[], None]
+    ) -> None:
+        """Forward and backward passes of a chunk."""
+        learner = self._learner
+        batch: RankBatch = learner.chunk_batch(rows, oldest)
+        policy_step(
+            learner.passes, learner.objective, batch, passed.sums, forward_only=False, on_launched=on_launched
+        )
+        passed.packs += [pack.tokens for pack in batch.packs]
+
+
+def hash_of(rows: Sequence[Row], oldest: int) -> str:
+    """Hash of everything that the passes of these rows read. oldest: largest age of a token in the iteration."""
+    digest = hashlib.sha256(str(oldest).encode())
+    for row in rows:
+        plain = (
+            row.sample_id,
+            row.response_length,
+            row.advantage,
+            row.reward,
+            row.shaped_reward,
+            row.train_step,
+        )
+        digest.update(repr(plain).encode())
+        for values in (row.tokens, row.loss_mask, row.rollout_logprobs, row.ages):
+            digest.update(
+                b"-" if values is None else f"{values.shape}{values.dtype}".encode() + values.tobytes()
+            )
+    return digest.hexdigest()

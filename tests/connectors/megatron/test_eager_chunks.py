@@ -1,0 +1,125 @@
+"""Steps made in chunks: those of the plain step, the same bits however many chunks were passed early, and nothing of other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.connectors.storage.store import Store
+from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
+
+COUNTS = [8, 4, 4]  # rows of each chunk: two groups, and one twice
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {},
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2 and sequence": {"parallel": {"tensor": 2, "sequence": True}},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "cp2": {"parallel": {"context": 2}},
+    "replicated optimizer": {"optimizer": {"distributed": False}},
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"preset": "grpo"},
+    "token_mean": {"preset": "dapo"},
+    "constant": {"preset": "dr_grpo"},
+    "gspo": {"preset": "gspo"},
+    "reference": {"preset": "grpo", "kl_coef": 0.1},
+    "recompute": {"preset": "grpo", "old_logprobs": "recompute", "entropy_coef": 0.01},
+    "rollout": {"preset": "cispo", "old_logprobs": "rollout"},
+}
+VARIES = ("seconds", "tokens_per_second", "settings", "packs", "chunks")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("chunks"))
+
+
+class Place:
+    """Two steps of 16 samples each: their batches, and their chunks in files of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.batches = [write_batch(folder / f"{step}", self.rows(step)) for step in (1, 2)]
+        self.chunks = [self.cut(folder / f"{step}-chunks", self.rows(step)) for step in (1, 2)]
+
+    @staticmethod
+    def rows(step: int, seed: int = 0) -> list[dict[str, Any]]:
+        return samples(step, count=sum(COUNTS), seed=seed)
+
+    @staticmethod
+    def cut(folder: Path, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+        """URL and hash of each chunk's file."""
+        found, start = [], 0
+        for number, count in enumerate(COUNTS):
+            url = write_batch(folder / str(number), rows[start : start + count])
+            found.append((url, Store(str(folder / str(number))).entry("batch.parquet").sha256))
+            start += count
+        return found
+
+
+def train(group: Group, place: Place, early: int, versions: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
+    """Metrics of steps in chunks of which so many are passed before the step."""
+    steps = []
+    for version in versions:
+        for number, chunk in enumerate(place.chunks[version - 1][:early]):
+            assert set(group.call("pass_chunk", version, number, *chunk)) == {number + 1}
+        url = place.batches[version - 1]
+        steps.append(group.call("train", version, url, None, None, None, COUNTS)[0])
+    return steps
+
+
+def weights(rank: Any) -> dict[str, list[float]]:
+    return {name: p.detach().flatten().tolist() for name, p in rank.policy.named_parameters()}
+
+
+def figures(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in step.items() if name not in VARIES} for step in steps]
+
+
+def assert_near(one: list[Any], other: list[Any]) -> None:
+    """Equal within 1e-6, relative or absolute: float32 sums in another order."""
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert left.keys() == right.keys()
+        for name in left:
+            assert left[name] == pytest.approx(right[name], rel=1e-6, abs=1e-6), name
+
+
+def in_chunks(
+    workers: Workers, place: Place, config: dict[str, Any], early: int
+) -> tuple[list[Any], list[Any]]:
+    """Figures and every rank's weights of two steps in chunks."""
+    with workers.group(config) as group:
+        return figures(train(group, place, early)), group.run(weights)
+
+
+def plain(workers: Workers, place: Place, config: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The same of two plain steps."""
+    with workers.group(config) as group:
+        steps = [group.call("train", version, place.batches[version - 1])[0] for version in (1, 2)]
+        return figures(steps), group.run(weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_in_chunks_is_the_plain_step_however_many_chunks_are_early(
+    workers: Workers, place: Place, model: Callable[..., Path], layout: str
+) -> None:
+    config = configuration(model(), 1 if layout == "one" else 2, **LAYOUTS[layout])
+    never = in_chunks(workers, place, config, 0)
+    assert in_chunks(workers, place, config, 1) == never
+    assert in_chunks(workers, place, config, len(COUNTS) - 1) == never
+    for one, other in zip(never, plain(workers, place, config), strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_loss_that_is_served_has_the_denominator_of_the_whole_batch(
+    workers: Workers, place: Place, model: Callable[..., Path], name: str
+) -> None:
+    config = configuration(model(), algorithm=ALGORITHMS[name])
+    early = in_chunks(workers, place, config, len(COUNTS) - 1)
+    for one, other in zip(early, plain(workers, place, config), strict=True):
+        assert_near(one, other)
