@@ -3,10 +3,11 @@
     python -m benchmarks.whole_runs.long_tails [--modes sync partial] [--iterations 10]                        # a tiny model on CPU
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 [--gpus 2]   # trainer and engines share them
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --apart      # a GPU for each
+    python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --modes apart eager   # the same, plain and eager
 
 Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode.
 Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each. Where they
-share GPUs, the modes that run ahead are left out.
+share GPUs, the modes that run ahead are left out. The modes `apart` (plain) and `eager` have a GPU for each side whatever is said.
 
 Figures are means over the iterations after the second: seconds, samples and trained tokens a second, the mean length that was
 trained and its 99th percentile beside those of the draw, the share of trained tokens by age in weight versions, tokens that
@@ -41,7 +42,10 @@ MODES: dict[str, dict[str, Any]] = {
     "partial": {"select": "finish", "reserve": 0.5},
     "ahead": {"ahead": 1},
     "both": {"ahead": 1, "select": "finish", "reserve": 0.5},
+    "apart": {},
+    "eager": {"eager": True},
 }
+APART = ("apart", "eager")
 WARM_UP = 2
 POLL_S = 0.1
 
@@ -49,7 +53,7 @@ POLL_S = 0.1
 def main() -> None:
     """Run each mode, read what it stored, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=None)
+    parser.add_argument("--modes", nargs="+", type=_modes, default=None, help=f"of {', '.join(MODES)}")
     parser.add_argument("--shape", help="of the model, on a GPU; a tiny model on CPU when not given")
     parser.add_argument("--gpus", type=int, default=1, help="that trainer and engines share")
     parser.add_argument("--apart", action="store_true", help="one GPU trains and one generates, instead")
@@ -61,12 +65,16 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=800)
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory for the engine")
     parser.add_argument("--staleness", type=int, default=3, help="`max_staleness` of partial and both")
+    parser.add_argument(
+        "--eager-groups", type=int, help="groups of a chunk of eager; an eighth when not given"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     shared = options.shape and not options.apart
-    modes = options.modes or [name for name, fields in MODES.items() if not (shared and "ahead" in fields)]
+    plain_modes = [name for name in MODES if name not in APART and not (shared and "ahead" in MODES[name])]
+    modes = [name for names in options.modes for name in names] if options.modes else plain_modes
     report: dict[str, Any] = {"command": command_line(), "modes": {}}
     if options.shape:
         report |= {"device": device_name(), "versions": versions()}
@@ -82,12 +90,25 @@ def main() -> None:
             report["modes"][mode] = _measured(options, model, folder, mode)
             if options.out:
                 options.out.write_text(json.dumps(report, indent=1) + "\n")
-    plain = report["modes"].get("sync")
-    for figures in report["modes"].values() if plain else ():
-        figures["times_sync"] = round(figures["trained_tokens_s"] / plain["trained_tokens_s"], 3)
+    for base in ("sync", "apart"):
+        plain = report["modes"].get(base)
+        for figures in report["modes"].values() if plain else ():
+            figures[f"times_{base}"] = round(figures["trained_tokens_s"] / plain["trained_tokens_s"], 3)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
+
+
+def _modes(text: str) -> list[str]:
+    """Names of modes, with commas between them."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in MODES]:
+        raise argparse.ArgumentTypeError(f"no mode {unknown[0]}; there are {', '.join(MODES)}")
+    return names
+
+
+def _is_apart(options: argparse.Namespace, mode: str) -> bool:
+    return bool(options.apart) or mode in APART
 
 
 def _lengths(options: argparse.Namespace, count: int) -> list[int]:
@@ -114,6 +135,7 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
     count = options.prompts * options.group
     pack = max(16384 if options.shape else 2048, options.longest + 64)
     deferred = {"max_staleness": options.staleness} if "select" in MODES[mode] else {}
+    chunks = {"eager_groups": options.eager_groups} if "eager" in MODES[mode] else {}
     settings: dict[str, dict[str, Any]] = {
         "run": {"name": mode, "iterations": options.iterations + 100},  # ended before
         "data": {
@@ -131,17 +153,18 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
             "sampling": {"max_new_tokens": options.longest},
         },
         "algorithm": {"preset": "grpo", "correction": {"kind": "truncate"}},
-        "pipeline": {**MODES[mode], **deferred},
+        "pipeline": {**MODES[mode], **deferred, **chunks},
         "trainer": {"max_pack_tokens": pack, "global_batch": count},
         "checkpoint": {"every": 10_000},
     }
     if options.shape:
+        apart = _is_apart(options, mode)
         engines = {
             "sglang": {**SGLANG, "mem_fraction_static": options.memory, "cuda_graph_max_bs_decode": 384},
-            "count": 1 if options.apart else options.gpus,
+            "count": 1 if apart else options.gpus,
         }
-        layout = {**settings, "engines": engines, "placement": {"colocate": not options.apart}}
-        layout["trainer"] = {**settings["trainer"], "world_size": 1 if options.apart else options.gpus}
+        layout = {**settings, "engines": engines, "placement": {"colocate": not apart}}
+        layout["trainer"] = {**settings["trainer"], "world_size": 1 if apart else options.gpus}
         return laid_over(configuration(model, folder), layout)
     alone = {"model": {"path": str(model)}, "storage": {"root": str(folder / "runs")}}
     return {**alone, **settings, "reward": {"function": "benchmarks.gpu.shapes:coin"}}
@@ -153,7 +176,8 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": _with_this_folder()}
     run = RunFolder(str(folder / "runs"), mode)
     with contextlib.ExitStack() as stack:
-        busy = stack.enter_context(Busy(2 if options.apart else options.gpus)) if options.shape else None
+        gpus = 2 if _is_apart(options, mode) else options.gpus
+        busy = stack.enter_context(Busy(gpus)) if options.shape else None
         try:
             command = [*millrace, "train", f"{mode}.yaml"]
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
@@ -198,6 +222,7 @@ def _figures(options: argparse.Namespace, run: RunFolder, busy: Busy | None) -> 
         "drawn_length": {"mean": round(sum(drawn) / len(drawn), 1), "p99": _p99(drawn)},
         "rollout_s": _mean(metrics, "time/rollout_s"),
         "train_step_s": _mean(metrics, "time/train_step_s"),
+        "eager_s": _mean(metrics, "time/eager_s"),
         "share_by_age": {name.removeprefix("train/share_age_"): _mean(metrics, name) for name in ages},
         "ess": _mean(metrics, "train/ess"),
         "tokens_returned": _mean(metrics, "tokens/returned"),

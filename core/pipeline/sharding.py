@@ -59,6 +59,7 @@ def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
 INSTEAD = {  # what to do about a field that has a value which shards can do
     "pipeline.select": "set pipeline.select=draw",
     "pipeline.on_update": "set pipeline.on_update=finish",
+    "pipeline.eager": "set pipeline.eager=false",
 }
 
 

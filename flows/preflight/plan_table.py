@@ -55,7 +55,8 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
     n = plan.numbers
     spare = f" (and up to {n.spare_prompts} to replace dropped ones)" if n.spare_prompts else ""
-    steps = f"{n.steps} step{'s' if n.steps > 1 else ''} of {n.global_batch}"
+    chunks = f", its passes in chunks of {n.chunk_groups} groups as they are whole" if n.chunk_groups else ""
+    steps = f"{n.steps} step{'s' if n.steps > 1 else ''} of {n.global_batch}{chunks}"
     return [
         (
             "an iteration",

@@ -122,6 +122,7 @@ def _check_plain(config: RunConfig, folder: RunFolder) -> None:
         "rollout.session": config.rollout.session is not None,
         "rollout.buffer": config.rollout.buffer is not None,
         f"pipeline.ahead = {config.pipeline.ahead}": config.pipeline.ahead > 0,
+        "pipeline.eager": config.pipeline.eager,
         "pipeline.select = finish": config.pipeline.select == "finish",
         "evaluation.background": bool(config.evaluation.sets) and config.evaluates_in_background,
     }

@@ -59,6 +59,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "filter.oversample": {"filter": {"oversample": 0.5}},
     "pipeline.select": {"pipeline": {"select": "finish", "max_staleness": 1}},
     "pipeline.on_update": {"pipeline": {"ahead": 1}},
+    "pipeline.eager": {"pipeline": {"eager": True}},
     "algorithm.teacher_server": {"algorithm": {"teacher_server": {"url": "http://host"}}},
     "engines.router": {"engines": {"kind": "sglang", "router": {}}},
     "engines.prefill": {"engines": {"kind": "sglang", "count": 2, "prefill": 1}},
@@ -82,6 +83,7 @@ def test_what_shards_cannot_do_is_refused_by_name_and_auto_leaves_it_to_the_driv
     [
         ("pipeline.select", "set pipeline.select=draw", {"select": "draw", "max_staleness": 1}),
         ("pipeline.on_update", "set pipeline.on_update=finish", {"ahead": 1, "on_update": "finish"}),
+        ("pipeline.eager", "set pipeline.eager=false", {"eager": False}),
     ],
 )
 def test_what_the_refusal_advises_goes_with_shards(field: str, advice: str, changed: dict[str, Any]) -> None:

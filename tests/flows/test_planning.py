@@ -65,6 +65,7 @@ def test_every_layout_and_pipeline_is_a_row(workplace: Workplace, whole: Path) -
         ({"rollout": {"session": {"function": "a:b"}}}, "rollout.session"),
         ({"rollout": {"buffer": {}}}, "rollout.buffer"),
         ({"pipeline": {"ahead": 1}}, "pipeline.ahead = 1"),
+        ({"pipeline": {"eager": True}}, "pipeline.eager"),
         ({"pipeline": {"select": "finish", "max_staleness": 1}}, "pipeline.select = finish"),
         (
             {"evaluation": {"background": True, "sets": [{"name": "held", "path": "h.jsonl"}]}},

@@ -161,7 +161,8 @@ ROWS: dict[str, Row] = {
     **_any_start("flows/driver/iteration_slots.py", *_under("pipeline", "ahead on_update")),
     **_any_start("flows/driver/ahead_guard.py", "pipeline.min_ess"),
     **_any_start("tasks/sample_prompts.py", *_under("pipeline", "select reserve")),
-    **_any_start("core/config/pipeline.py", "pipeline.max_staleness"),
+    **_any_start("core/config/pipeline.py", "pipeline.max_staleness", "pipeline.eager_groups"),
+    **_any_start("tasks/context.py", "pipeline.eager"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
     **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
     **_any_start(

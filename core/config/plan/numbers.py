@@ -24,6 +24,7 @@ class Numbers:
     response_tokens: int
     pack_tokens: int
     samples_a_pack: int  # of the longest
+    chunk_groups: int | None  # whose passes are made together; None: passes are made of the whole batch
     evaluations: int
     evaluated_samples: str
     checkpoints: list[int] = field(default_factory=list)
@@ -59,6 +60,7 @@ def numbers_of(config: RunConfig) -> Numbers:
         response_tokens=config.rollout.longest_response,
         pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,
         samples_a_pack=config.trainer.max_pack_tokens * config.trainer.parallel.context // longest,
+        chunk_groups=config.pipeline.chunk_groups(config.rollout.prompts) if config.pipeline.eager else None,
         evaluations=1 + len(evaluated) if config.evaluation.sets else 0,
         evaluated_samples=", ".join(f"{e.name} × {e.samples_per_prompt}" for e in config.evaluation.sets),
         checkpoints=saved,

@@ -123,3 +123,107 @@ def test_every_loss_that_is_served_has_the_denominator_of_the_whole_batch(
     early = in_chunks(workers, place, config, len(COUNTS) - 1)
     for one, other in zip(early, plain(workers, place, config), strict=True):
         assert_near(one, other)
+
+
+def count_passes(rank: Any) -> None:
+    """Note how many rows each pass of a chunk has."""
+    rank.passed, make = [], rank.chunks._pass
+
+    def noting(passed: Any, rows: Any, *rest: Any) -> None:
+        rank.passed.append(len(rows))
+        make(passed, rows, *rest)
+
+    rank.chunks._pass = noting
+
+
+def taken_passes(rank: Any) -> list[int]:
+    """The passes since the last call."""
+    passed, rank.passed[:] = [*rank.passed], []
+    return passed
+
+
+def fail_before_agreeing(rank: Any) -> None:
+    """Have rank 1 forget what it holds, as after an error that it alone had."""
+    if rank.rank == 1:
+        rank.chunks.drop()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_held_is_not_passed_again_and_counts_only_for_the_rows_of_the_batch(
+    workers: Workers, place: Place, model: Callable[..., Path], tmp_path: Path, world: int
+) -> None:
+    first, second, _ = place.chunks[0]
+    others = Place.cut(tmp_path / "others", Place.rows(1, seed=1))
+    with workers.group(configuration(model(), world)) as group:
+        group.run(count_passes)
+        group.call("save", str(tmp_path / "start"))
+        plain = train(group, place, 0, (1,))
+        assert group.run(taken_passes) == [COUNTS] * world
+
+        def passed() -> list[int]:
+            """The passes since the last call, of any rank: all make the same."""
+            (one,) = {tuple(each) for each in group.run(taken_passes)}
+            return [*one]
+
+        def again(*early: tuple[int, tuple[str, str], int]) -> None:
+            """From the start: pass chunks, of which each call must answer so many held."""
+            group.call("load", str(tmp_path / "start"))
+            for number, chunk, held in early:
+                assert group.call("pass_chunk", 1, number, *chunk) == [held] * world
+
+        def made() -> list[int]:
+            """The passes that the step itself makes, which must be the plain one."""
+            passed()
+            assert figures(
+                [group.call("train", 1, place.batches[0], None, None, None, COUNTS)[0]]
+            ) == figures(plain)
+            return passed()
+
+        again((0, first, 1), (1, second, 2))
+        assert passed() == COUNTS[:2]
+        assert made() == COUNTS[2:]
+        again((1, second, 0), (0, first, 1), (0, first, 1), (1, second, 2), (0, first, 2))
+        assert passed() == COUNTS[:2]
+        assert made() == COUNTS[2:]
+        again((0, others[0], 1), (0, first, 1))
+        assert passed() == [COUNTS[0]] * 2
+        assert made() == COUNTS[1:]
+        again((0, first, 1), (1, others[1], 2))
+        assert made() == COUNTS
+        again((0, first, 1), (1, others[1], 2), (1, second, 0))
+        assert made() == COUNTS
+        again((0, first, 1), (1, second, 2), (2, place.chunks[0][2], 3))  # the last: nothing was reduced
+        assert made() == COUNTS
+        again((0, first, 1))
+        again()
+        assert made() == COUNTS
+        again((0, first, 1))
+        group.run(fail_before_agreeing)
+        assert made() == (COUNTS if world == 2 else COUNTS[1:])
+
+
+def test_a_refused_step_is_made_again_from_its_first_chunk(
+    workers: Workers, place: Place, model: Callable[..., Path]
+) -> None:
+    with workers.group(configuration(model())) as group:
+        whole = figures(train(group, place, 0))
+    with workers.group(configuration(model())) as group:
+        group.call("pass_chunk", 1, 0, *place.chunks[0][0])
+        with pytest.raises(RankFailedError, match="RefusedStepError.*engine and trainer disagree"):
+            group.call("train", 1, place.batches[0], 1e-9, None, None, COUNTS)
+        assert group.call("state")[0]["version"] == 0
+        assert figures(train(group, place, 1)) == whole
+        with pytest.raises(RankFailedError, match="holds weight version 2 and cannot make passes of step 2"):
+            group.call("pass_chunk", 2, 0, *place.chunks[1][0])
+
+
+def test_a_recorded_step_is_made_again_in_the_chunks_that_it_was_made_in(
+    workers: Workers, place: Place, model: Callable[..., Path]
+) -> None:
+    with workers.group(configuration(model())) as group:
+        (recorded,) = train(group, place, 2, (1,))
+    assert recorded["chunks"] == COUNTS
+    with workers.group(configuration(model())) as group:
+        again = group.call("train", 1, place.batches[0], None, recorded)[0]
+    assert figures([again]) == figures([recorded])
+    assert again["chunks"] == COUNTS

@@ -106,3 +106,29 @@ def test_constant_length_of_the_config_comes_before_the_budget() -> None:
     assert aggregate.sample_weights(torch.ones(2), config, max_length=99).tolist() == pytest.approx(
         [0.05, 0.05]
     )
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    st.lists(st.integers(1, 3), min_size=12, max_size=12),
+    st.sampled_from(AGGREGATIONS),
+    st.integers(0, 12),
+)
+def test_weights_of_a_part_over_the_denominator_of_the_whole_are_those_of_the_whole(
+    counts: list[int], sizes: list[int], how: str, cut: int
+) -> None:
+    """The part ends where a rollout does."""
+    config = Algorithm.model_validate({"aggregation": how})
+    numbers = [rollout for rollout, size in enumerate(sizes) for _ in range(size)][: len(counts)]
+    sums, rollouts = torch.tensor(counts, dtype=torch.float64), torch.tensor(numbers)
+    whole = aggregate.sample_weights(sums, config, max_length=9, rollouts=rollouts)
+    first = rollouts < cut
+    parts = [
+        aggregate.undivided_weights(
+            sums[part], config, max_length=9, rollouts=rollouts[part] - rollouts[part].min()
+        )
+        for part in (first, ~first)
+        if part.any()
+    ]
+    divided = torch.cat(parts) / aggregate.denominator(sums, config, rollouts)
+    torch.testing.assert_close(divided, whole, rtol=1e-12, atol=0)

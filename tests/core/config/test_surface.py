@@ -52,6 +52,7 @@ def reads() -> set[str]:
 
 IN_CORE_CONFIG = {
     "algorithm.preset",  # the other fields are filled from it
+    "pipeline.eager_groups",  # Pipeline.chunk_groups
     "pipeline.max_staleness",  # Pipeline.staleness
     "placement.offload_engines",  # RunConfig.engines_sleep
     "placement.offload_trainer",  # RunConfig.trainer_offloads
