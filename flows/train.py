@@ -19,7 +19,6 @@ from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
 from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
-from millrace.tasks.eager_passes import pass_early
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
 from millrace.tasks.publish import publish
@@ -28,6 +27,7 @@ from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
+from millrace.tasks.samples.batch.eager_passes import pass_early
 from millrace.tasks.samples.joined_groups import receive_deferred
 from millrace.tasks.shards.sharded import open_shards
 from millrace.tasks.sync_weights import sync_weights

@@ -13,18 +13,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from millrace.connectors.megatron.forward_backward import MetricSums
+from millrace.connectors.megatron.learner import Learner, step_metrics
 from millrace.connectors.megatron.optim.ddp import accumulating
 from millrace.connectors.megatron.packing import Row, oldest_age
 from millrace.connectors.megatron.policy_step import policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, counted
-
-if TYPE_CHECKING:
-    from millrace.connectors.megatron.learner import Learner
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class Chunks:
         if "loss" in passed.sums:  # a plain sum; all others are over weights of their own
             loss, weight = passed.sums["loss"]
             passed.sums["loss"] = loss / denominator, weight
-        return self._learner.means(passed.sums), passed.packs
+        return step_metrics(self._learner.objective, passed.sums), passed.packs
 
     def _agreed(self, version: int) -> list[str]:
         """Hashes of the chunks that all ranks hold of a step; where ranks differ, as after an error of one, all drop theirs."""

@@ -49,6 +49,14 @@ class _Iteration:
     batches: dict[int, RankBatch]  # by step
 
 
+def step_metrics(objective: Objective, sums: MetricSums) -> dict[str, float]:
+    """A step's metrics over all ranks, from this rank's sums."""
+    means = measured(derived(means_of(sum_over_ranks(sums))))
+    if objective.needs_ref:
+        means["kl_coef"] = objective.kl_coef
+    return means
+
+
 def _all_or_none(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The parts end to end; None unless every batch has its part."""
     known = [part for part in parts if part is not None]
@@ -242,15 +250,8 @@ class Learner:
             forward_only=not self.trains_policy(version),
             on_launched=self.policy.measure_gradient,
         )
-        means = self.means(sums)
+        means = step_metrics(self.objective, sums)
         return explained_variance(means) if self.critic is not None else means
-
-    def means(self, sums: MetricSums) -> dict[str, float]:
-        """The step's metrics over all ranks, from this rank's sums."""
-        means = measured(derived(means_of(sum_over_ranks(sums))))
-        if self.objective.needs_ref:
-            means["kl_coef"] = self.objective.kl_coef
-        return means
 
     def chunk_batch(self, rows: Sequence[Row], oldest: int) -> RankBatch:
         """This rank's part of some samples of a step that is the iteration's only one, with all per-token values.

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.megatron.refusals import check_metrics
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import FileRecord, FilterRecord, SampleSupervisedRecord
 from millrace.core.errors import RefusedStepError
@@ -30,12 +30,12 @@ class Ranks:
         return self
 
     async def train(
-        self, version: int, url: str, max_logprob_gap: float | None, recorded: None, sha256: str
+        self, version: int, url: str, max_logprob_gap: float | None, recorded: None, sha256: str, chunks: None
     ) -> dict[str, Any]:
         assert sha256 == BATCH["sha256"]
         gap = self.gaps[version]
         metrics = {"loss": 0.0, "logprob_gap_mean": gap, "logprob_gap_max": gap}
-        TrainerRank({}, 0, 1)._check(metrics, version, max_logprob_gap)
+        check_metrics(metrics, version, max_logprob_gap)
         self.made.append(version)
         return {"version": version}
 

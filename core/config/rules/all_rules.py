@@ -7,10 +7,8 @@ from millrace.core.config.rules import (
     algorithm,
     checkpoint,
     data,
-    eager,
     engines,
     evaluation,
-    pipeline,
     placement,
     rollout,
     secrets,
@@ -19,6 +17,8 @@ from millrace.core.config.rules import (
     tracking,
     trainer,
 )
+from millrace.core.config.rules.pipeline import eager
+from millrace.core.config.rules.pipeline import section as pipeline
 from millrace.core.config.run_config import RunConfig
 
 
