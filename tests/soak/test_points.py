@@ -50,6 +50,7 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
     assert set(FORMS) == {
         *SESSIONS,
         *pipeline,
+        "eager",
         "flushed",
         "levels",
         "reuse",
