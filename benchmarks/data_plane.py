@@ -34,6 +34,7 @@ from aiohttp import web
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.wire.answer_body import read_answer
+from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.batching import plan_packs
@@ -343,7 +344,9 @@ async def generate(ctx: IterationContext, samples: int, ports: list[int]) -> Non
 def make_batch(ctx: IterationContext, samples: int) -> tuple[Store, str]:
     """The batch of all samples in drawing order, as the filter task stores it."""
     groups = [scored_group(number) for number in range(samples // GROUP)]
-    kept = read_kept(ctx.folder, groups, lambda group: list(group.scores))
+    kept = read_kept(
+        ctx.folder, list_parts(ctx.folder, "rollouts"), groups, lambda group: list(group.scores)
+    )
     ones, steps = [1.0] * samples, dict.fromkeys((score.sample_id for score in kept.scores), 1)
     assert len(kept.scores) == samples, "every sample is in a part"
     pieces = partial(batch_pieces, kept, SampleCredit(ones, ones), steps)
