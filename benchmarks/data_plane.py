@@ -5,6 +5,7 @@ them, stores rollout parts, makes the batch and lays one rank's packs, with the 
 answer and storing its row is also measured the plain way, in turns: the whole JSON as Python objects, and Arrow from lists.
 
     python -m benchmarks.data_plane [--samples 1024] [--tokens 4096] [--engines 2] [--rate 0] [--out FILE]
+    python -m benchmarks.data_plane --shards 1 2 4    the rollout's part alone, in so many processes: data_plane_shards
 
 A rate is that of the driver's own CPU time, all threads, unless it says wall time.
 """
@@ -14,26 +15,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import psutil
-from aiohttp import web
 
+from benchmarks.answering_engines import PROMPT, answer_body, engines
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.wire.answer_body import read_answer
+from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.batching import plan_packs
@@ -41,6 +40,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
+from millrace.core.garbage import collect_garbage, use_few_heaps
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
@@ -51,59 +51,8 @@ from millrace.tasks.samples.scored_group import ScoredGroup
 from millrace.tasks.stream import Stream
 
 GROUP = 8
-PROMPT = 128  # tokens
-BODIES = 16  # different answers of an engine
 BEAT_S = 0.005  # the event loop is asked this often whether it answers
 PACK = 32768  # tokens
-
-
-def answer_body(seed: int, tokens: int) -> bytes:
-    """An answer as SGLang writes it: log-probabilities that are float32 numbers, ids of a vocabulary of 150,000."""
-    draw = np.random.default_rng(seed)
-    logprobs = (-draw.exponential(0.5, tokens)).astype(np.float32).astype(float).tolist()
-    ids = draw.integers(0, 150_000, tokens).tolist()
-    meta = {
-        "id": "r",
-        "finish_reason": {"type": "length", "length": tokens},
-        "prompt_tokens": PROMPT,
-        "weight_version": "0",
-        "completion_tokens": tokens,
-        "cached_tokens": 0,
-        "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, ids, strict=True)],
-    }
-    words = "".join(chr(97 + letter) for letter in draw.integers(0, 26, 4 * tokens))
-    return orjson.dumps({"text": words, "output_ids": ids, "meta_info": meta})
-
-
-def serve(port: Connection, seed: int, tokens: int, rate: float) -> None:
-    """An engine: answers as often as `rate` tokens a second allow, 0 being at once. Sends its port."""
-    bodies = [answer_body(seed * BODIES + number, tokens) for number in range(BODIES)]
-    free_at, asked = 0.0, 0
-
-    async def generate(request: web.Request) -> web.Response:
-        nonlocal free_at, asked
-        await request.read()
-        asked += 1
-        body = bodies[asked % BODIES]
-        if rate:
-            free_at = max(free_at, time.monotonic()) + tokens / rate
-            await asyncio.sleep(free_at - time.monotonic())
-        return web.Response(body=body, content_type="application/json")
-
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response({"counters": {"tokens": asked}})
-
-    async def run() -> None:
-        app = web.Application(client_max_size=2**30)
-        app.add_routes([web.post("/generate", generate), web.get("/server_info", info)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port.send(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
 
 
 class Stages:
@@ -141,12 +90,23 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="of the comparison with the plain way, in turns"
     )
+    parser.add_argument(
+        "--shards",
+        type=int,
+        nargs="+",
+        help="processes that generate, each with so many --engines of its own",
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     args = parser.parse_args()
+    if args.shards:
+        from benchmarks.data_plane_shards import in_shards
+
+        in_shards(args)
+        return
     report = {
         "benchmark": "data_plane",
         "command": " ".join(["python -m benchmarks.data_plane", *sys.argv[1:]]),
-        **{name: value for name, value in vars(args).items() if name != "out"},
+        **{name: value for name, value in vars(args).items() if name not in ("out", "shards")},
         "paired": paired(args.tokens, args.repeats),
         **whole(args),
     }
@@ -223,31 +183,19 @@ def drawn_group(number: int) -> DrawnGroup:
 
 def whole(args: argparse.Namespace) -> dict[str, Any]:
     """An iteration through all stages."""
-    spawn = multiprocessing.get_context("spawn")
-    engines, ports = [], []
-    try:
-        for seed in range(args.engines):
-            ours, theirs = spawn.Pipe()
-            engine = spawn.Process(target=serve, args=(theirs, seed, args.tokens, args.rate), daemon=True)
-            engine.start()
-            engines.append(engine)
-            ports.append(ours.recv())
-        with tempfile.TemporaryDirectory() as folder:
-            return asyncio.run(iteration(args, ports, Path(folder)))
-    finally:
-        for engine in engines:
-            engine.kill()
-            engine.join()
+    with engines(args.engines, 0, args.tokens, args.rate) as ports, tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(iteration(args, ports, Path(folder)))
 
 
 async def iteration(args: argparse.Namespace, ports: list[int], folder: Path) -> dict[str, Any]:
     """From requests to packs; figures of each stage."""
-    before = psutil.Process().memory_info().rss
     ctx = context(args, folder)
+    as_a_driver()
+    before = psutil.Process().memory_info().rss
     stages, blocks = Stages(args.samples * args.tokens), Blocks()
     began = now()
     beating = asyncio.create_task(blocks.watch())
-    await generate(ctx, args.samples, ports)
+    await generate(ctx, range(args.samples // GROUP), ports)
     stages.end("generate", began)
     began = now()
     url = await asyncio.to_thread(make_batch, ctx, args.samples)
@@ -268,6 +216,12 @@ async def iteration(args: argparse.Namespace, ports: list[int], folder: Path) ->
             "peak": driver[1] / 2**20,
         },
     }
+
+
+def as_a_driver() -> None:
+    """Hold memory as a run's driver does: it has set the garbage of its start aside by its first train step."""
+    use_few_heaps()
+    collect_garbage()
 
 
 class Blocks:
@@ -304,8 +258,8 @@ def context(args: argparse.Namespace, folder: Path) -> IterationContext:
     return IterationContext(config, 0, Runtime(config), Stream(released=args.samples // GROUP))
 
 
-async def generate(ctx: IterationContext, samples: int, ports: list[int]) -> None:
-    """Ask for all samples and store their rows, a task a sample, begun group by group as the rollout task does."""
+async def generate(ctx: IterationContext, groups: Iterable[int], ports: list[int]) -> None:
+    """Ask for all samples of the groups and store their rows, a task a sample, begun group by group as the rollout task does."""
     clients = [EngineClient(f"http://127.0.0.1:{port}", f"engine-{port}") for port in ports]
 
     async def nothing(version: int) -> None:
@@ -330,7 +284,7 @@ async def generate(ctx: IterationContext, samples: int, ports: list[int]) -> Non
 
     try:
         async with writer.open(), asyncio.TaskGroup() as running:
-            for number in range(samples // GROUP):
+            for number in groups:
                 group = drawn_group(number)
                 for index in range(GROUP):
                     running.create_task(sample(group, index))
@@ -343,7 +297,7 @@ async def generate(ctx: IterationContext, samples: int, ports: list[int]) -> Non
 def make_batch(ctx: IterationContext, samples: int) -> tuple[Store, str]:
     """The batch of all samples in drawing order, as the filter task stores it."""
     groups = [scored_group(number) for number in range(samples // GROUP)]
-    kept = read_kept(ctx.folder, groups, lambda group: list(group.scores))
+    kept = read_kept(ctx.folder, list_parts(ctx.folder, "rollouts"), groups, lambda group: list(group.scores))
     ones, steps = [1.0] * samples, dict.fromkeys((score.sample_id for score in kept.scores), 1)
     assert len(kept.scores) == samples, "every sample is in a part"
     pieces = partial(batch_pieces, kept, SampleCredit(ones, ones), steps)

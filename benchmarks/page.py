@@ -12,7 +12,17 @@ from benchmarks.kept import KeptResults
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
-NOT_BENCHMARKS = {"__init__", "batch_rows", "figures", "kept", "page", "shapes", "stored_iterations"}
+NOT_BENCHMARKS = {
+    "__init__",
+    "answering_engines",
+    "data_plane_shards",
+    "batch_rows",
+    "figures",
+    "kept",
+    "page",
+    "shapes",
+    "stored_iterations",
+}
 
 HEAD = """\
 <!-- Made by `python -m benchmarks.page` from benchmarks/results; edit those files or benchmarks/figures.py. -->

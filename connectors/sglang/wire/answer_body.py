@@ -13,19 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
-import pyarrow.csv as pc
+import pyarrow.compute as pc
 
 # a quoted name before a colon is a key: in a text its quotes would be escaped
 PAIRS = re.compile(rb'"output_token_logprobs"\s*:\s*\[\s*\[')
 IDS = re.compile(rb'"output_ids"\s*:\s*\[')
 LONG = 16384  # bytes of pairs that are read as columns, which costs a tenth of a millisecond however short they are
-# [v,t,null],[v,t,null] as lines of five fields, of which the last two are empty
-AS_LINES = bytes({ord("["): ord("\n"), ord("]"): ord(",")}.get(byte, byte) for byte in range(256))
-FIELDS = pc.ConvertOptions(
-    include_columns=["logprob", "id", "text"],
-    column_types={"logprob": pa.float64(), "id": pa.int32(), "text": pa.null()},
-    null_values=["null"],
-)
+WORD = 8  # bytes that numpy compares, or reads as digits, at once
+COMMA, ZERO = ord(","), np.uint64(0x3030303030303030)
+BETWEEN = np.uint64(int.from_bytes(b",null],[", "little"))  # a pair's token id and the next pair
+LAST = b",null"  # of the last pair
+MOST_BYTES = 2**31 - WORD  # of an answer whose places Arrow's strings can name
+
+Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
+
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ def read_answer(body: bytes) -> Any:
         tokens = NO_TOKENS
     else:
         last, end = _end_of_pairs(body, pairs.end())
-        tokens = _read_pairs(body[pairs.end() : last])
+        tokens = _read_pairs(body, pairs.end(), last)
         answer = orjson.loads(
             _without_ids(body[: pairs.end()].rpartition(b":")[0]) + b":null" + _without_ids(body[end:])
         )
@@ -69,25 +71,58 @@ def _end_of_pairs(body: bytes, start: int) -> tuple[int, int]:
     return last, outer + 1
 
 
-def _read_pairs(text: bytes) -> OutputTokens:
-    """text: of the pairs, without the brackets around them all."""
-    return (_read_columns(text) if len(text) >= LONG else None) or _read_flat(text)
+def _read_pairs(body: bytes, start: int, end: int) -> OutputTokens:
+    """The pairs between these places, without the brackets around them all."""
+    as_columns = _read_columns(body, start, end) if LONG <= end - start and end <= MOST_BYTES else None
+    return as_columns or _read_flat(body[start:end])
 
 
-def _read_columns(text: bytes) -> OutputTokens | None:
-    """The pairs as two columns, without a Python object a token and without the interpreter's lock; None if they have another form."""
-    lines = text.translate(AS_LINES) + b",,"
-    options = pc.ReadOptions(
-        column_names=["logprob", "id", "text", "4", "5"], use_threads=False, block_size=len(lines) + 1
+def _read_columns(body: bytes, start: int, end: int) -> OutputTokens | None:
+    """The pairs as two columns, without a Python object a token and without the interpreter's lock; None if they have another form.
+
+    Of the three commas of a pair the first follows its log-probability and the second its id.
+    """
+    commas = np.flatnonzero(np.frombuffer(body, np.uint8, end - start, start) == COMMA)
+    commas += start
+    after_logprob, after_id = commas[::3], commas[1::3]
+    words: Words = np.ndarray(len(body) - WORD + 1, "<u8", body, strides=(1,))  # at every byte
+    if len(commas) % 3 != 2 or body[after_id[-1] : end] != LAST or (words[after_id[:-1]] != BETWEEN).any():
+        return None
+    ids = _read_digits(words, after_logprob + 1, after_id)
+    logprobs = _read_decimals(body, np.append(start, commas[2::3] + 2), after_logprob)
+    return None if ids is None or logprobs is None else OutputTokens(ids, logprobs)
+
+
+def _read_digits(words: Words, starts: Places, ends: Places) -> npt.NDArray[np.int32] | None:
+    """The numbers of one to eight digits at these places; None if there are others."""
+    digits = ends - starts
+    if digits.min() < 1 or digits.max() > WORD:
+        return None
+    other = (8 * (WORD - digits)).astype(np.uint64)  # bits before the first digit
+    found = words[ends - WORD] ^ ZERO
+    found = found >> other << other
+    if ((found + np.uint64(0x7676767676767676) | found) & np.uint64(0x8080808080808080)).any():
+        return None  # a byte above 9
+    found = found * np.uint64(10) + (found >> np.uint64(8))  # each second byte is a number of two digits
+    low = found & np.uint64(0x000000FF000000FF)
+    high = found >> np.uint64(16) & np.uint64(0x000000FF000000FF)
+    found = low * np.uint64(100 + (1000000 << 32)) + high * np.uint64(1 + (10000 << 32))
+    return (found >> np.uint64(32)).astype(np.int32)
+
+
+def _read_decimals(body: bytes, starts: Places, ends: Places) -> npt.NDArray[np.float64] | None:
+    """The numbers at these places; None if one is none. To Arrow the body is one text after the other, of which each second is null."""
+    places = np.empty(2 * len(starts) + 1, dtype=np.int32)
+    places[:-1:2], places[1::2], places[-1] = starts, ends, ends[-1]
+    valid = b"\x55" * (len(starts) // 4 + 1)
+    texts = pa.StringArray.from_buffers(
+        len(places) - 1, pa.py_buffer(places), pa.py_buffer(body), pa.py_buffer(valid), len(starts)
     )
     try:
-        table = pc.read_csv(pa.BufferReader(lines), read_options=options, convert_options=FIELDS)
+        numbers = pc.cast(texts, pa.float64())
     except pa.ArrowInvalid:
         return None
-    ids, logprobs = table.column("id").combine_chunks(), table.column("logprob").combine_chunks()
-    if ids.null_count:
-        return None
-    return OutputTokens(ids.to_numpy(zero_copy_only=False), logprobs.to_numpy(zero_copy_only=False))
+    return np.frombuffer(numbers.buffers()[1], np.float64, len(texts))[::2].copy()
 
 
 def _read_flat(text: bytes) -> OutputTokens:
