@@ -11,7 +11,8 @@ share GPUs, the modes that run ahead are left out. The modes `apart` (plain) and
 
 Figures are means over the iterations after the second: seconds, samples and trained tokens a second, the mean length that was
 trained and its 99th percentile beside those of the draw, the share of trained tokens by age in weight versions, tokens that
-were cut and not used, and how busy each GPU was. JSON to stdout.
+were cut and not used, and how busy each GPU was. Where sync is among the modes, `planned_iteration_s` is what
+`millrace plan --from sync` says of each. JSON to stdout.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_na
 from benchmarks.gpu.shapes import model_folder as shape_folder
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.flows.tools.plan import plan_from
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -88,6 +91,8 @@ def main() -> None:
         (folder / "prompts.jsonl").write_text(_rows(options))
         for mode in modes:
             report["modes"][mode] = _measured(options, model, folder, mode)
+            if "sync" in report["modes"]:
+                report["modes"][mode]["planned_iteration_s"] = _planned(options, model, folder, mode)
             if options.out:
                 options.out.write_text(json.dumps(report, indent=1) + "\n")
     for base in ("sync", "apart"):
@@ -168,6 +173,17 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
         return laid_over(configuration(model, folder), layout)
     alone = {"model": {"path": str(model)}, "storage": {"root": str(folder / "runs")}}
     return {**alone, **settings, "reward": {"function": "benchmarks.gpu.shapes:coin"}}
+
+
+def _planned(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> float:
+    """Seconds an iteration of the mode, by a replay of what the run `sync` recorded."""
+    config = RunConfig.model_validate(_settings(options, model, folder, mode))
+    listing = plan_from(config, str(folder / "runs"), "sync").listing
+    p, shared = config.pipeline, config.placement.colocate
+    gpus, layout = (options.gpus, "colocated") if shared else (2, "1 + 1")
+    wanted = (gpus, layout, p.ahead, p.staleness, p.select)
+    found = [row[len(wanted)] for row in listing.rows if tuple(row[: len(wanted)]) == wanted]
+    return float(found[0])
 
 
 def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:

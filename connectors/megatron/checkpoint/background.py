@@ -26,7 +26,7 @@ from millrace.core.waits.deadline import Limit, Watch
 from millrace.core.waits.heartbeat import bytes_moved
 
 END_S = 10.0  # for a process that was killed to be gone
-FILES = 2  # of a rank: threads that write at once
+FILES = 4  # of a rank, written at once: while one is hashed, the disk writes another
 MODULE = "millrace.connectors.megatron.checkpoint.write_process"
 
 

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
+import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 
 from millrace.connectors.storage import faults
@@ -121,6 +123,30 @@ def test_folders_are_copied_there_and_back(root: str, tmp_path: Path) -> None:
     assert (there / "small").read_bytes() == b"small"
     with pytest.raises(MissingFileError, match="no such folder"):
         store.download_dir("checkpoints/2", str(there))
+
+
+def test_a_large_file_goes_to_an_object_store_in_parts_of_which_several_are_under_way(
+    s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.truncate(_touched(tmp_path / "files" / "large"), 201 << 20)
+    calls = s3fs.S3FileSystem._call_s3
+    now, most = 0, 0
+
+    async def counted(self: s3fs.S3FileSystem, method: str, *args: object, **given: object) -> object:
+        nonlocal now, most
+        part = method == "upload_part"
+        now, most = now + part, max(most, now + part)
+        try:
+            return await calls(self, method, *args, **given)
+        finally:
+            now -= part
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+    store = Store(f"{s3_bucket}/{uuid.uuid4().hex}")
+    (entry,) = store.upload_dir(str(tmp_path / "files"), "checkpoint")
+    assert (now, most) == (0, 5)
+    assert entry.size == 201 << 20
+    assert store.entries(["checkpoint/large"]) == [entry]
 
 
 def test_a_changed_bit_is_named_with_file_and_difference(root: str) -> None:
@@ -342,3 +368,9 @@ def test_the_home_is_closed_to_others_and_a_secret_in_it_is_made_once(
     assert len(secret) == 64
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "home" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def _touched(path: Path) -> Path:
+    path.parent.mkdir()
+    path.touch()
+    return path
