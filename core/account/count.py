@@ -23,6 +23,7 @@ COLUMNS = {  # that are read of each kind of table
 AT_ONCE = 128  # rows whose tokens are summed at once
 SUPERSEDED = "superseded"  # turns that a rollout which was run again did not take up
 RETURNED: tuple[Fate, str] = ("returned", "")
+NOT_GENERATED: tuple[Fate, str] = ("dropped", "not_generated")  # as of failed samples of kept groups
 Outcome = tuple[Fate, str]
 """What became of a sample, and what dropped it."""
 
@@ -45,9 +46,10 @@ def account_of(
     """
     columns = COLUMNS["rollouts"]
     tables = [rollouts.select(columns)]
-    if cut is not None:  # whole samples are in the parts too
-        tables.append(cut.select(columns).filter(pc.equal(cut.column("status"), "aborted")))
-    counting = _Counting(turns.select(COLUMNS["turns"]), verdicts, _by_sample(carried))
+    before = _by_sample(carried)
+    if cut is not None:
+        tables.append(cut.select(columns).filter(_in_no_part(cut, rollouts, before)))
+    counting = _Counting(turns.select(COLUMNS["turns"]), verdicts, before)
     return counting.done(pa.concat_tables(tables), batch)
 
 
@@ -129,9 +131,10 @@ class _Counting:
             return
         account.carried_samples += 1
         for version, count in self._carried[sample]:
-            if status == "failed":  # its row has no tokens
+            if status == "failed":  # its row has no tokens, and so nothing of them goes on with its group
                 if outcome is not None:
-                    account.tokens[(*outcome, version)] += count
+                    fate = NOT_GENERATED if outcome[0] == "deferred" else outcome
+                    account.tokens[(*fate, version)] += count
             elif not turned:
                 account.generated[version] -= count
 
@@ -215,6 +218,14 @@ class _Pieces:
             for version, count in _split(self._spans[row], length):
                 yield row, version, count, int(self._sums[at + count] - self._sums[at])
                 at += count
+
+
+def _in_no_part(cut: pa.Table, rollouts: pa.Table, before: Mapping[str, Any]) -> pa.ChunkedArray:
+    """Which rows of a cut no rollout part has: of answers under way, and whole ones of before that a kill kept out of the parts."""
+    names = cut.column("sample_id")
+    carried = pc.is_in(names, pa.array(before, pa.string()))
+    stored = pc.is_in(names, rollouts.column("sample_id").combine_chunks())
+    return pc.or_(pc.equal(cut.column("status"), "aborted"), pc.and_not(carried, stored))
 
 
 def _by_sample(carried: pa.Table | None) -> dict[str, list[tuple[int, int]]]:

@@ -79,12 +79,13 @@ class Answers:
             self._writer.put([row])
 
     def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
-        """What is stored of a sample that was not begun again; None where that is nothing."""
-        sample = sample_id(group.group_id, index)
+        """What is stored of a sample that was not begun again; None where that is nothing. One that was deferred before has a row."""
+        sample, joined = sample_id(group.group_id, index), self._joined(group)
         whole = self._whole(group, sample)
         seed = self._ctx.runtime.prompts.sample_seed(group, index)
         made = self._begun(group, sample, seed).made
-        if whole or not len(made.output_ids):
+        carried = joined is not None and sample in joined.begun  # its account wants to know what became of it
+        if whole or not (len(made.output_ids) or carried):
             return whole
         none = Answer(None, None, time.time(), 0.0)
         text_of = self._ctx.runtime.prompts.tokenizer.decode

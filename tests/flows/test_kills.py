@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak.forms import TURNS
 from tests.soak.harness import Site
 from tests.soak.points import ENDS_THE_RUN, REDUCED, Point
 from tests.support.flow_runs import Workplace
 
 AMID_A_ROLLOUT = REDUCED[0]  # of the driver
+AMID_TURNS_AHEAD = Point("driver", TURNS, "in", form="tool_ahead")  # while the iteration before is trained
+POINTS = (*REDUCED, AMID_TURNS_AHEAD)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def site(workplace: Workplace, whole: Path) -> Site:
 
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(p, marks=[] if p == AMID_A_ROLLOUT else [pytest.mark.slow]) for p in REDUCED],
+    [pytest.param(p, marks=[] if p == AMID_A_ROLLOUT else [pytest.mark.slow]) for p in POINTS],
     ids=str,
 )
 def test_a_killed_run_ends_as_an_uninterrupted_one_of_another_name(site: Site, point: Point) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.soak import forms, promises
-from tests.soak.victims import processes
+from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, final_weights, wait_until
+from tests.support.slow_engines import setting, slow_engines
 
 STEPS = 2  # of an iteration
 
@@ -76,26 +73,16 @@ def test_no_token_is_too_old_each_is_accounted_for_and_the_run_is_its_own_replay
         assert list(run.glob("iterations/*/deferred.parquet"))
 
 
-def test_with_one_version_an_iteration_two_runs_are_equal_however_slow_the_engine(
+def test_with_one_version_an_iteration_two_runs_are_equal_however_late_the_engine_answers(
     tailed: Workplace, tmp_path: Path
 ) -> None:
     overrides = [*forms.overrides("ahead"), "run.iterations=4"]
     tailed.train(tmp_path / "one", *overrides)
-    process = tailed.start("train", "run.yaml", f"storage.root={tmp_path / 'other'}", *overrides)
-    numbers = random.Random(2)
-    home = Path(tailed.environment["MILLRACE_HOME"])
-    while process.poll() is None:  # the engine stands still now and then
-        time.sleep(numbers.uniform(0.05, 0.3))
-        for pid in processes("engine", process.pid, home):
-            try:
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(numbers.uniform(0.02, 0.2))
-                os.kill(pid, signal.SIGCONT)
-            except ProcessLookupError:
-                continue
-    out, _ = process.communicate()
-    assert process.returncode == 0, out
+    serving = embedded_engine(tailed.folder / "model", log=tmp_path / "engine.log")
+    with serving as (url, _), slow_engines([url], "late") as slow:
+        tailed.train(tmp_path / "other", *overrides, setting(slow))
     one, other = tmp_path / "one" / "a", tmp_path / "other" / "a"
+    assert slow[0].answered
     assert max(ages(one)) == 1
     assert not promises.different_numbers(one, other)
     assert final_weights(one) == final_weights(other)

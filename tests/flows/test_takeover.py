@@ -1,4 +1,4 @@
-"""A driver that is stopped, replaced and continued; two runs of one name on one machine; a copy of a run beside it."""
+"""A driver that is stopped, replaced and continued, also with several iterations open; two runs of one name; a copy of a run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,36 @@ import os
 import shutil
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.soak import forms, promises
 from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, trained, wait_until
 
+OPEN = (1, 2, 3)  # indices of the iterations that are open while the first of them waits to be trained
 
-def start(place: Workplace, root: Path, hold: str, **environment: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start the run `a`; it waits at a kill point until the file is removed."""
-    held = root / f"held-{hold.replace('/', '-')}"
+
+def start(
+    place: Workplace, root: Path, hold: str, *overrides: str, held: Path | None = None, **environment: str
+) -> tuple[subprocess.Popen[str], Path]:
+    """Start the run `a`; it waits at a kill point until the file `held` is removed."""
+    held = held or root / f"held-{hold.replace('/', '-')}"
     points = {"MILLRACE_KILL_POINT": hold, "MILLRACE_KILL_POINT_FILE": str(held)}
-    process = place.start("train", "run.yaml", f"storage.root={root}", **points, **environment)
+    command = ("train", "run.yaml", f"storage.root={root}", *overrides)
+    process = place.start(*command, **points, **environment)
     wait_until(lambda: held.exists() or process.poll() is not None)
     assert process.poll() is None, process.communicate()[0]
     return process, held
+
+
+def as_if_elsewhere(run: Path) -> None:
+    """The lease's holder was on another host: nobody can know that it is only stopped."""
+    claim = max((run / "lease").glob("*.json"))
+    record = json.loads(claim.read_text())
+    record["process"]["boot"] = "another"
+    claim.write_text(json.dumps(record))
 
 
 @pytest.mark.slow
@@ -30,12 +45,7 @@ def test_a_driver_that_is_stopped_replaced_and_continued_harms_nothing(
 ) -> None:
     stale, held = start(workplace, tmp_path, "1/rollout/in")
     os.kill(stale.pid, signal.SIGSTOP)
-    claim = tmp_path / "a" / "lease" / "000001.json"
-    record = json.loads(claim.read_text())
-    record["process"]["boot"] = (
-        "another"  # as if it were another host's: nobody can know that it is only stopped
-    )
-    claim.write_text(json.dumps(record))
+    as_if_elsewhere(tmp_path / "a")
     successor, held_again = start(workplace, tmp_path, "1/reward/in", MILLRACE_LEASE_S="3")
     held.unlink()
     os.kill(stale.pid, signal.SIGCONT)
@@ -51,6 +61,62 @@ def test_a_driver_that_is_stopped_replaced_and_continued_harms_nothing(
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(tmp_path))
     assert trained(tmp_path / "a") == trained(whole)
     assert final_weights(tmp_path / "a") == final_weights(whole)
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Every file of a run but those of its lease."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.parent.name != "lease"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def generated_ahead(run: Path) -> bool:
+    """Whether the iterations that are open beside the one that is held have all that they can have before it is trained."""
+    filtered = [run / f"iterations/{index:06d}/results/filter.json" for index in OPEN[1:]]
+    return all(path.exists() for path in filtered)
+
+
+@pytest.mark.slow
+def test_a_driver_is_replaced_while_several_iterations_are_open_and_writes_nothing_after_it(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """Both wait before the same train step, and the stale one goes on with it first."""
+    (workplace.folder / forms.TAILED).write_text(forms.tailed_rows())
+    ahead = [*forms.overrides("ahead"), "pipeline.ahead=2", "run.iterations=5"]
+    workplace.train(tmp_path / "whole", *ahead)
+    root, run, point = tmp_path / "taken", tmp_path / "taken" / "a", f"{OPEN[0]}/train_step/before"
+    root.mkdir()
+    with ExitStack() as stack:
+        stale, held = start(workplace, root, point, *ahead)
+        stack.callback(stale.kill)
+        wait_until(lambda: generated_ahead(run))
+        manifests = [run / f"iterations/{index:06d}/manifest.json" for index in (0, *OPEN)]
+        assert [path.exists() for path in manifests] == [True, False, False, False]
+        refused = workplace.train(root, *ahead, expect=2)
+        assert f"driven by process {stale.pid}" in " ".join(refused.split())
+        assert stale.poll() is None
+        os.kill(stale.pid, signal.SIGSTOP)
+        as_if_elsewhere(run)
+        again = root / "held-again"
+        successor, _ = start(workplace, root, point, *ahead, held=again, MILLRACE_LEASE_S="3")
+        stack.callback(successor.kill)
+        os.kill(successor.pid, signal.SIGSTOP)  # now only the stale one could write
+        before = contents(run)
+        held.unlink()
+        os.kill(stale.pid, signal.SIGCONT)
+        out, _ = stale.communicate(timeout=PATIENCE_S)
+        assert stale.returncode == 2, out
+        assert f"taken over by process {successor.pid} on " in out
+        assert contents(run) == before
+        again.unlink()
+        os.kill(successor.pid, signal.SIGCONT)
+        out, _ = successor.communicate(timeout=PATIENCE_S)
+        assert successor.returncode == 0, out
+    assert "no sign of life of process" in out
+    assert "rebuilding" not in out  # the stale driver has ended none of its actors
+    assert "starting it again" not in out
+    assert not promises.faulted_by_commands(workplace, run)
+    assert not promises.different_numbers(tmp_path / "whole" / "a", run)
+    assert final_weights(run) == final_weights(tmp_path / "whole" / "a")
 
 
 @pytest.mark.slow

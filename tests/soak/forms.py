@@ -203,6 +203,18 @@ FORMS = {
         all_die_in="eager_passes",
         at_work=_passed_early,
     ),
+    "tool_ahead": Form(
+        settings={
+            **_several_turns(rollouts.SESSIONS["tool"]).settings,
+            "pipeline.ahead": 1,
+            "pipeline.on_update": "resend",
+            "algorithm.correction.kind": "truncate",
+        },
+        driver_dies=((TURNS, "in"), ("train_step", "in"), ("sync_weights", "before")),
+        all_die_in="rollout",
+        at_work=lambda run: bool(_rows(run, "turns/part-*")) and _oldest(run) > 0,
+        repeats=False,
+    ),
     "flushed": Form(
         settings={**TAILED_ANSWERS, "rollout.flush_tokens": FLUSH},
         driver_dies=((TURNS, "in"), ("rollout", "after")),

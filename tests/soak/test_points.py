@@ -46,11 +46,12 @@ def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None
 
 
 def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
-    pipeline = {"ahead", "evaluation_ahead", "sent_again", "retracted", "deferred", "deferred_ahead"}
+    pipeline = {"ahead", "evaluation_ahead", "sent_again", "retracted", "tool_ahead", "deferred"}
     assert set(FORMS) == {
         *SESSIONS,
         *pipeline,
         "eager",
+        "deferred_ahead",
         "flushed",
         "levels",
         "reuse",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,13 +16,16 @@ from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.config.rollout import Sampling
+from millrace.core.contracts import schema
+from millrace.core.contracts.sample import JudgedSample
 from millrace.core.contracts.turns import TurnRow
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.samples.answers import Answers
 from millrace.tasks.samples.generation import SampleGenerator
+from millrace.tasks.stream import Joined
 from tests.support.scripted_engines import ScriptedEngines
-from tests.support.stored_samples import drawn_group
+from tests.support.stored_samples import drawn_group, sample_of
 from tests.tasks.test_rollout_writer import context
 
 GROUP = drawn_group(0, iteration=0, source="default")
@@ -119,3 +123,34 @@ async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path) -> None:
         turns.select(COLUMNS["turns"]),
     )
     assert whole.tokens_of("in flight") == LENGTH, "a segment's tokens count once"
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_sample_that_was_deferred_before_has_a_row_also_where_a_kill_kept_it_from_going_on(
+    tmp_path: Path, length: int
+) -> None:
+    """One without a token had none, and the account of the iteration did not close: the run ended there at each start."""
+    ctx = context(tmp_path)
+    group = replace(GROUP, deferrals=1)
+    before = sample_of(group, 0, "", length=length, status="aborted")
+    assert ctx.stream is not None
+    ctx.stream.joined = Joined([group], begun={before.sample_id: before})
+    prompts = SimpleNamespace(
+        sample_seed=lambda group, index: before.seed,
+        tokenizer=SimpleNamespace(decode=lambda ids: before.response),
+    )
+    ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
+    generator = sample_generator(ctx)
+    answers = Answers(ctx, generator, *[row_writer(ctx, kind, generator) for kind in ("rollouts", "turns")])
+    left = answers.left(group, 0)
+    assert left is not None
+    assert (left.status, list(left.tokens)) == ("aborted", before.tokens)
+    assert answers.left(group, 1) is None, "it was never begun"
+    rows = [schema.to_table([row], "rollouts") for row in (left, before)]
+    nothing = [schema.to_table([], kind) for kind in ("rollouts", "turns", "batch")]
+    of = {"sample_id": before.sample_id, "group_id": group.group_id, "prompt_id": group.prompt_id}
+    verdict = JudgedSample(**of, verdict="deferred", reason=None, train_step=None)
+    judged = schema.to_table([verdict], "verdicts")
+    account = account_of(*nothing[:2], judged, nothing[2], cut=rows[0], carried=rows[1])
+    assert account.problems() == []
+    assert account.tokens_of("deferred") == length
