@@ -50,6 +50,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         figure = f"{source['start_s']:.1f} s, {source['driver_mb']:.0f} MiB"
         yield Row(what, (figure,), target, "python -m benchmarks.large_source")
     yield from _data_plane_rows(kept.get("cpu", "data_plane"))
+    yield from _shard_rows(kept.get("cpu", "data_plane_shards"))
     check = kept.get("cpu", "check_command")
     seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
     yield Row("`millrace check`, start to answer", (seconds,), "< 3 s", "python -m benchmarks.check_command")
@@ -112,6 +113,14 @@ def _data_plane_rows(result: Any) -> Iterator[Row]:
     yield Row(
         f"longest block of the event loop meanwhile, on busy cores, {size}", (blocked,), "< 50 ms", command
     )
+
+
+def _shard_rows(result: Any) -> Iterator[Row]:
+    """None where it was not measured: it needs a host with a core for every shard and engine."""
+    for case in result["shards"] if result else ():
+        what = f"requests, answers and rollout parts in {case['shards']} shards, {result['cores']} cores, by the clock"
+        rate = f"{case['tokens_per_s'] / 1e6:.1f} million tokens a second, {case['speedup']:.1f} times one shard's"
+        yield Row(what, (rate,), "linear", result["command"])
 
 
 def gpu_rows(kept: KeptResults) -> Iterator[Row]:

@@ -29,7 +29,6 @@ Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
 
-
 @dataclass(frozen=True, eq=False)
 class OutputTokens:
     """N tokens that an engine generated, and their log-probabilities; NaN where the engine gave none."""
@@ -73,12 +72,12 @@ def _end_of_pairs(body: bytes, start: int) -> tuple[int, int]:
 
 def _read_pairs(body: bytes, start: int, end: int) -> OutputTokens:
     """The pairs between these places, without the brackets around them all."""
-    as_columns = _read_columns(body, start, end) if LONG <= end - start and end <= MOST_BYTES else None
+    as_columns = _read_columns(body, start, end) if end - start >= LONG and end <= MOST_BYTES else None
     return as_columns or _read_flat(body[start:end])
 
 
 def _read_columns(body: bytes, start: int, end: int) -> OutputTokens | None:
-    """The pairs as two columns, without a Python object a token and without the interpreter's lock; None if they have another form.
+    """The pairs as two columns, without a Python object a token; None if they have another form.
 
     Of the three commas of a pair the first follows its log-probability and the second its id.
     """

@@ -156,6 +156,28 @@ def test_a_log_probability_that_is_null_is_seen_as_no_number(
     assert np.isnan(found["meta_info"]["output_token_logprobs"].logprobs).tolist() == [False, True]
 
 
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "[-1,7a,null]",
+        "[-1,,null]",
+        "[-1,7,nulL]",
+        "[-1x,7,null]",
+        "[-1,7,null,8]",
+        "[-1,7.5,null]",
+        '[-1,7,"]"]',
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_pair_of_another_form_among_good_ones_is_not_taken_for_one(pair: str, place: int) -> None:
+    """Both readers tell the same pairs apart: neither trusts the number of commas alone."""
+    pairs = ["[-0.5,3,null]", "[-0.25,4,null]"]
+    pairs.insert(place, pair)
+    text = ",".join(pairs)
+    body = b'{"meta_info":' + text.encode()
+    assert answer_body._read_columns(body, len(body) - len(text) + 1, len(body) - 1) is None
+
+
 def test_long_answers_are_read_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_body, "_read_flat", None)  # which makes an object of each number
     tokens = [(-at / 7, at) for at in range(answer_body.LONG // 8)]
