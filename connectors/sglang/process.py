@@ -42,7 +42,8 @@ from millrace.core.waits.heartbeat import beat
 PR_SET_PDEATHSIG = 1
 PORT_TAKEN = "address already in use"  # what the end of a server's log says then
 PORT_TRIES = 3
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node's own server is behind no proxy
+# a node's own server is behind no proxy
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Launch = tuple[
     Sequence[str], Callable[[], int | None], Mapping[str, str] | None
