@@ -1,4 +1,4 @@
-"""An S3 API server for whoever needs one."""
+"""An S3 API server for whoever needs one, and how long a test may take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+WHOLE_RUNS_S = 3600  # slow tests wait with patience of their own, which lasts longer on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow test is not ended by the time that is enough for others."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(WHOLE_RUNS_S))
 
 
 @pytest.fixture(scope="session")

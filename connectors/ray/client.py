@@ -49,16 +49,23 @@ def _disconnect() -> None:
 
 @contextlib.contextmanager
 def joining(address: str) -> Iterator[None]:
-    """Within, this process joins a cluster. Raises ActorLostError with a remedy where no client server answers."""
+    """Within, this process joins a cluster. Raises ActorLostError with a remedy where no client server answers, or it cannot begin."""
     try:
         yield
     except BROKEN as error:
         if not is_clients(address):
             raise
         _disconnect()  # else Ray takes this process for a client also where it joins as a node
+        where = f"placement.ray_address = {address}"
+        if isinstance(error, ConnectionAbortedError):  # it answered, with what it raised
+            raise ActorLostError(
+                f"Ray's client server cannot begin a connection: {str(error).strip().splitlines()[-1]}",
+                where=where,
+                remedy="correct what its logs on the head name (ray_client_server*), and start the same command again",
+            ) from None
         raise ActorLostError(
             f"Ray's client server cannot be joined: {first_line(error)}",
-            where=f"placement.ray_address = {address}",
+            where=where,
             remedy="start it with `ray start --head --ray-client-server-port=PORT`, and start the same command again",
         ) from None
 

@@ -26,6 +26,7 @@ ROUTER_MISSING = (
 )
 ENGINE_KEY = "MILLRACE_ENGINE_KEY"  # as the embedded engine reads it
 FOREVER_S = 10 * 365 * 24 * 3600  # deadlines look at progress, not at the clock
+HTTP_PROXIES = ("HTTP_PROXY", "ALL_PROXY")  # in capitals or not
 COLOCATED_MEMORY = 0.5  # share of the GPU for weights and KV cache beside a trainer
 
 
@@ -149,6 +150,18 @@ def sglang_environment(given: Mapping[str, str], address: str, progress_timeout_
     libraries = [*_cuda_runtime(), *filter(None, given.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
     if libraries:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+    return environment
+
+
+def without_http_proxy(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server: it asks the others of its run over plain HTTP, at addresses that no proxy can reach.
+
+    What it fetches from elsewhere comes over HTTPS, whose proxy stays.
+    """
+    environment = {name: value for name, value in given.items() if name.upper() not in HTTP_PROXIES}
+    for name in ("ALL_PROXY", "all_proxy"):
+        if name in given:
+            environment.setdefault("HTTPS_PROXY" if name.isupper() else "https_proxy", given[name])
     return environment
 
 

@@ -26,6 +26,7 @@ from millrace.connectors.sglang.launch import (
     router_command,
     sglang_command,
     sglang_environment,
+    without_http_proxy,
     write_sglang_keys,
 )
 from millrace.connectors.sglang.router_process import KEY as ROUTER_KEY
@@ -41,6 +42,8 @@ from millrace.core.waits.heartbeat import beat
 PR_SET_PDEATHSIG = 1
 PORT_TAKEN = "address already in use"  # what the end of a server's log says then
 PORT_TRIES = 3
+# a node's own server is behind no proxy
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Launch = tuple[
     Sequence[str], Callable[[], int | None], Mapping[str, str] | None
@@ -106,7 +109,7 @@ class _ServerHolder:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env=without_http_proxy(os.environ if environment is None else environment),
                 preexec_fn=_die_with_parent,
             )
         deadline = time.monotonic() + self.config.engines.start_timeout_s
@@ -236,7 +239,7 @@ def _die_with_parent() -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with DIRECT.open(url, timeout=2) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return False

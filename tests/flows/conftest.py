@@ -56,7 +56,7 @@ def deployed(workplace: Workplace) -> Iterator[Deployed]:
     here.prefect("deploy", "--all")
     here.start_worker(workplace.folder / "worker.log")
     yield here
-    here.kill_worker()
+    here.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,6 @@ def own_deployments(workplace: Workplace, project: Path) -> Iterator[Deployed]:
     here.millrace("deploy", "run.yaml")
     here.start_worker(workplace.folder / "worker.log")
     yield here
-    here.kill_worker()
+    here.close()
     for automation in here.ask("/automations/filter", {}):
         here.ask(f"/automations/{automation['id']}", method="DELETE")

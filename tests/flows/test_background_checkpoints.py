@@ -16,7 +16,7 @@ import pytest
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, trained, wait_until
+from tests.support.flow_runs import Workplace, final_weights, output_of, trained, wait_until
 
 ON = ["checkpoint.background=true", "checkpoint.every=1", "checkpoint.keep_last=3"]
 
@@ -72,7 +72,7 @@ def test_a_driver_that_is_killed_amid_a_write_goes_on_with_it(
 ) -> None:
     process = held_at(workplace, tmp_path, point, tmp_path / "reached")
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=PATIENCE_S)
+    output_of(process)
     workplace.train(tmp_path, *ON)
     assert_the_same_run(workplace, tmp_path, whole)
 
@@ -94,7 +94,7 @@ def test_what_dies_amid_a_write_costs_that_checkpoint_alone(
     assert killed is not None
     killed.kill()
     reached.unlink()
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out = output_of(process)
     assert process.returncode == 0, out
     assert_the_same_run(workplace, tmp_path, whole)
     last = records(str(tmp_path))[2]

@@ -128,7 +128,7 @@ def test_a_run_from_the_form_goes_on_after_pause_and_retry_as_if_nothing_had_hap
         wait_until(lambda: len(list((run / "iterations").glob("*/manifest.json"))) > complete)
 
         flow_process(server).kill()
-        wait_until(lambda: server.state(started["id"]) == "CRASHED")
+        server.wait_until(lambda: server.state(started["id"]) == "CRASHED")
         page.reload()
         choose(page, "Retry", confirmed_by="Retry")
         assert server.wait(started["id"]) == "COMPLETED"

@@ -27,7 +27,7 @@ def runs_of(server: Deployed, name: str) -> list[dict[str, Any]]:
     deployment = server.ask(f"/deployments/name/{name}")["id"]
     query = {"deployments": {"id": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
     found: list[dict[str, Any]] = server.ask("/flow_runs/filter", query)
-    return [run for run in found if run["state_name"] != "Scheduled"]
+    return [run for run in found if run["state_type"] != "SCHEDULED"]  # late ones too
 
 
 def end(server: Deployed, flow_run: str) -> None:
@@ -60,18 +60,22 @@ def test_a_schedule_fires_and_a_second_run_of_the_name_is_refused_while_the_firs
     parameters = {"path": "run.yaml", "overrides": [f"storage.root={tmp_path}", *MANY]}
     schedule = {"schedule": {"interval": 15}, "parameters": parameters}
     (made,) = server.ask(f"/deployments/{deployment}/schedules", [{**schedule, "active": True}])
-    wait_until(lambda: (tmp_path / "a/iterations/000000/manifest.json").exists())
-    wait_until(lambda: len([run for run in runs_of(server, "train/a") if run["state_name"] == "Refused"]) > 0)
+    server.wait_until(lambda: len(runs_of(server, "train/a")) > 1)
+    # now: where a process takes longer to start than the schedule to fire, ever more of them hold each other up
     server.ask(f"/deployments/{deployment}/schedules/{made['id']}", method="DELETE")
-    first, *others = runs_of(server, "train/a")
-    assert first["state_name"] == "Running"
+    wait_until(lambda: (tmp_path / "a/iterations/000000/manifest.json").exists())
+
+    def by_state(name: str) -> list[dict[str, Any]]:
+        return [run for run in runs_of(server, "train/a") if run["state_name"] == name]
+
+    server.wait_until(lambda: len(by_state("Running")) == 1 and len(by_state("Refused")) > 0)
+    (first,), refused = by_state("Running"), by_state("Refused")[0]
     assert first["auto_scheduled"]
-    refused = next(run for run in others if run["state_name"] == "Refused")
     assert refused["state_type"] == "CANCELLED"
     assert "driven by process" in refused["state"]["message"]
 
     other = server.start_deployment("train/file", parameters)  # another deployment, the same run
-    wait_until(lambda: server.ask(f"/flow_runs/{other}")["state_name"] == "Refused")
+    server.wait_until(lambda: server.ask(f"/flow_runs/{other}")["state_name"] == "Refused")
     apart = server.start_deployment(
         "train/a", {**parameters, "overrides": [*parameters["overrides"], "run.name=b"]}
     )
@@ -96,7 +100,7 @@ def test_a_recipe_is_run_by_a_command_with_overrides(server: Deployed, tmp_path:
     ]
     given += ["trainer.global_batch=32", "rollout.samples_per_prompt=4"]
     server.prefect("deployment", "run", "train/quickstart", "-p", f"overrides={json.dumps(given)}")
-    wait_until(lambda: len(runs_of(server, "train/quickstart")) == 1)
+    server.wait_until(lambda: len(runs_of(server, "train/quickstart")) == 1)
     (run,) = runs_of(server, "train/quickstart")
     assert server.wait(run["id"]) == "COMPLETED"
     now = server.ask(f"/flow_runs/{run['id']}")
@@ -116,8 +120,8 @@ def test_a_killed_run_resumes_by_itself_and_one_that_was_stopped_does_not(
     )
     wait_until(lambda: (run / "iterations/000000/manifest.json").exists())
     flow_process(server).kill()
-    wait_until(lambda: server.state(started) == "CRASHED")
-    wait_until(lambda: server.state(started) != "CRASHED", RESUMED_S)
+    server.wait_until(lambda: server.state(started) == "CRASHED")
+    server.wait_until(lambda: server.state(started) != "CRASHED", RESUMED_S)
     assert server.wait(started) == "COMPLETED"
     assert trained(run) == trained(whole)
     assert final_weights(run) == final_weights(whole)
@@ -144,7 +148,7 @@ def test_a_run_that_failed_by_the_loss_of_its_trainer_resumes_by_itself_and_a_mi
     while server.state(started) == "RUNNING":  # more often than its task is tried
         kill("trainer", driver, home)
     assert server.wait(started) == "FAILED"
-    wait_until(lambda: server.state(started) not in ("FAILED", "SCHEDULED"), RESUMED_S)
+    server.wait_until(lambda: server.state(started) not in ("FAILED", "SCHEDULED"), RESUMED_S)
     assert server.wait(started) == "COMPLETED"
     assert trained(tmp_path / "a") == trained(whole)
     assert server.state(wrong) == "FAILED"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, make_workplace
+from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, make_workplace, output_of
 from tests.support.scanner import processes_of
 
 HELPERS = ("millrace.connectors.prefect.app", "gcs_server", "raylet/raylet")
@@ -26,7 +26,7 @@ def test_two_first_starts_at_once_complete_with_the_same_helpers(
     ]
     try:
         for start in both:
-            out, _ = start.communicate(timeout=2 * PATIENCE_S)
+            out = output_of(start, 2 * PATIENCE_S)
             assert start.returncode == 0, out
             assert "1 iterations complete, 1 of them now" in out
         assert helpers_of(place) == dict.fromkeys(HELPERS, 1)

@@ -19,7 +19,7 @@ from millrace.connectors.storage.store import Store
 from tests.soak import victims
 from tests.soak.harness import ENDS_WITHIN_S
 from tests.soak.promises import broken_by_ctrl_c
-from tests.support.flow_runs import PATIENCE_S, Workplace, wait_until
+from tests.support.flow_runs import Workplace, output_of, wait_until
 
 SHORT = ("run.iterations=1", "evaluation.every=9", "checkpoint.export_last=false")
 SAVE_S = 300.0  # how long storage takes for one shard
@@ -69,7 +69,7 @@ def interrupt(process: subprocess.Popen[str], times: int = 1) -> tuple[float, st
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.3)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out = output_of(process)
     return time.perf_counter() - started, out
 
 

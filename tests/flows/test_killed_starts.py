@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.flow_runs import PATIENCE_S, make_workplace, wait_until
+from tests.support.flow_runs import make_workplace, output_of, wait_until
 
 
 def record_of(home: Path, name: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_helpers_that_are_killed_during_a_start_are_started_again(tmp_path: Path
         kill_when(process, another_server_that_answers)
         kill_when(process, parts_of_a_head_that_starts)
         kill_when(process, whole_head)
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out = output_of(process)
         assert process.returncode == 0, out
         assert "1 iterations complete, 1 of them now" in out
         for said in ("was killed while it started", "Prefect server died", "Ray did not start"):

@@ -65,9 +65,9 @@ def test_only_a_run_whose_host_is_gone_is_taken_for_lost_and_it_resumes(
     server.kill_worker()  # first, so that nobody sees the process end
     process.kill()
     killed = time.monotonic()
-    wait_until(lambda: "Crashed" in states(server, started), WITHIN_S + LOOKS_S)
+    server.wait_until(lambda: "Crashed" in states(server, started), WITHIN_S + LOOKS_S)
     assert time.monotonic() - killed > WITHIN_S - 35
-    wait_until(lambda: server.state(started) == "SCHEDULED", 20 + LOOKS_S)
+    server.wait_until(lambda: server.state(started) == "SCHEDULED", 20 + LOOKS_S)
     held.unlink()
     server.start_worker(workplace.folder / "second-worker.log")
     wait_until(held.exists)

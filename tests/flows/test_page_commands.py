@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.deployed import Deployed
 from tests.support.doc_commands import blocks
-from tests.support.flow_runs import PATIENCE_S, Workplace, configuration
+from tests.support.flow_runs import Workplace, configuration, output_of
 
 pytestmark = pytest.mark.slow
 
@@ -29,18 +29,17 @@ class Shell:
 
     def types(self, line: str) -> list[str]:
         script = "\n".join(["set -e", *self.before, line])
-        done = subprocess.run(
+        process = subprocess.Popen(
             ["bash", "-c", script],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=PATIENCE_S,
-            check=False,
         )
-        assert done.returncode == 0, done.stdout
-        return done.stdout.splitlines()
+        out = output_of(process)
+        assert process.returncode == 0, out
+        return out.splitlines()
 
 
 @pytest.fixture

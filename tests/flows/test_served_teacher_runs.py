@@ -15,7 +15,7 @@ import pytest
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from tests.soak.promises import finished
 from tests.support.engine_process import CLOSE, embedded_engine, reference_logprobs
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, trained, wait_until
+from tests.support.flow_runs import Workplace, final_weights, output_of, trained, wait_until
 from tests.support.metric_names import unexplained
 
 SHORT = ["run.iterations=2", "checkpoint.every=2", "evaluation.sets=[]"]
@@ -114,7 +114,7 @@ def test_a_teacher_that_is_gone_fails_samples_with_its_reason_and_is_asked_about
         server.kill()
         server.wait()
         reached.unlink()
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out = output_of(process)
     assert process.returncode == 2, out
     text = " ".join(out.split())
     assert "could not be scored, more than reward.max_failed_share" in text

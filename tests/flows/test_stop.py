@@ -16,7 +16,7 @@ import pytest
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.core.errors import LeaseHeldError
 from millrace.flows.tools import stop
-from tests.support.flow_runs import PATIENCE_S, Workplace, wait_until
+from tests.support.flow_runs import PATIENCE_S, Workplace, output_of, wait_until
 
 CONSTANT = "def score(sample):\n    return 0.5\n"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
@@ -36,7 +36,7 @@ def test_stop_ends_a_living_driver_with_its_actors_and_the_same_command_goes_on(
     began = time.monotonic()
     said = workplace.call("stop", "a", "--root", str(tmp_path), COLUMNS="400")
     assert re.search(rf"process {driver.pid} on \S+, which drove a, ended; \d actors of a ended", said)
-    out, _ = driver.communicate(timeout=PATIENCE_S)
+    out = output_of(driver)
     assert driver.returncode == 128 + signal.SIGTERM
     lines = out.splitlines()
     assert lines[-1].endswith(f", and the same command goes on: millrace {shlex.join(command)}") or (

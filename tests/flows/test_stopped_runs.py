@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, trained, wait_until
+from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, output_of, trained, wait_until
 
 pytestmark = pytest.mark.slow
 if sys.platform != "linux":
@@ -48,7 +48,7 @@ def test_a_rank_that_is_stopped_is_replaced_and_the_run_ends_as_an_undisturbed_o
     assert len(ranks) == 2, ranks
     ranks[1].send_signal(signal.SIGSTOP)
     reached.unlink()
-    out, _ = process.communicate(timeout=2 * PATIENCE_S)
+    out = output_of(process, 2 * PATIENCE_S)
     assert process.returncode == 0, out
     # as its next call finds it, or as the limit of the call does where it had begun
     assert "does not answer for 20 s" in out or "nothing moved for 45 s (run.progress_timeout_s)" in out, out
@@ -74,7 +74,7 @@ def test_a_run_that_stands_still_again_ends_with_a_recorded_verdict_and_the_next
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGSTOP)
         time.sleep(0.2)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out = output_of(process)
     assert process.returncode == 2, out
     assert "ActorStalledError" in out
     record = json.loads((tmp_path / "a" / "run.json").read_text())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak import forms, promises
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, trained, wait_until
+from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, output_of, trained, wait_until
 
 OPEN = (1, 2, 3)  # indices of the iterations that are open while the first of them waits to be trained
 
@@ -49,11 +49,11 @@ def test_a_driver_that_is_stopped_replaced_and_continued_harms_nothing(
     successor, held_again = start(workplace, tmp_path, "1/reward/in", MILLRACE_LEASE_S="3")
     held.unlink()
     os.kill(stale.pid, signal.SIGCONT)
-    out, _ = stale.communicate(timeout=PATIENCE_S)
+    out = output_of(stale)
     assert stale.returncode == 2, out
     assert f"taken over by process {successor.pid} on " in out
     held_again.unlink()
-    out, _ = successor.communicate(timeout=PATIENCE_S)
+    out = output_of(successor)
     assert successor.returncode == 0, out
     assert "no sign of life of process" in out
     assert "rebuilding" not in out  # the stale driver has ended none of its actors
@@ -125,7 +125,7 @@ def test_two_runs_of_one_name_run_side_by_side(workplace: Workplace, whole: Path
     roots = [tmp_path / "one", tmp_path / "two"]
     processes = [workplace.start("train", "run.yaml", f"storage.root={root}") for root in roots]
     for process in processes:
-        out, _ = process.communicate(timeout=2 * PATIENCE_S)
+        out = output_of(process, 2 * PATIENCE_S)
         assert process.returncode == 0, out
     for root in roots:
         assert trained(root / "a") == trained(whole)
@@ -148,7 +148,7 @@ def test_a_copy_of_a_run_goes_on_beside_its_original(
     out = workplace.train(roots[1], MILLRACE_LEASE_S="3")
     assert "no sign of life of process" in out
     held.unlink()
-    out, _ = original.communicate(timeout=PATIENCE_S)
+    out = output_of(original)
     assert original.returncode == 0, out
     assert "rebuilding" not in out
     client = MlflowClient(f"sqlite:///{workplace.folder / 'home' / 'mlflow.db'}")

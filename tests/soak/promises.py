@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests.soak.rollouts import made_again, noted, recorded_calls, recorded_turns
-from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights
+from tests.support.flow_runs import Workplace, final_weights, output_of
 
 # columns of batch.parquet that tell a sample's name, place and time; all others are numbers of the run
 NAMES = {"sample_id", "group_id", "engine_id", "timings"}
@@ -61,7 +61,7 @@ def replayed(place: Workplace, run: Path) -> list[str]:
     """What is wrong with a replay of the whole run from what it stored: its steps must be made again bit for bit."""
     iterations = str(len(list(run.glob("iterations/*/manifest.json"))))
     process = place.start("replay", run.name, "--from", "0", "--to", iterations, "--root", str(run.parent))
-    said, _ = process.communicate(timeout=PATIENCE_S)
+    said = output_of(process)
     return [f"millrace replay ended with {process.returncode} and says: {said}"] if process.returncode else []
 
 
@@ -75,7 +75,7 @@ def faulted_by_commands(place: Workplace, run: Path) -> list[str]:
     problems = []
     for command in ("verify", "ledger"):
         process = place.start(command, run.name, "--root", str(run.parent))
-        said, _ = process.communicate(timeout=PATIENCE_S)
+        said = output_of(process)
         if process.returncode:
             problems.append(f"millrace {command} ended with {process.returncode} and says: {said}")
     return problems

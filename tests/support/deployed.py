@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import psutil
 
-from tests.support.flow_runs import basic, wait_until
+from tests.support.flow_runs import PATIENCE_S, basic, output_of, wait_until
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
@@ -44,18 +45,17 @@ class Deployed:
         return self._call(*self._millrace, *arguments)
 
     def _call(self, *words: str) -> str:
-        done = subprocess.run(
+        process = subprocess.Popen(
             words,
             cwd=self.folder,
             env=self.environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=600,
-            check=False,
         )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        out = output_of(process)
+        assert process.returncode == 0, out
+        return out
 
     def start_worker(self, log: Path) -> None:
         """Start a worker that prints to a file."""
@@ -68,6 +68,15 @@ class Deployed:
             start_new_session=True,
         )
         self.worker = psutil.Process(process.pid)
+
+    def close(self) -> None:
+        """End the worker, and what it runs."""
+        assert self.worker is not None
+        flows = self.worker.children()
+        self.kill_worker()
+        for process in flows:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def kill_worker(self) -> None:
         """End the worker; asked politely it may wait for its last run's process for minutes."""
@@ -100,8 +109,12 @@ class Deployed:
 
     def wait(self, flow_run: str) -> str:
         """The state in which a flow run ended."""
-        wait_until(lambda: self.state(flow_run) in ENDED)
+        self.wait_until(lambda: self.state(flow_run) in ENDED)
         return self.state(flow_run)
+
+    def wait_until(self, holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+        """Poll until something holds that the server is asked for: not as often as it can answer."""
+        wait_until(holds, patience_s, pause_s=0.3)
 
 
 def flow_process(server: Deployed) -> psutil.Process:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-PATIENCE_S = float(os.environ.get("MILLRACE_TEST_PATIENCE_S", "240"))  # more on a machine that is busy
+PATIENCE_S = float(os.environ.get("MILLRACE_TEST_PATIENCE_S", "240"))  # of a machine that is not busy
 MALFORMED = [  # lines among the training prompts, and what is wrong with them
     ('{"prompt": "1+1=", "label"', "not JSON"),
     ('{"question": "1+1="}', "missing key"),
@@ -68,7 +68,7 @@ class Workplace:
     def call(self, *arguments: str, expect: int = 0, **environment: str) -> str:
         """Run a millrace command to its end and return what it printed."""
         process = self.start(*arguments, **environment)
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out = output_of(process)
         assert process.returncode == expect, f"{process.returncode}: {out}"
         return out
 
@@ -84,7 +84,7 @@ class Workplace:
         wait_until(lambda: when() or process.poll() is not None)
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out = output_of(process)
         assert process.returncode == -signal.SIGKILL, f"ended before it could be killed:\n{out}"
         return out
 
@@ -105,12 +105,39 @@ def make_workplace(folder: Path) -> Workplace:
     return place
 
 
-def wait_until(holds: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    """Poll until it holds; fails when patience runs out."""
-    deadline = time.monotonic() + patience_s
+class Patience:
+    """Runs out after some seconds of a machine that is not busy: where several processes wait for each core, one lasts as long as they do."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s = seconds
+        self._looked = time.monotonic()
+
+    @property
+    def left(self) -> bool:
+        """Whether there is some; to be asked every few seconds."""
+        now = time.monotonic()
+        self._left_s -= (now - self._looked) / max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        self._looked = now
+        return self._left_s > 0
+
+
+def wait_until(holds: Callable[[], bool], patience_s: float = PATIENCE_S, *, pause_s: float = 0.002) -> None:
+    """Poll until it holds; fails when patience runs out. pause_s: between two looks."""
+    patience = Patience(patience_s)
     while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        assert patience.left, "waited in vain"
+        time.sleep(pause_s)
+
+
+def output_of(process: subprocess.Popen[str], patience_s: float = PATIENCE_S) -> str:
+    """What a process printed, once it has ended. Raises TimeoutExpired when patience runs out."""
+    patience = Patience(patience_s)
+    while True:
+        try:
+            return process.communicate(timeout=1)[0] or ""
+        except subprocess.TimeoutExpired:
+            if not patience.left:
+                raise
 
 
 def configuration() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from millrace.connectors.sglang.launch import (
     COLOCATED_MEMORY,
     sglang_command,
     sglang_environment,
+    without_http_proxy,
     write_sglang_keys,
 )
 from tests.support.local_handle import fleet_config
@@ -70,6 +71,14 @@ def test_engines_meet_where_their_servers_listen() -> None:
     assert (
         sglang_environment({"UCX_NET_DEVICES": "mlx5_0:1"}, "127.0.0.1", 60)["UCX_NET_DEVICES"] == "mlx5_0:1"
     )
+
+
+def test_servers_of_a_run_ask_each_other_past_proxies() -> None:
+    """SGLang's start asks itself, and a decoding engine asks one that prefills on another node."""
+    given = {"PATH": "p", "HTTP_PROXY": "a", "http_proxy": "a", "HTTPS_PROXY": "b", "NO_PROXY": "c"}
+    assert without_http_proxy(given) == {"PATH": "p", "HTTPS_PROXY": "b", "NO_PROXY": "c"}
+    assert without_http_proxy({"ALL_PROXY": "a"}) == {"HTTPS_PROXY": "a"}
+    assert without_http_proxy({"all_proxy": "a", "https_proxy": "b"}) == {"https_proxy": "b"}
 
 
 def test_sglang_gives_no_request_up_that_only_waits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millrace.connectors.sglang.process import PORT_TRIES, EngineServer
@@ -30,6 +31,25 @@ def test_a_started_server_leaves_its_log_alone_in_the_runs_folder(
         assert server.state()["alive"]
         assert list(run.glob("**/*.*")) == [server.log]
         assert list(temporary.iterdir()) == []
+    finally:
+        server.stop()
+
+
+def test_a_server_is_reached_where_a_proxy_is_set_that_does_not_reach_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was asked through the proxy, and taken for silent until engines.start_timeout_s."""
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.delenv(name.replace("HTTP", "NO").replace("http", "no"), raising=False)
+    config = fleet_config(tiny_model).model_dump(mode="json")
+    config["storage"]["root"] = str(tmp_path)
+    config["engines"]["start_timeout_s"] = 60
+    server = EngineServer(config, 0, COUNT)
+    server.start(str(tiny_model))
+    try:
+        assert server.state()["alive"]
+        assert not {"HTTP_PROXY", "http_proxy"} & set(psutil.Process(server.state()["pid"]).environ())
     finally:
         server.stop()
 
