@@ -68,15 +68,6 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
-        "rollout.session": "the turns of a rollout are written by the driver"
-        if config.rollout.session
-        else "",
-        "rollout.flush_tokens": "answers under way are stored by the driver"
-        if config.rollout.flush_tokens
-        else "",
-        "filter.oversample": "what the batch does not need is ended by the driver"
-        if config.filter.oversample
-        else "",
         "pipeline.select": "the cut ends requests that the driver sent" if p.select == "finish" else "",
         "pipeline.on_update": "requests that an update cuts are sent again by the driver"
         if p.ahead and p.on_update != "finish"
@@ -94,7 +85,7 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
 
 
 def in_shards(config: RunConfig) -> bool:
-    """Whether rollout and reward run as Ray tasks. auto: on a cluster that the run joins, where nothing needs the driver."""
+    """Whether rollout, reward and evaluations run as Ray tasks. auto: on a cluster that the run joins, where nothing needs the driver."""
     runner = config.placement.task_runner
     if runner == "auto":
         return config.placement.ray_address is not None and not not_in_shards(config)
