@@ -68,6 +68,12 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
+        "rollout.flush_tokens": "answers under way are stored by the driver"
+        if config.rollout.flush_tokens
+        else "",
+        "filter.oversample": "what the batch does not need is ended by the driver"
+        if config.filter.oversample
+        else "",
         "pipeline.select": "the cut ends requests that the driver sent" if p.select == "finish" else "",
         "pipeline.on_update": "requests that an update cuts are sent again by the driver"
         if p.ahead and p.on_update != "finish"

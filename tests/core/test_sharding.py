@@ -54,6 +54,8 @@ def test_a_shard_has_its_part_of_the_samples_in_flight(share: Share, part: int) 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": {"kind": "sft"}}},
+    "rollout.flush_tokens": {"rollout": {"flush_tokens": 32}},
+    "filter.oversample": {"filter": {"oversample": 0.5}},
     "pipeline.select": {"pipeline": {"select": "finish", "max_staleness": 1}},
     "pipeline.on_update": {"pipeline": {"ahead": 1}},
     "pipeline.eager": {"pipeline": {"eager": True}},
@@ -111,8 +113,6 @@ def test_the_page_on_clusters_names_what_is_refused() -> None:
     [
         {"pipeline": {"ahead": 1, "on_update": "finish"}},
         {"rollout": {"session": {"function": "package.module:function"}}},
-        {"rollout": {"flush_tokens": 32}},
-        {"filter": {"oversample": 0.5}},
         {"evaluation": {"background": True, "sets": [{"name": "held_out", "path": "held_out.jsonl"}]}},
     ],
 )

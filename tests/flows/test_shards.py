@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak import victims
-from tests.support.flow_runs import Workplace, final_weights, generated, trained
+from tests.support.flow_runs import Workplace, generated
 from tests.support.shard_runs import IN_SHARDS, Held, assert_like, evaluated
 
 MANY = {
@@ -135,13 +135,3 @@ def test_an_evaluation_in_the_background_is_in_shards_what_it_is_without(
     assert_like(tmp_path / "shards" / "a", tmp_path / "alone" / "a")
     records = list((tmp_path / "shards" / "a").glob("iterations/*/results/evaluate_before.json"))
     assert len(records) == 3
-
-
-@pytest.mark.slow
-def test_a_run_that_oversamples_trains_the_same_in_shards(workplace: Workplace, tmp_path: Path) -> None:
-    more = ("filter.drop_zero_variance=true", "filter.refill_factor=1.0", "filter.oversample=0.5")
-    workplace.train(tmp_path / "alone", *more)
-    workplace.train(tmp_path / "shards", *more, *IN_SHARDS)
-    alone, run = tmp_path / "alone" / "a", tmp_path / "shards" / "a"
-    assert trained(run) == trained(alone)
-    assert final_weights(run) == final_weights(alone)
