@@ -33,12 +33,14 @@ async def sft(config: RunConfig) -> DriveResult:
             where=f"algorithm.loss = {config.algorithm.loss.kind}",
             remedy="set it",
         )
-    return await drive(config, sft_iteration, flow_name="sft_iteration", before_first=untrained_loss)
+    return await drive(config, sft_iteration, flow_name="sft_iteration")
 
 
 async def sft_iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """Draw, train, save when due, measure the held-out loss when due, publish."""
     await slot.may_work()
+    if index == 0:
+        await untrained_loss(runtime)
     ctx = IterationContext(runtime.config, index, runtime)
     await run_recorded(sample_supervised, ctx)
     await run_recorded(train_step, ctx)

@@ -7,10 +7,13 @@ follow one another in flows/driver/.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
-from prefect import flow
+from prefect import Task, flow
 
 from millrace.core.config import RunConfig
+from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.errors import ConfigError, only_first_error
 from millrace.core.retention import due
 from millrace.flows.driver.ahead_guard import lower_ahead
@@ -30,8 +33,11 @@ from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.samples.batch.eager_passes import pass_early
 from millrace.tasks.samples.joined_groups import receive_deferred
 from millrace.tasks.shards.sharded import open_shards
+from millrace.tasks.shards.sharded_evaluation import open_evaluation
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import train_step
+
+EvaluateTask = Task[[IterationContext], Coroutine[Any, Any, EvaluateRecord]]
 
 
 @flow(name="train", flow_run_name="{config.run.name}")
@@ -43,12 +49,14 @@ async def train(config: RunConfig) -> DriveResult:
             where="algorithm.loss = sft",
             remedy="run the flow millrace.flows.sft.sft",
         )
-    return await drive(config, iteration, flow_name="iteration", before_first=evaluate_untrained)
+    return await drive(config, iteration, flow_name="iteration")
 
 
 async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """One pass of the eight tasks over iteration `index`."""
     await slot.may_work()
+    if index == 0:
+        await evaluate_untrained(runtime)
     await lower_ahead(runtime, index)
     await slot.may_draw()
     config = runtime.config
@@ -73,7 +81,7 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     last = index + 1 == config.run.iterations
     is_due = due(index + 1, config.evaluation.every) and not config.evaluates_in_background
     if config.evaluation.sets and (last or is_due):
-        await run_recorded(evaluate, ctx)
+        await _evaluate(ctx, evaluate)
     await slot.reach(Stage.LEFT_ENGINES)
     await slot.may_publish()
     await run_recorded(publish, ctx)
@@ -110,11 +118,16 @@ async def _evaluate_in_background(ctx: IterationContext, slot: IterationSlot) ->
         return
     await slot.may_evaluate()
     if due(ctx.index, config.evaluation.every) and not await asyncio.to_thread(is_evaluated_by, ctx):
-        await report.evaluation(ctx.runtime, await run_recorded(evaluate_before, ctx))
+        await report.evaluation(ctx.runtime, await _evaluate(ctx, evaluate_before))
+
+
+async def _evaluate(ctx: IterationContext, task: EvaluateTask) -> EvaluateRecord:
+    async with open_evaluation(ctx):
+        return await run_recorded(task, ctx)
 
 
 async def evaluate_untrained(runtime: Runtime) -> None:
     """Held-out accuracy of the untrained policy, kept in the first iteration's folder."""
     if runtime.config.evaluation.sets and not runtime.config.evaluates_in_background:
-        record = await run_recorded(evaluate_before, IterationContext(runtime.config, 0, runtime))
+        record = await _evaluate(IterationContext(runtime.config, 0, runtime), evaluate_before)
         await report.evaluation(runtime, record)

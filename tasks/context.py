@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import (
     FileRecord,
     IterationRecords,
@@ -22,7 +24,7 @@ from millrace.core.contracts.task_records import (
 )
 from millrace.core.pipeline.sharding import WHOLE
 from millrace.core.staleness import VersionRange
-from millrace.tasks.stream import Kind, Stream
+from millrace.tasks.stream import STREAMED, Kind, Stream
 
 if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
@@ -46,6 +48,26 @@ class Sharded(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of the held-out sets at the weights of one version."""
+
+    index: int  # of the iteration whose folder has its parts
+    done: int  # iterations trained
+    version: int
+    task: str  # that makes it
+
+
+class ShardedEvaluation(Protocol):
+    """Has shards make the samples of an evaluation."""
+
+    async def make(
+        self, evaluation: Evaluation, made: Mapping[tuple[str, int], EvaluatedSample]
+    ) -> dict[tuple[str, int], EvaluatedSample]:
+        """All samples of all sets, by prompt and index. made: what an earlier attempt stored."""
+        ...
+
+
 class IterationContext:
     """One iteration of one run. `index` counts from 0."""
 
@@ -55,6 +77,7 @@ class IterationContext:
         self.runtime = runtime
         self.stream = stream
         self.shards: Sharded | None = None  # None: rollout and reward work here
+        self.evaluation_shards: ShardedEvaluation | None = None  # None: evaluations are made here
         self.share = WHOLE  # of the groups, those that this process generates
         self.mine: frozenset[str] | None = None  # groups that this process scores; None: all
         self.run_folder: RunFolder = runtime.run_folder
@@ -87,8 +110,8 @@ class IterationContext:
         entries = self.folder.entries(list_parts(self.folder, folder))
         self.parts[folder] = [entry.record() for entry in entries]
 
-    def stored_parts(self, folder: str, columns: list[str]) -> pa.Table:
-        """Rows of a folder's parts that an earlier attempt stored. A broken part is removed."""
+    def stored_parts(self, folder: str, columns: list[str] | None = None) -> pa.Table:
+        """Rows of a folder's parts that an earlier attempt stored. A broken part is removed. columns: None for all."""
         return read_parts(self.folder, folder, folder, columns=columns, ignore_incomplete=True)
 
     def listed_parts(self, folder: str) -> list[str]:
@@ -96,16 +119,17 @@ class IterationContext:
         return list_parts(self.folder, folder)
 
     async def announce(self, kind: Kind, entry: FileEntry) -> None:
-        """Let the other tasks know of a part that is whole."""
-        assert self.stream is not None
-        await self.stream.land(kind, entry.path)
+        """Let those who wait for such parts know of one that is whole."""
+        if kind in STREAMED:
+            assert self.stream is not None
+            await self.stream.land(kind, entry.path)
 
-    def note_failure(self, reason: str, sample: str) -> None:
-        """Pass on that a sample failed, where budgets are counted elsewhere too."""
+    def note_failure(self, budget: str, reason: str, sample: str) -> None:
+        """Pass on that a sample failed, where the budget of this name is counted elsewhere too."""
 
-    async def engines(self) -> Dispatcher:
-        """The engines, each at one of the versions that may generate this iteration's samples."""
-        return await self.runtime.memory.for_engines(self.versions)
+    async def engines_at(self, versions: VersionRange) -> Dispatcher:
+        """The engines, each at one of these versions."""
+        return await self.runtime.memory.for_engines(versions)
 
     @property
     def eager(self) -> bool:

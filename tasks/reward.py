@@ -11,7 +11,9 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -56,9 +58,7 @@ async def score_landing(ctx: IterationContext) -> RewardRecord:
     await asyncio.to_thread(ctx.start_parts, "rewards")
     done: set[str] = set(stored.column("sample_id").to_pylist())
     counts: Counter[Scoring] = Counter(stored.column("scoring").to_pylist())
-    budget = reward_budget(ctx)
-    for row in stored.select(OUTCOME).to_pylist():
-        _count(budget, **row)
+    budget = reward_budget(ctx, stored.select(OUTCOME).to_pylist())
     budget.check()
     listed = await asyncio.to_thread(ctx.listed_parts, "rollouts")
     if listed:
@@ -239,13 +239,13 @@ def _count(budget: FailureBudget, sample_id: str, scoring: Scoring, reason: str 
         budget.add(reason or scoring, sample_id)
 
 
-def reward_budget(ctx: IterationContext) -> FailureBudget:
-    """Counts samples that could not be scored."""
+def reward_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> FailureBudget:
+    """Counts samples that could not be scored, those among the stored ones first. stored: with the columns OUTCOME."""
     config = ctx.config
     cause = config.reward.function
     if config.algorithm.teacher_server:
         cause += ", the server of algorithm.teacher_server"
-    return FailureBudget(
+    budget = FailureBudget(
         "reward.max_failed_share",
         config.reward.max_failed_share,
         config.samples_per_iteration,
@@ -254,8 +254,11 @@ def reward_budget(ctx: IterationContext) -> FailureBudget:
         remedy=f"correct {cause} or the data, or raise the share (or reward.timeout_s where it is short), and "
         "start the same command again: those samples are scored again, scores that were given are kept. Or "
         f"{way_out(ctx.run_folder, ctx.index)}, which scores all of its samples again",
-        also=ctx.note_failure,
+        also=partial(ctx.note_failure, "reward"),
     )
+    for row in stored:
+        _count(budget, **row)
+    return budget
 
 
 async def _write(ctx: IterationContext, scored: Sequence[ScoredSample]) -> None:

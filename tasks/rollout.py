@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -63,7 +63,7 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
     for folder in ("rollouts", "turns"):
         await asyncio.to_thread(ctx.start_parts, folder)
     finished = set(parts.column("sample_id").to_pylist())
-    generator = sample_generator(ctx, [row for row in parts.to_pylist() if row["status"] == "failed"])
+    generator = sample_generator(ctx, parts.to_pylist())
     make = await _maker(ctx, generator)
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open(), asyncio.TaskGroup() as generating:
@@ -156,26 +156,23 @@ def _read_groups(ctx: IterationContext) -> list[DrawnGroup]:
     return [DrawnGroup(**row) for row in ctx.read_prompts().to_pylist()]
 
 
-def sample_generator(ctx: IterationContext, failed: Iterable[dict[str, str]] = ()) -> SampleGenerator:
-    """The iteration's generator. `failed`: rows of failures that an earlier attempt stored."""
+def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> SampleGenerator:
+    """The iteration's generator. stored: what an earlier attempt did, with the columns FAILURE."""
     config = ctx.config
-    budget = rollout_budget(ctx)
-    for row in failed:
-        budget.add(row["reason"], row["sample_id"])
     return SampleGenerator(
         config,
         config.rollout.sampling,
-        ctx.engines,
-        budget,
+        lambda: ctx.engines_at(ctx.versions),
+        rollout_budget(ctx, stored),
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
         ctx.share,
     )
 
 
-def rollout_budget(ctx: IterationContext) -> FailureBudget:
-    """Counts samples that fail to generate."""
+def rollout_budget(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] = ()) -> FailureBudget:
+    """Counts samples that fail to generate, those among the stored ones first."""
     config = ctx.config
-    return FailureBudget(
+    budget = FailureBudget(
         "rollout.max_failed_share",
         config.rollout.max_failed_share,
         config.samples_per_iteration,
@@ -183,13 +180,17 @@ def rollout_budget(ctx: IterationContext) -> FailureBudget:
         where=f"iteration {iteration_number(ctx.index)}",
         remedy="fix the cause or raise the share, and start the same command again: what finished is kept. Or "
         f"{way_out(ctx.run_folder, ctx.index)}, which generates its samples again",
-        also=ctx.note_failure,
+        also=partial(ctx.note_failure, "rollout"),
     )
+    for row in stored:
+        if row["status"] == "failed":
+            budget.add(row["reason"], row["sample_id"])
+    return budget
 
 
 async def _maker(ctx: IterationContext, generator: SampleGenerator) -> Answers | Rollouts:
     """What makes a sample: one answer of an engine, or a rollout of several turns."""
-    turns = await asyncio.to_thread(read_parts, ctx.folder, "turns", "turns", ignore_incomplete=True)
+    turns = await asyncio.to_thread(ctx.stored_parts, "turns")
     stored = [TurnRow(**row) for row in turns.to_pylist()]
     if ctx.config.rollout.session is None:
         segments = row_writer(ctx, "turns", generator, SEGMENTS_WAIT_S)
@@ -203,7 +204,7 @@ class Rollouts:
     def __init__(self, ctx: IterationContext, generator: SampleGenerator, stored: Sequence[TurnRow]) -> None:
         """stored: turns of an earlier attempt."""
         self._ctx = ctx
-        self._runner = ctx.runtime.sessions.runner(ctx.config.rollout.sampling, generator)
+        self._runner = ctx.runtime.sessions.runner(ctx.config.rollout.sampling, generator, ctx.share)
         self._samples, self._turns = (row_writer(ctx, kind, generator) for kind in ("rollouts", "turns"))
         self._stored = stored_events(stored)
         self.begun: list[GeneratedSample] = []  # none is cut
@@ -248,8 +249,7 @@ def row_writer(
 
     async def landed(entry: FileEntry) -> None:
         await kill_point(ctx.index, POINTS[kind], "in")
-        if kind == "rollouts":
-            await ctx.announce("rollouts", entry)
+        await ctx.announce(kind, entry)
 
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
     return PartWriter(ctx, kind, limit, lambda: generator.outstanding > 0, landed, wait_s)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
@@ -18,7 +18,8 @@ from millrace.core.waits.deadline import USUAL, Limit, heartbeat, progressing
 from millrace.core.waits.heartbeat import beat
 from millrace.tasks.samples.scored_group import ScoredGroup
 
-Kind = Literal["rollouts", "rewards"]
+Kind = Literal["rollouts", "turns", "rewards", "evaluations"]
+STREAMED: tuple[Kind, ...] = ("rollouts", "rewards")  # whose parts other tasks wait for
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Stream:
         self.settled_at = float("inf")  # when it was, on the clock of time.perf_counter
         self.kept: Sequence[ScoredGroup] = ()
         self.revision = 0
-        self._parts: dict[Kind, dict[str, None]] = {"rollouts": {}, "rewards": {}}
+        self._parts: dict[Kind, dict[str, None]] = {kind: {} for kind in get_args(Kind)}
         self._changed = asyncio.Condition()
 
     def add_listed(self, kind: Kind, paths: Iterable[str]) -> None:

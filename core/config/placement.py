@@ -36,7 +36,7 @@ class Placement(Section):
     )
     task_runner: Literal["auto", "ray", "local"] = Field(
         "auto",
-        description="Where rollout and reward work. `local`: in the process that drives the run. `ray`: in shards, each a task on "
+        description="Where rollout, reward and evaluations work. `local`: in the process that drives the run. `ray`: in shards, each a task on "
         "a node of the Ray cluster (rollout.shards). `auto`: `ray` where placement.ray_address is set, every node reaches the Prefect "
         "server and the run has nothing that shards cannot do; else `local`.",
     )

@@ -68,9 +68,6 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
-        "rollout.session": "the turns of a rollout are written by the driver"
-        if config.rollout.session
-        else "",
         "rollout.flush_tokens": "answers under way are stored by the driver"
         if config.rollout.flush_tokens
         else "",
@@ -94,7 +91,7 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
 
 
 def in_shards(config: RunConfig) -> bool:
-    """Whether rollout and reward run as Ray tasks. auto: on a cluster that the run joins, where nothing needs the driver."""
+    """Whether rollout, reward and evaluations run as Ray tasks. auto: on a cluster that the run joins, where nothing needs the driver."""
     runner = config.placement.task_runner
     if runner == "auto":
         return config.placement.ray_address is not None and not not_in_shards(config)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, TypedDict, cast
 
@@ -65,12 +65,11 @@ async def drive(
     config: RunConfig,
     iteration: Iteration,
     flow_name: str,
-    before_first: Callable[[Runtime], Awaitable[None]] | None = None,
 ) -> DriveResult:
     """Run `iteration` for every index that the run folder does not hold yet, each as a flow run of the flow `flow_name`.
 
     Started again under the same run name it does what is missing; when nothing is, it returns at once.
-    `before_first` runs ahead of index 0. Ctrl-C, SIGTERM and a cancelled flow run end it where it is, and its actors with it.
+    Ctrl-C, SIGTERM and a cancelled flow run end it where it is, and its actors with it.
     Where another process drives the run, a deployment's flow run ends as refused; any other raises LeaseHeldError.
     """
     driver = asyncio.current_task()
@@ -81,7 +80,7 @@ async def drive(
     log_errors_once(by_command=in_command())
     try:
         with on_signal(driver.cancel):
-            return await _drive(config, iteration, flow_name, before_first)
+            return await _drive(config, iteration, flow_name)
     except (MillraceError, httpx.TransportError) as error:
         if isinstance(error, httpx.TransportError) or may_pass(error):
             emit_run_event("may-go-on")
@@ -94,7 +93,6 @@ async def _drive(
     config: RunConfig,
     iteration: Iteration,
     flow_name: str,
-    before_first: Callable[[Runtime], Awaitable[None]] | None,
 ) -> DriveResult:
     here = await _prepare(config)
     await asyncio.to_thread(_bound_logs, config)
@@ -122,8 +120,6 @@ async def _drive(
         )  # which may refuse: nothing of this start is in the iterations yet
         first = await asyncio.to_thread(runtime.run_folder.take_over)
         try:
-            if before_first and first == 0:
-                await before_first(runtime)
             with tags(*run_tags(config)):
                 await run_iterations(
                     partial(iteration, runtime),

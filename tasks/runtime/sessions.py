@@ -13,6 +13,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.rollout import Sampling
+from millrace.core.pipeline.sharding import WHOLE, Share
 from millrace.core.sessions.interface import Message
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.samples.generation import SampleGenerator
@@ -27,14 +28,14 @@ class Sessions:
         self._config, self._prompts = config, prompts
         self._pool: SessionPool | None = None
 
-    def runner(self, sampling: Sampling, generator: SampleGenerator) -> SessionRunner:
-        """A runner of one task's rollouts. `rollout.session` is set."""
+    def runner(self, sampling: Sampling, generator: SampleGenerator, share: Share = WHOLE) -> SessionRunner:
+        """A runner of one task's rollouts. `rollout.session` is set. share: of those at once, this process's."""
         settings = self._config.rollout.session
         assert settings is not None, "rollouts are of several turns"
         if self._pool is None:
             self._pool = SessionPool(settings)
         return SessionRunner(
-            settings, sampling, self._pool, self._dialogues, generator, self._config.model.path
+            settings, sampling, self._pool, self._dialogues, generator, self._config.model.path, share
         )
 
     def opening(
@@ -59,9 +60,10 @@ class Sessions:
         )
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes. A runner that is made later starts others."""
         if self._pool:
             self._pool.close()
+            self._pool = None
 
     @cached_property
     def _dialogues(self) -> Dialogues:

@@ -12,7 +12,7 @@ from millrace.core.errors import BudgetError
 
 
 class FailureBudget:
-    """Counts failed samples, or groups. More than a share of all of them are too many, and end the task."""
+    """Counts failed samples, or groups, each once. More than a share of all of them are too many, and end the task."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class FailureBudget:
         self._limit = f"{field} = {share:g} allows ({self.allowed:.0f} of {of})"
         self._what, self._where, self._remedy, self._unit = what, where, remedy, unit
         self._also = also
+        self._counted: set[str] = set()
 
     @property
     def spent(self) -> bool:
@@ -43,6 +44,9 @@ class FailureBudget:
 
     def add(self, reason: str, failed: str) -> None:
         """Count a failure. failed: the id of the sample or group."""
+        if failed in self._counted:
+            return
+        self._counted.add(failed)
         self.failures.add(reason, f"{self._unit} {failed}")
         if self._also:
             self._also(reason, failed)

@@ -21,6 +21,7 @@ from millrace.core.contracts.ids import branch_id
 from millrace.core.contracts.sample import Status
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks import written_for_slime
+from millrace.core.pipeline.sharding import WHOLE, Share
 from millrace.core.sessions.selection import rollout_functions
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.tasks.samples.generation import SampleGenerator
@@ -66,12 +67,13 @@ class SessionRunner:
         dialogues: Dialogues,
         generator: SampleGenerator,
         model: str,
+        share: Share = WHOLE,
     ) -> None:
-        """model: folder of its tokenizer."""
+        """model: folder of its tokenizer. share: of rollouts and calls at once, this process's."""
         self._settings, self._sampling, self._model = settings, sampling, model
         self._pool, self._dialogues, self._generator = pool, dialogues, generator
-        self._rollouts = asyncio.Semaphore(settings.max_rollouts)
-        self._calls = asyncio.Semaphore(settings.max_calls)
+        self._rollouts = asyncio.Semaphore(share.part_of(settings.max_rollouts))
+        self._calls = asyncio.Semaphore(share.part_of(settings.max_calls))
 
     async def run(
         self, opening: Opening, task: Mapping[str, Any], rows: Sequence[TurnRow], write: Write

@@ -1,6 +1,6 @@
-"""The board of a run: what its driver and the shards of its iterations tell each other.
+"""The board of a run: what its driver and its shards tell each other.
 
-Owns the order of the notices of an iteration, and which attempt of a shard still counts. A notice is a hint: storage is the truth,
+Owns the order of the notices on a topic, and which attempt of a shard still counts. A notice is a hint: storage is the truth,
 and a board that is lost is made again from it. Holds no samples. Lives in an actor with a thread for each call that waits.
 """
 
@@ -15,9 +15,10 @@ from typing import Any, Literal
 from millrace.connectors.sglang.dispatcher import EngineAddress
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import MillraceError
+from millrace.tasks.context import Evaluation
 from millrace.tasks.stream import Kind
 
-Work = Literal["rollout", "reward"]
+Work = Literal["rollout", "reward", "evaluate"]
 
 
 class ShardReplacedError(MillraceError):
@@ -34,6 +35,17 @@ class Facts:
     token: int  # of its lease
     run_id: str
     seed_name: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of an iteration."""
+
+    index: int
+
+
+Topic = Batch | Evaluation
+"""What a driver and its shards work on: each has notices of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Landed:
 class Failed:
     """A sample that could not be generated or scored."""
 
-    work: Work
+    budget: str  # that counts it
     reason: str
     sample: str
 
@@ -120,19 +132,14 @@ class EnginesReady:
 Notice = Known | Landed | Failed | Released | Settled | Ended | EngineLost | EnginesWanted | EnginesReady
 
 
-class _Iteration:
-    def __init__(self) -> None:
-        self.notices: list[Notice] = []
-        self.attempts: dict[tuple[Work, int], int] = {}
-
-
 class Board:
-    """The notices of the open iterations of one driver."""
+    """The notices of one driver, by topic."""
 
     def __init__(self, config: Mapping[str, Any], index: int, count: int) -> None:
         self._changed = threading.Condition()
         self._facts: Facts | None = None
-        self._iterations: dict[int, _Iteration] = {}
+        self._topics: dict[Topic, list[Notice]] = {}
+        self._attempts: dict[tuple[Topic, Work, int], int] = {}  # also of topics that are closed
 
     def state(self) -> dict[str, Any]:
         """Nothing of its own."""
@@ -142,7 +149,8 @@ class Board:
         """Belong to a driver from now on, and forget the notices of an earlier one."""
         with self._changed:
             self._facts = facts
-            self._iterations.clear()
+            self._topics.clear()
+            self._attempts.clear()
             self._changed.notify_all()
 
     def facts(self, token: int) -> Facts:
@@ -152,58 +160,57 @@ class Board:
                 raise ShardReplacedError("the driver that started this shard is gone")
             return self._facts
 
-    def open(self, index: int) -> None:
-        """Begin the notices of an iteration. Attempts that were begun before count no more."""
+    def open(self, topic: Topic) -> None:
+        """Begin the notices on a topic. Of attempts that were begun before none has a number that is given again."""
         with self._changed:
-            before = self._iterations.get(index)
-            self._iterations[index] = _Iteration()
-            if before:
-                self._iterations[index].attempts = dict(before.attempts)
+            self._topics[topic] = []
             self._changed.notify_all()
 
-    def close(self, index: int) -> None:
-        """Forget an iteration."""
+    def close(self, topic: Topic) -> None:
+        """Forget a topic."""
         with self._changed:
-            self._iterations.pop(index, None)
+            self._topics.pop(topic, None)
             self._changed.notify_all()
 
-    def begin(self, index: int, work: Work, shard: int) -> Writer:
+    def begin(self, topic: Topic, work: Work, shard: int) -> Writer:
         """Begin an attempt of a shard. From now on the one before it writes nothing here."""
         with self._changed:
-            attempts = self._of(index).attempts
-            attempts[work, shard] = attempts.get((work, shard), 0) + 1
-            return Writer(work, shard, attempts[work, shard])
+            self._of(topic)
+            number = self._attempts.get((topic, work, shard), 0) + 1
+            self._attempts[topic, work, shard] = number
+            return Writer(work, shard, number)
 
-    def tell(self, token: int, index: int, notices: Sequence[Notice], writer: Writer | None = None) -> None:
+    def tell(self, token: int, topic: Topic, notices: Sequence[Notice], writer: Writer | None = None) -> None:
         """Append notices. writer: the shard that does so. Raises ShardReplacedError for one that does not count any more."""
         with self._changed:
-            self.facts(token)
-            found = self._of(index)
-            if writer and found.attempts.get((writer.work, writer.shard)) != writer.attempt:
-                raise ShardReplacedError(f"shard {writer.shard} of {writer.work} was started again")
-            found.notices += notices
+            found = self._of(topic, token, writer)
+            found += notices
             self._changed.notify_all()
 
-    def since(self, token: int, index: int, seen: int, timeout_s: float) -> list[Notice]:
-        """The notices after the first `seen`; waits so long for one."""
+    def since(
+        self, token: int, topic: Topic, seen: int, timeout_s: float, writer: Writer | None = None
+    ) -> list[Notice]:
+        """The notices after the first `seen`; waits so long for one. writer, and what it raises: as of `tell`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                self.facts(token)
-                found = self._of(index).notices
+                found = self._of(topic, token, writer)
                 left = deadline - time.monotonic()
                 if len(found) > seen or left <= 0:
                     return found[seen:]
                 self._changed.wait(left)
 
-    def told(self, token: int, index: int) -> int:
+    def count_notices(self, token: int, topic: Topic) -> int:
         """How many notices there are."""
         with self._changed:
-            self.facts(token)
-            return len(self._of(index).notices)
+            return len(self._of(topic, token))
 
-    def _of(self, index: int) -> _Iteration:
-        found = self._iterations.get(index)
+    def _of(self, topic: Topic, token: int | None = None, writer: Writer | None = None) -> list[Notice]:
+        if token is not None:
+            self.facts(token)
+        found = self._topics.get(topic)
         if found is None:
-            raise ShardReplacedError(f"the iteration with index {index} is not open")
+            raise ShardReplacedError(f"{topic} is not open")
+        if writer and self._attempts.get((topic, writer.work, writer.shard)) != writer.attempt:
+            raise ShardReplacedError(f"shard {writer.shard} of {writer.work} was started again")
         return found

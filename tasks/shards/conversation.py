@@ -1,4 +1,4 @@
-"""The driver's end of the board for one iteration.
+"""The driver's end of the board for one topic.
 
 Owns what passes between the driver's Stream and the board, the engines that shards ask for, and failures counted over all shards.
 Knows nothing of how shards are started.
@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from millrace.connectors.ray.actors import Actor
+from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import ActorLostError, EngineError, EngineLostError, EngineStalledError
 from millrace.tasks.context import IterationContext
@@ -29,27 +30,38 @@ from millrace.tasks.shards.board import (
     Released,
     Settled,
     ShardReplacedError,
+    Topic,
     Work,
     Writer,
 )
 from millrace.tasks.shards.mirror import LOOK_S
-from millrace.tasks.stream import Kind
+from millrace.tasks.stream import STREAMED, Kind, Stream
 
 LAST_WORDS_S = 5.0  # for telling a shard that nobody waits for it
 
 
 class Conversation:
-    """What an iteration's driver tells its shards and hears from them."""
+    """What the driver tells the shards on a topic and hears from them."""
 
-    def __init__(self, ctx: IterationContext, board: Actor[Board], token: int) -> None:
+    def __init__(
+        self,
+        ctx: IterationContext,
+        board: Actor[Board],
+        token: int,
+        topic: Topic,
+        stream: Stream,
+        engines: Callable[[], Awaitable[Dispatcher]],
+    ) -> None:
+        """stream: what shards are to follow. engines: makes those ready that the shards ask."""
         self.engines_s = 0.0  # until engines were ready for the first time
-        self._ctx, self._board, self._token = ctx, board, token
+        self._parts, self._board, self._token, self._topic = ctx.parts, board, token, topic
+        self._stream, self._engines = stream, engines
         self._heard = 0
         self._moved = asyncio.Condition()
         self._known: set[tuple[Kind, str]] = set()  # parts that shards know of
         self._files: set[tuple[Kind, str]] = set()  # parts in the lists of the context
         self._counting: set[Kind] = set()  # whose stored parts are counted
-        self._budgets: dict[Work, tuple[FailureBudget, set[str]]] = {}
+        self._budgets: dict[str, FailureBudget] = {}
         self._wanted: list[EnginesWanted] = []
         self._lost: list[EngineLost] = []
         self._asked = asyncio.Event()
@@ -58,7 +70,7 @@ class Conversation:
 
     async def open(self) -> None:
         """Begin to pass on what the driver releases, and to read the notices of the shards."""
-        await self._board.call(Board.open, self._ctx.index)
+        await self._board.call(Board.open, self._topic)
         parts = self._hear, self._relay, self._serve_engines
         self._tasks = [asyncio.create_task(self._guarded(part)) for part in parts]
 
@@ -71,7 +83,7 @@ class Conversation:
             self._failure.exception()  # seen
         with contextlib.suppress(ActorLostError, TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await self._board.call(Board.close, self._ctx.index)
+                await self._board.call(Board.close, self._topic)
 
     @property
     def failed(self) -> bool:
@@ -79,12 +91,12 @@ class Conversation:
         return self._failure.done()
 
     async def until_failed(self) -> None:
-        """Wait for what ends the iteration's work: a budget that is spent, engines that cannot be made ready, a lost board."""
+        """Wait for what ends the work: a budget that is spent, engines that cannot be made ready, a lost board."""
         await asyncio.shield(self._failure)
 
-    def count_failures(self, work: Work, budget: FailureBudget, counted: Iterable[str]) -> None:
-        """Count failures that shards tell in a budget. counted: samples that it counts already."""
-        self._budgets[work] = budget, set(counted)
+    def count_failures(self, name: str, budget: FailureBudget) -> None:
+        """Count failures that shards tell by this name in a budget."""
+        self._budgets[name] = budget
 
     async def know(self, kind: Kind, files: Iterable[FileRecord]) -> None:
         """Count these parts, which storage has, as the context does, and let all shards know of them."""
@@ -113,9 +125,9 @@ class Conversation:
         if self.counts(kind, file["path"]):
             return
         self._files.add((kind, file["path"]))
-        self._ctx.parts[kind].append(file)
-        assert self._ctx.stream is not None
-        await self._ctx.stream.land(kind, file["path"])
+        self._parts[kind].append(file)
+        if kind in STREAMED:
+            await self._stream.land(kind, file["path"])
 
     def make_engines_ready(self) -> None:
         """Begin to make engines ready before a shard asks for them."""
@@ -123,7 +135,7 @@ class Conversation:
 
     async def begin(self, work: Work, shard: int) -> Writer:
         """Begin an attempt of a shard."""
-        return await self._board.call(Board.begin, self._ctx.index, work, shard)
+        return await self._board.call(Board.begin, self._topic, work, shard)
 
     async def end(self, writer: Writer) -> None:
         """Give an attempt up."""
@@ -133,12 +145,12 @@ class Conversation:
 
     async def catch_up(self) -> None:
         """Return once every notice that the board has now was read."""
-        told = await self._board.call(Board.told, self._token, self._ctx.index)
+        number = await self._board.call(Board.count_notices, self._token, self._topic)
         async with self._moved:
-            await self._moved.wait_for(lambda: self._heard >= told or self.failed)
+            await self._moved.wait_for(lambda: self._heard >= number or self.failed)
 
     async def _tell(self, *notices: Notice) -> None:
-        await self._board.call(Board.tell, self._token, self._ctx.index, notices)
+        await self._board.call(Board.tell, self._token, self._topic, notices)
 
     async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -156,7 +168,7 @@ class Conversation:
 
     async def _hear(self) -> None:
         while True:
-            notices = await self._board.call(Board.since, self._token, self._ctx.index, self._heard, LOOK_S)
+            notices = await self._board.call(Board.since, self._token, self._topic, self._heard, LOOK_S)
             for notice in notices:
                 await self._take(notice)
             async with self._moved:
@@ -166,12 +178,10 @@ class Conversation:
     async def _take(self, notice: Notice) -> None:
         if isinstance(notice, Landed):
             await self.take_in(notice.kind, notice.file)
-        elif isinstance(notice, Failed) and notice.work in self._budgets:
-            budget, counted = self._budgets[notice.work]
-            if notice.sample not in counted:
-                counted.add(notice.sample)
-                budget.add(notice.reason, notice.sample)
-                budget.check()
+        elif isinstance(notice, Failed) and notice.budget in self._budgets:
+            budget = self._budgets[notice.budget]
+            budget.add(notice.reason, notice.sample)
+            budget.check()
         elif isinstance(notice, EngineLost):
             self._lost.append(notice)
         elif isinstance(notice, EnginesWanted):
@@ -180,8 +190,7 @@ class Conversation:
 
     async def _relay(self) -> None:
         """Tell what the driver's Stream releases, and that it has settled."""
-        stream = self._ctx.stream
-        assert stream is not None
+        stream = self._stream
         released, settled = 0, False
         while True:
             revision = stream.revision
@@ -207,7 +216,7 @@ class Conversation:
                     kind = EngineStalledError if each.stalled else EngineLostError
                     dispatcher.mark_lost(each.engine_id, each.url, kind(each.reason))
             try:
-                dispatcher = await self._ctx.engines()
+                dispatcher = await self._engines()
             except EngineError as error:
                 await self._tell(EnginesReady(wanted, (), str(error)))
                 continue

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 from contextvars import Context
+from typing import get_args
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -20,7 +21,7 @@ from millrace.core.config.placement import is_clients
 from millrace.core.errors import ActorLostError
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.prompts import Prompts
-from millrace.tasks.shards.board import Board, Facts
+from millrace.tasks.shards.board import Board, Facts, Work
 
 BOARD = "board"  # role of its actor
 REACH_S = 60.0  # for a task that does nothing to begin on a node: Prefect's client tries for minutes where nothing answers
@@ -93,10 +94,11 @@ class BoardKeeper:
         return [place.node for place in await self._cluster.places("engine")]
 
     async def _make(self) -> actors.Actor[Board]:
-        """A board with a thread for each call that waits: two a shard and one an open iteration."""
+        """A board with a thread for each call that waits: of each open iteration one a shard of each kind of work, and one for
+        each of its two topics."""
         config = self._config
         shards = config.rollout.shards or len(set(await self.nodes())) or 1
-        threads = (config.pipeline.ahead + 1) * (2 * shards + 1) + SPARE_THREADS
+        threads = (config.pipeline.ahead + 1) * (len(get_args(Work)) * shards + 2) + SPARE_THREADS
         limit = config.part_limit
         return actors.make(
             BOARD, 0, 1, Board, self._cluster.settings, placement.here(), limit=limit, threads=threads

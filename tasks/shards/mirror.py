@@ -31,6 +31,7 @@ from millrace.tasks.shards.board import (
     Released,
     Settled,
     ShardReplacedError,
+    Topic,
     Writer,
 )
 from millrace.tasks.stream import Kind, Stream
@@ -41,17 +42,17 @@ LOOK_S = 10.0  # longest wait for a notice in one call
 class Link:
     """What one attempt of a shard tells the board and hears from it."""
 
-    def __init__(self, board: Actor[Board], token: int, index: int, writer: Writer) -> None:
-        self._board, self._token, self._index = board, token, index
+    def __init__(self, board: Actor[Board], token: int, topic: Topic, writer: Writer) -> None:
+        self._board, self._token, self._topic = board, token, topic
         self.writer = writer
 
     async def tell(self, *notices: Notice) -> None:
         """Append notices. Raises ShardReplacedError if this attempt counts no more, ActorLostError if the board is gone."""
-        await self._board.call(Board.tell, self._token, self._index, notices, self.writer)
+        await self._board.call(Board.tell, self._token, self._topic, notices, self.writer)
 
     async def since(self, seen: int, timeout_s: float) -> list[Notice]:
         """The notices after the first `seen`."""
-        return await self._board.call(Board.since, self._token, self._index, seen, timeout_s)
+        return await self._board.call(Board.since, self._token, self._topic, seen, timeout_s, self.writer)
 
 
 class MirroredStream(Stream):
@@ -80,10 +81,10 @@ class MirroredStream(Stream):
         await self._link.tell(Landed(kind, file, self._link.writer.shard))
         await super().land(kind, file["path"])
 
-    async def tell_failed(self, failed: Sequence[tuple[str, str]]) -> None:
-        """Announce samples that failed, each with the reason first."""
+    async def tell_failed(self, failed: Sequence[Failed]) -> None:
+        """Announce samples that failed."""
         if failed:
-            await self._link.tell(*(Failed(self._link.writer.work, *one) for one in failed))
+            await self._link.tell(*failed)
 
     async def _take(self, notice: Notice) -> None:
         if isinstance(notice, Known):

@@ -1,4 +1,4 @@
-"""rollout_shard, reward_shard: one shard's share of rollout and of reward, as a Ray task near its engines.
+"""rollout_shard, reward_shard, evaluate_shard: one shard's share of a task, as a Ray task near its engines.
 
 Runs in a worker process of Ray's, which keeps what it has built for the next iteration. Writes parts under the driver's lease; what
 it knows of the others it has from the board. Holds no state that storage does not have.
@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import get_args
 
 import pyarrow as pa
 import ray
@@ -23,21 +24,23 @@ from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.lease import PassedLease
 from millrace.connectors.storage.local import keep_private
-from millrace.connectors.storage.parts import PART_FOLDERS
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
+from millrace.core.contracts.ids import rollout_of
+from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
 from millrace.core.errors import only_first_error
 from millrace.core.hooks import search_in
 from millrace.core.pipeline.sharding import Share
 from millrace.core.staleness import VersionRange
 from millrace.core.waits.deadline import Limit
-from millrace.tasks.context import IterationContext
+from millrace.tasks.context import Evaluation, IterationContext
 from millrace.tasks.reward import score_landing
 from millrace.tasks.rollout import generate
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.shards.board import Board, Facts, ShardReplacedError, Writer
+from millrace.tasks.samples.held_out import KIND, make_share
+from millrace.tasks.shards.board import Board, Facts, Failed, ShardReplacedError, Topic, Writer
 from millrace.tasks.shards.keeper import BOARD
 from millrace.tasks.shards.mirror import Link, MirroredStream
 from millrace.tasks.stream import Kind
@@ -48,7 +51,7 @@ class ShardCall:
     """What a shard is asked to do: references only."""
 
     token: int  # of the driver's lease
-    index: int
+    topic: Topic
     writer: Writer
     share: Share
     versions: VersionRange  # of the weights that generate
@@ -69,6 +72,13 @@ async def reward_shard(call: ShardCall) -> RewardRecord:
         return await make_rewards(ctx)
 
 
+@task(name="evaluate_shard", cache_policy=NO_CACHE)
+async def evaluate_shard(call: ShardCall) -> None:
+    """Generate and score a share of the prompts of the held-out sets."""
+    async with _context(call) as ctx:
+        await make_evaluation(ctx)
+
+
 async def make_rollouts(ctx: ShardContext) -> RolloutRecord:
     """What `rollout_shard` does in its context."""
     record = await generate(ctx)
@@ -78,9 +88,17 @@ async def make_rollouts(ctx: ShardContext) -> RolloutRecord:
 
 async def make_rewards(ctx: ShardContext) -> RewardRecord:
     """What `reward_shard` does in its context."""
+    ctx.mine = await asyncio.to_thread(ctx.own_groups)
     record = await score_landing(ctx)
     record["files"] = []
     return record
+
+
+async def make_evaluation(ctx: ShardContext) -> None:
+    """What `evaluate_shard` does in its context."""
+    assert isinstance(ctx.topic, Evaluation)
+    stored = await asyncio.to_thread(ctx.stored_parts, KIND)
+    await make_share(ctx, ctx.topic, [EvaluatedSample(**row) for row in stored.to_pylist()])
 
 
 class ShardContext(IterationContext):
@@ -88,19 +106,19 @@ class ShardContext(IterationContext):
 
     def __init__(self, runtime: Runtime, call: ShardCall, stream: MirroredStream, address: str) -> None:
         """address: of this node."""
-        super().__init__(runtime.config, call.index, runtime, stream)
-        self.share = call.share
+        super().__init__(runtime.config, call.topic.index, runtime, stream)
+        self.topic, self.share = call.topic, call.share
         self._versions = call.versions
-        self.mine = self._groups()
         self._mirror, self._address = stream, address
-        self._failures: list[tuple[str, str]] = []
+        self._failures: list[Failed] = []
 
     @property
     def versions(self) -> VersionRange:
         """As the driver says: how far a run goes ahead may change in its course."""
         return self._versions
 
-    def _groups(self) -> frozenset[str]:
+    def own_groups(self) -> frozenset[str]:
+        """The groups of its share."""
         table = self.folder.read_table("prompts.parquet", "prompts", columns=["group_id", "ordinal"])
         rows = table.to_pylist()
         return frozenset(row["group_id"] for row in rows if self.share.holds(row["ordinal"]))
@@ -109,16 +127,16 @@ class ShardContext(IterationContext):
         """The driver has the list of all parts."""
         self.parts[folder] = []
 
-    def stored_parts(self, folder: str, columns: list[str]) -> pa.Table:
+    def stored_parts(self, folder: str, columns: list[str] | None = None) -> pa.Table:
         """Rows of the parts that the driver found or this shard wrote."""
-        paths = self.listed_parts(folder) if folder in ("rollouts", "rewards") else []
+        paths = self.listed_parts(folder)
         tables = [self.folder.read_table(path, folder, columns=columns) for path in paths]
-        return pa.concat_tables([schema.schema(folder).empty_table().select(columns), *tables])
+        empty = schema.schema(folder).empty_table()
+        return pa.concat_tables([empty.select(columns) if columns else empty, *tables])
 
     def listed_parts(self, folder: str) -> list[str]:
         """Paths of these parts."""
-        assert folder in PART_FOLDERS
-        return self._mirror.parts("rollouts" if folder == "rollouts" else "rewards")
+        return self._mirror.parts(next(kind for kind in get_args(Kind) if kind == folder))
 
     async def announce(self, kind: Kind, entry: FileEntry) -> None:
         """Let the driver know of a part, and of the samples that failed until now."""
@@ -126,13 +144,13 @@ class ShardContext(IterationContext):
         await self._mirror.tell_failed(failures)
         await self._mirror.tell_landed(kind, entry.record())
 
-    def note_failure(self, reason: str, sample: str) -> None:
-        """Tell the driver with the next part."""
-        self._failures.append((reason, sample))
+    def note_failure(self, budget: str, reason: str, sample: str) -> None:
+        """Tell the driver with the next part. sample: also a turn of it."""
+        self._failures.append(Failed(budget, reason, rollout_of(sample)))
 
-    async def engines(self) -> Dispatcher:
+    async def engines_at(self, versions: VersionRange) -> Dispatcher:
         """The engines that the driver makes ready, those of this node first."""
-        return await self._mirror.engines.dispatcher(self.config, self.versions, self._address)
+        return await self._mirror.engines.dispatcher(self.config, versions, self._address)
 
 
 @contextlib.asynccontextmanager
@@ -141,8 +159,12 @@ async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
     board = actors.find(BOARD, 0, Board, limit=call.limit)
     if board is None:
         raise ShardReplacedError("the board of the run is gone")
-    async with shard_context(call, board, await _runtime(board, call.token), node_address()) as ctx:
-        yield ctx
+    runtime = await _runtime(board, call.token)
+    try:
+        async with shard_context(call, board, runtime, node_address()) as ctx:
+            yield ctx
+    finally:
+        runtime.sessions.close()  # its processes are heard in the event loop that this task has for itself
 
 
 @contextlib.asynccontextmanager
@@ -150,7 +172,7 @@ async def shard_context(
     call: ShardCall, board: actors.Actor[Board], runtime: Runtime, address: str
 ) -> AsyncIterator[ShardContext]:
     """The shard's context; within, it follows the board. Left with an error once this attempt counts no more."""
-    stream = MirroredStream(Link(board, call.token, call.index, call.writer))
+    stream = MirroredStream(Link(board, call.token, call.topic, call.writer))
     try:
         await stream.catch_up()
         with only_first_error():

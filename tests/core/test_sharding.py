@@ -54,7 +54,6 @@ def test_a_shard_has_its_part_of_the_samples_in_flight(share: Share, part: int) 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": {"kind": "sft"}}},
-    "rollout.session": {"rollout": {"session": {"function": "package.module:function"}}},
     "rollout.flush_tokens": {"rollout": {"flush_tokens": 32}},
     "filter.oversample": {"filter": {"oversample": 0.5}},
     "pipeline.select": {"pipeline": {"select": "finish", "max_staleness": 1}},
@@ -109,8 +108,19 @@ def test_the_page_on_clusters_names_what_is_refused() -> None:
     assert [field for field in REFUSED if named.get(field, f"`{field}") not in refused] == []
 
 
-def test_weights_that_wait_for_requests_go_with_shards() -> None:
-    assert not not_in_shards(config(pipeline={"ahead": 1, "on_update": "finish"}))
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pipeline": {"ahead": 1, "on_update": "finish"}},
+        {"rollout": {"session": {"function": "package.module:function"}}},
+        {"evaluation": {"background": True, "sets": [{"name": "held_out", "path": "held_out.jsonl"}]}},
+    ],
+)
+def test_what_goes_with_shards(sections: dict[str, Any]) -> None:
+    asked = config(**sections, placement={"task_runner": "ray"})
+    assert in_shards(asked)
+    assert not not_in_shards(asked)
+    assert "placement.task_runner" not in {problem.field for problem in problems(asked)}
 
 
 @pytest.mark.parametrize(

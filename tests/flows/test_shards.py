@@ -1,61 +1,26 @@
-"""A run whose rollout and reward work in shards, as Ray tasks: the same run as one that its driver makes alone, whatever is killed."""
+"""A run whose tasks work in shards, as Ray tasks: the same run as one that its driver makes alone, whatever is killed."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
+import json
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.soak import victims
-from tests.support.flow_runs import Workplace, final_weights, generated, output_of, trained, wait_until
+from tests.support.flow_runs import Workplace, generated
+from tests.support.shard_runs import IN_SHARDS, Held, assert_like, evaluated
 
-IN_SHARDS = ("placement.task_runner=ray", "rollout.shards=2", "engines.count=2")
-
-
-class Held:
-    """A run in two shards that waits where a shard has written a part of the second iteration's samples."""
-
-    def __init__(self, workplace: Workplace, folder: Path, task: str) -> None:
-        self.root = folder / "runs"
-        self.held = folder / "held"
-        stop = {"MILLRACE_KILL_POINT": f"1/{task}/in", "MILLRACE_KILL_POINT_FILE": str(self.held)}
-        arguments = ("train", "run.yaml", f"storage.root={self.root}", *IN_SHARDS)
-        self.process: subprocess.Popen[str] = workplace.start(*arguments, **stop)
-        wait_until(self._is_held)
-        assert self.process.poll() is None, self.process.communicate()[0]
-        self.shard = psutil.Process(int(self.held.read_text()))
-        assert self.shard.pid != self.process.pid
-
-    def kill_shard(self) -> None:
-        """`kill -9` of the process of the shard that waits."""
-        self.shard.send_signal(signal.SIGKILL)
-        self.shard.wait(timeout=20)
-
-    def to_the_end(self) -> str:
-        """Let go of it wherever it waits; what it printed."""
-        wait_until(lambda: self._let_go() or self.process.poll() is not None)
-        out = output_of(self.process)
-        assert self.process.returncode == 0, out
-        return out
-
-    def _is_held(self) -> bool:
-        written = self.held.exists() and self.held.read_text() != ""
-        return written or self.process.poll() is not None
-
-    def _let_go(self) -> bool:
-        self.held.unlink(missing_ok=True)
-        return False
-
-
-def assert_like(run: Path, whole: Path) -> None:
-    """The run trained the samples of the whole run to the same weights, and generated none twice."""
-    assert trained(run) == trained(whole)
-    assert final_weights(run) == final_weights(whole)
-    assert max(generated(run).values()) == 1
+MANY = {
+    "name": "held_out",
+    "path": "held_out.jsonl",
+    "samples_per_prompt": 4,
+    "sampling": {"max_new_tokens": 16},
+}
+SEVERAL_PARTS = (
+    f"evaluation.sets={json.dumps([MANY])}",
+    "rollout.part_groups=1",
+)  # of an evaluation, a shard
 
 
 @pytest.mark.slow
@@ -96,9 +61,7 @@ def test_shards_end_with_their_driver_and_the_next_driver_starts_others(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:
     run = Held(workplace, tmp_path, "rollout")
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.communicate()
-    wait_until(lambda: not run.shard.is_running(), patience_s=30)
+    run.kill_driver()
     before = generated(run.root / "a")
     assert before
     out = workplace.train(run.root, *IN_SHARDS)
@@ -110,8 +73,7 @@ def test_shards_end_with_their_driver_and_the_next_driver_starts_others(
 @pytest.mark.slow
 def test_a_run_goes_on_in_shards_and_without(workplace: Workplace, whole: Path, tmp_path: Path) -> None:
     run = Held(workplace, tmp_path, "rollout")
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.communicate()
+    run.kill_driver()
     out = workplace.train(run.root, "engines.count=2")
     assert "3 iterations complete, 2 of them now" in out
     assert_like(run.root / "a", whole)
@@ -125,3 +87,51 @@ def test_a_run_ahead_of_its_trainer_is_in_shards_what_it_is_without(
     workplace.train(tmp_path / "alone", *ahead)
     workplace.train(tmp_path / "shards", *ahead, *IN_SHARDS)
     assert_like(tmp_path / "shards" / "a", tmp_path / "alone" / "a")
+
+
+@pytest.fixture(scope="module")
+def whole_with_many(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that its driver makes alone, whose evaluations are of several parts."""
+    root = tmp_path_factory.mktemp("many")
+    workplace.train(root, *SEVERAL_PARTS)
+    return root / "a"
+
+
+@pytest.mark.slow
+def test_a_shard_of_an_evaluation_that_is_killed_is_started_again_and_makes_the_rest(
+    workplace: Workplace, whole_with_many: Path, tmp_path: Path
+) -> None:
+    run = Held(workplace, tmp_path, "evaluate", *SEVERAL_PARTS)
+    run.kill_shard()
+    out = run.to_the_end()
+    assert "of evaluate: its process died" in out
+    assert_like(run.root / "a", whole_with_many)
+    assert len(list((run.root / "a/iterations/000001/evaluations").iterdir())) > 2
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_driver_is_killed_goes_on_from_the_parts_of_its_shards(
+    workplace: Workplace, whole_with_many: Path, tmp_path: Path
+) -> None:
+    run = Held(workplace, tmp_path, "evaluate", *SEVERAL_PARTS)
+    run.kill_driver()
+    before = evaluated(run.root / "a")
+    assert any(version == 4 for _, version, _, _ in before)
+    workplace.train(run.root, *IN_SHARDS, *SEVERAL_PARTS)
+    assert evaluated(run.root / "a") >= before
+    assert_like(run.root / "a", whole_with_many)
+    assert not list((run.root / "a").glob("iterations/*/held_out.parquet"))
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_the_background_is_in_shards_what_it_is_without(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """Its shards work beside those of the batch, at other weights: the run is ahead of its trainer."""
+    ahead = ("pipeline.ahead=1", "pipeline.on_update=finish", "algorithm.correction.kind=truncate")
+    every = (*SEVERAL_PARTS, "evaluation.every=1", "evaluation.background=true")
+    workplace.train(tmp_path / "alone", *ahead, *every)
+    workplace.train(tmp_path / "shards", *ahead, *every, *IN_SHARDS)
+    assert_like(tmp_path / "shards" / "a", tmp_path / "alone" / "a")
+    records = list((tmp_path / "shards" / "a").glob("iterations/*/results/evaluate_before.json"))
+    assert len(records) == 3

@@ -45,6 +45,7 @@ class Form:
     all_die_in: str
     at_work: Callable[[Path], bool]  # whether a finished run shows what the form is for
     own_victims: tuple[str, ...] = ()
+    own_die_in: tuple[str, ...] = ()  # the first of them also in these tasks
     asks_server: bool = False  # whether its reward asks REWARD_SERVER
     repeats: bool = (
         True  # whether a run of it is equal to another, bit for bit; else it is equal to its own replay
@@ -129,6 +130,11 @@ def _of_one_shard_each(run: Path) -> bool:
     return all(len({places[group] % 2 for group in of}) == 1 for of in groups) and max(map(len, groups)) > 1
 
 
+def _evaluated_in_parts(run: Path) -> bool:
+    """Whether the evaluation of the second iteration is of several parts: a kill may come between them."""
+    return len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2
+
+
 def tailed_rows() -> str:
     """Sums whose answers are of very different lengths, as JSON lines: a few are far longer than most."""
     numbers = random.Random(1)
@@ -171,7 +177,7 @@ FORMS = {
             ("publish", "in"),
         ),
         all_die_in="evaluate_before",
-        at_work=lambda run: len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2,
+        at_work=_evaluated_in_parts,
         evaluation=EVALUATION | {"evaluation.every": 1},
         ahead=1,
         on_update="finish",
@@ -264,16 +270,17 @@ FORMS = {
         asks_server=True,
     ),
     "shards": Form(
-        settings={"placement.task_runner": "ray", "rollout.shards": 2},
-        driver_dies=(("reward", "in"), ("filter", "in")),
+        settings={"placement.task_runner": "ray", "rollout.shards": 2, **EVALUATION},
+        driver_dies=(("reward", "in"), ("filter", "in"), ("evaluate", "in"), ("evaluate", "after")),
         all_die_in="rollout",
-        at_work=_of_one_shard_each,
+        at_work=lambda run: _of_one_shard_each(run) and _evaluated_in_parts(run),
         own_victims=("shard", "board"),
+        own_die_in=("evaluate",),
     ),
     "evaluation": Form(
         settings={**EVALUATION, "rollout.part_groups": 1},
         driver_dies=(("evaluate", "before"), ("evaluate", "after")),
         all_die_in="evaluate",
-        at_work=lambda run: len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2,
+        at_work=_evaluated_in_parts,
     ),
 }

@@ -97,12 +97,14 @@ def matrix(every: bool = False) -> list[Point]:
 
 
 def of_forms() -> Iterator[Point]:
-    """Of each form of the run: the driver at its own places, and every victim in one task."""
+    """Of each form of the run: the driver at its own places, every victim in one task, and a victim of its own in others."""
     for name, form in FORMS.items():
         for task, when in form.driver_dies:
             yield Point("driver", task, when, form=name)
         for victim in (*VICTIMS, *form.own_victims):
             yield Point(victim, form.all_die_in, "in", form=name)
+        for task in form.own_die_in:
+            yield Point(form.own_victims[0], task, "in", form=name)
 
 
 REDUCED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from millrace.connectors.workers import session_pool
 from millrace.core.config import RunConfig
 from tests.support.session_place import Engines, Place
+from tests.support.shards_here import GROUPS, SAMPLES
+from tests.support.shards_here import Engine as ShardEngine
+from tests.support.shards_here import Place as ShardPlace
 
 
 @pytest.fixture
@@ -47,3 +51,30 @@ async def make_place(
     yield made
     for place in places:
         place.pool.close()
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[tuple[list[ShardEngine], list[str]]]:
+    made = [ShardEngine(), ShardEngine()]
+    async with contextlib.AsyncExitStack() as stack:
+        yield made, [await stack.enter_async_context(engine.served()) for engine in made]
+
+
+@pytest.fixture
+def make_shards(
+    make_config: Callable[..., RunConfig],
+    engines: tuple[list[ShardEngine], list[str]],
+) -> Callable[..., ShardPlace]:
+    def made(**sections: Any) -> ShardPlace:
+        rollout = {
+            "prompts": GROUPS - 1,
+            "samples_per_prompt": SAMPLES,
+            "part_groups": 1,
+            "max_failed_share": 0.2,
+        }
+        config = make_config(
+            rollout={**rollout, **sections.pop("rollout", {})}, placement={"task_runner": "ray"}, **sections
+        )
+        return ShardPlace(config, engines[1])
+
+    return made

@@ -47,7 +47,10 @@ def failed_filters(ctx: IterationContext) -> None:
 
 
 def failed_rollouts(ctx: IterationContext) -> None:
-    rows = [{"reason": reason, "sample_id": f"s{number}"} for number, reason in enumerate(REASONS)]
+    rows = [
+        {"status": "failed", "reason": reason, "sample_id": f"s{number}"}
+        for number, reason in enumerate(REASONS)
+    ]
     sample_generator(ctx, rows)._budget.check()
 
 

@@ -1,0 +1,177 @@
+"""The shards of one topic: started as Ray tasks, started again where they die, and which of their parts count.
+
+Owns the attempts of shards, and that a part counts once: what a shard wrote before it died counts, what an attempt that was
+replaced writes later is removed. Knows nothing of how a shard works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import copy_context
+from itertools import count
+from typing import Any, TypeVar
+
+from prefect import Task
+
+from millrace.connectors.ray.task_runs import run_on_ray
+from millrace.connectors.sglang.dispatcher import Dispatcher
+from millrace.connectors.storage.parts import list_parts
+from millrace.core.contracts.ids import iteration_number
+from millrace.core.errors import ActorLostError, only_first_error
+from millrace.core.pipeline.sharding import PlacedShare, shares
+from millrace.core.staleness import VersionRange
+from millrace.tasks.context import IterationContext
+from millrace.tasks.run_recorded import after_tries
+from millrace.tasks.shards.board import Topic, Work, Writer
+from millrace.tasks.shards.conversation import Conversation
+from millrace.tasks.shards.shard import ShardCall
+from millrace.tasks.stream import Kind, Stream
+
+log = logging.getLogger(__name__)
+STARTS = 3  # of a shard, in one try of its task
+Record = TypeVar("Record")
+RunShard = Callable[[Task[[ShardCall], Any], ShardCall, str | None], Awaitable[Any]]
+"""Runs a shard to its end on a node, or raises ActorLostError where it dies."""
+
+
+def on_ray() -> RunShard:
+    """Runs shards as tasks of the flow run that this is called in. Called outside of its tasks: see run_on_ray."""
+    flow = copy_context()
+
+    async def run(task: Task[[ShardCall], Any], call: ShardCall, node: str | None) -> Any:
+        return await run_on_ray(task, call, flow, node)
+
+    return run
+
+
+class Attempts:
+    """The shards that work on one topic."""
+
+    def __init__(
+        self,
+        ctx: IterationContext,
+        topic: Topic,
+        stream: Stream,
+        versions: Callable[[], VersionRange],
+        run: RunShard,
+    ) -> None:
+        """stream: what shards are to follow. versions: of the weights that generate."""
+        self._ctx, self._topic, self._stream = ctx, topic, stream
+        self._versions, self._run_shard = versions, run
+        self._opening = asyncio.Lock()
+        self._talk: Conversation | None = None
+
+    async def close(self) -> None:
+        """Give up what still works."""
+        if self._talk:
+            await self._talk.close()
+
+    def counted(self, kind: Kind, listed: Sequence[str]) -> list[str]:
+        """Of the parts that a listing shows, those that count."""
+        return self._talk.counted(kind, listed) if self._talk else list(listed)
+
+    async def conversation(self) -> Conversation:
+        """The conversation with the shards; a new one where the board was lost."""
+        async with self._opening:
+            if self._talk and self._talk.failed:
+                await self._talk.close()
+                self._talk = None
+            if self._talk is None:
+                keeper = self._ctx.runtime.board
+                talk = Conversation(
+                    self._ctx, await keeper.board(), keeper.token, self._topic, self._stream, self._engines
+                )
+                await talk.open()
+                self._talk = talk
+            return self._talk
+
+    async def count_stored(self, talk: Conversation, kind: Kind) -> None:
+        """Count the parts that the context lists."""
+        files = self._ctx.parts[kind]
+        self._stream.add_listed(kind, [file["path"] for file in files])
+        await talk.know(kind, files)
+
+    async def run(
+        self,
+        talk: Conversation,
+        task: Task[[ShardCall], Coroutine[Any, Any, Record]],
+        work: Work,
+        kinds: Sequence[Kind],
+    ) -> list[Record]:
+        """Run all shards of one kind of work to their end; their records. kinds: of the parts that they write."""
+        placed = shares(await self._ctx.runtime.board.nodes(), self._ctx.config.rollout.shards)
+        with only_first_error():
+            async with asyncio.TaskGroup() as group:
+                running = [
+                    group.create_task(self._shard(talk, task, work, kinds, number, each))
+                    for number, each in enumerate(placed)
+                ]
+                watching = group.create_task(talk.until_failed())
+                records = list(await asyncio.gather(*running))
+                watching.cancel()
+        await talk.catch_up()
+        for kind in kinds:
+            await self.remove_strays(talk, kind)
+        return records
+
+    async def _engines(self) -> Dispatcher:
+        return await self._ctx.engines_at(self._versions())
+
+    async def _shard(
+        self,
+        talk: Conversation,
+        task: Task[[ShardCall], Coroutine[Any, Any, Record]],
+        work: Work,
+        kinds: Sequence[Kind],
+        number: int,
+        placed: PlacedShare,
+    ) -> Record:
+        """Run one shard to its end, again where its process or node dies."""
+        ctx, keeper = self._ctx, self._ctx.runtime.board
+        for start in count(1):
+            writer: Writer = await talk.begin(work, number)
+            limit = ctx.config.part_limit
+            call = ShardCall(keeper.token, self._topic, writer, placed.share, self._versions(), limit)
+            try:
+                record: Record = await self._run_shard(task, call, placed.node)
+                return record
+            except ActorLostError as error:
+                if start == STARTS or talk.failed:
+                    raise ActorLostError(
+                        f"shard {number} of {work}: {error}", remedy=after_tries(start)
+                    ) from None
+                log.warning(
+                    "iteration %d, shard %d of %s: %s; starting it again",
+                    iteration_number(ctx.index),
+                    number,
+                    work,
+                    error,
+                )
+                await self.take_in_written(talk, kinds)
+            except BaseException:
+                await talk.end(writer)
+                raise
+        raise AssertionError("the last start returns or raises")
+
+    async def take_in_written(self, talk: Conversation, kinds: Sequence[Kind]) -> None:
+        """Count what a shard that died had written and not told."""
+        await talk.catch_up()
+        for kind in kinds:
+            for path in await self._uncounted(talk, kind):
+                entry = await asyncio.to_thread(self._ctx.folder.entry, path)
+                await talk.take_in(kind, entry.record())
+                await talk.show(kind, [path])
+
+    async def remove_strays(self, talk: Conversation, kind: Kind) -> None:
+        """Remove parts of attempts that were replaced before they told of them: another attempt has made what they hold."""
+        for path in await self._uncounted(talk, kind):
+            log.warning(
+                "removing %s: the shard that wrote it had been replaced", self._ctx.folder.url_of(path)
+            )
+            await asyncio.to_thread(self._ctx.folder.remove, path)
+
+    async def _uncounted(self, talk: Conversation, kind: Kind) -> Sequence[str]:
+        listed = await asyncio.to_thread(list_parts, self._ctx.folder, kind)
+        return [path for path in listed if not talk.counts(kind, path)]
