@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,29 +28,24 @@ from typing import Any
 import orjson
 import psutil
 
-from benchmarks.answering_engines import PROMPT, answer_body, engines
+from benchmarks.answers.engines import answer_body, engines
+from benchmarks.answers.generating import GROUP, as_a_driver, context, drawn_group, generate
+from benchmarks.answers.shards import in_shards
 from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.wire.answer_body import read_answer
 from millrace.connectors.storage.parts import list_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.batching import plan_packs
-from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample, ScoredSample
-from millrace.core.garbage import collect_garbage, use_few_heaps
 from millrace.tasks.context import IterationContext
-from millrace.tasks.rollout import row_writer, sample_generator
-from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.answers import generated_sample
 from millrace.tasks.samples.batch.kept_groups import batch_pieces, read_kept
 from millrace.tasks.samples.generation import Answer
 from millrace.tasks.samples.scored_group import ScoredGroup
-from millrace.tasks.stream import Stream
 
-GROUP = 8
 BEAT_S = 0.005  # the event loop is asked this often whether it answers
 PACK = 32768  # tokens
 
@@ -99,8 +94,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     args = parser.parse_args()
     if args.shards:
-        from benchmarks.data_plane_shards import in_shards
-
         in_shards(args)
         return
     report = {
@@ -164,23 +157,6 @@ def plain_row(group: DrawnGroup, answer: dict[str, Any]) -> GeneratedSample:
     )
 
 
-def drawn_group(number: int) -> DrawnGroup:
-    """A drawn prompt."""
-    return DrawnGroup(
-        group_id=f"g{number}",
-        prompt_id=f"p{number}",
-        iteration=0,
-        source="s",
-        row=number,
-        epoch=0,
-        ordinal=number,
-        prompt='"1+1="',
-        prompt_tokens=[number % 100] * PROMPT,
-        label=None,
-        metadata=None,
-    )
-
-
 def whole(args: argparse.Namespace) -> dict[str, Any]:
     """An iteration through all stages."""
     with engines(args.engines, 0, args.tokens, args.rate) as ports, tempfile.TemporaryDirectory() as folder:
@@ -218,12 +194,6 @@ async def iteration(args: argparse.Namespace, ports: list[int], folder: Path) ->
     }
 
 
-def as_a_driver() -> None:
-    """Hold memory as a run's driver does: it has set the garbage of its start aside by its first train step."""
-    use_few_heaps()
-    collect_garbage()
-
-
 class Blocks:
     """How long the event loop was held up at most: by the clock, and in CPU time of its own thread, which other processes do
     not lengthen."""
@@ -238,60 +208,6 @@ class Blocks:
             await asyncio.sleep(BEAT_S)
             self.wall = max(self.wall, time.perf_counter() - asked - BEAT_S)
             self.cpu = max(self.cpu, time.thread_time() - used)
-
-
-def context(args: argparse.Namespace, folder: Path) -> IterationContext:
-    """The iteration, on a folder."""
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "bench", "iterations": 1},
-            "model": {"path": "none"},
-            "data": {"sources": [{"path": "none.jsonl"}]},
-            "storage": {"root": str(folder)},
-            "rollout": {
-                "prompts": args.samples // GROUP,
-                "samples_per_prompt": GROUP,
-                "sampling": {"max_new_tokens": args.tokens},
-            },
-        }
-    )
-    return IterationContext(config, 0, Runtime(config), Stream(released=args.samples // GROUP))
-
-
-async def generate(ctx: IterationContext, groups: Iterable[int], ports: list[int]) -> None:
-    """Ask for all samples of the groups and store their rows, a task a sample, begun group by group as the rollout task does."""
-    clients = [EngineClient(f"http://127.0.0.1:{port}", f"engine-{port}") for port in ports]
-
-    async def nothing(version: int) -> None:
-        """No engine is lost."""
-
-    dispatcher = Dispatcher(
-        lambda: clients, nothing, lambda engine, error: None, version=0, attempts=1, progress_timeout_s=60
-    )
-
-    async def ready() -> Dispatcher:
-        return dispatcher
-
-    generator = sample_generator(ctx)
-    generator._make_ready = ready
-    writer = row_writer(ctx, "rollouts", generator)
-
-    async def sample(group: DrawnGroup, index: int) -> None:
-        rid = f"{group.group_id}-{index:04}"
-        answer = await generator.generate(group.prompt_tokens, seed=0, rid=rid, session=group.group_id)
-        assert answer.status != "failed", answer.reason
-        writer.put([generated_sample(group, index, 0, answer)])
-
-    try:
-        async with writer.open(), asyncio.TaskGroup() as running:
-            for number in groups:
-                group = drawn_group(number)
-                for index in range(GROUP):
-                    running.create_task(sample(group, index))
-                await asyncio.sleep(0)
-    finally:
-        for client in clients:
-            await client.close()
 
 
 def make_batch(ctx: IterationContext, samples: int) -> tuple[Store, str]:

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 NOT_BENCHMARKS = {
     "__init__",
-    "answering_engines",
-    "data_plane_shards",
+    "engines",
+    "generating",
+    "shards",
     "batch_rows",
     "figures",
     "kept",

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answering_engines import engines
-from benchmarks.data_plane import GROUP, as_a_driver, context, generate
+from benchmarks.answers.engines import engines
+from benchmarks.answers.generating import GROUP, as_a_driver, context, generate
 from benchmarks.kept import RESULTS
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.pipeline.sharding import Share

@@ -1,0 +1,1 @@
+"""Answers for the benchmark of the data plane: processes that send them, and what makes parts of them."""
