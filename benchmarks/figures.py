@@ -224,13 +224,18 @@ def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
         ("one GPU", "sync", "--modes sync"),
         ("one GPU", "partial, max_staleness 3", "--modes partial"),
         ("one GPU", "partial, max_staleness 6", "--modes partial --staleness 6"),
+        ("one GPU, 64 samples", "sync", "--prompts 8 --modes sync"),
+        ("one GPU, 64 samples", "partial, max_staleness 8", "--prompts 8 --staleness 8 --modes partial"),
+        ("one GPU, 128 samples", "sync", "--prompts 16 --modes sync"),
+        ("one GPU, 128 samples", "partial, max_staleness 8", "--prompts 16 --staleness 8 --modes partial"),
         ("two GPUs", "sync, shared", "--gpus 2 --modes sync"),
         ("two GPUs", "both, apart, max_staleness 3", "--apart --modes both"),
     ]
     for gpus, mode, options in cases:
 
-        def tail(result: Any, gpus: str = gpus, mode: str = mode) -> str:
-            return _tail(result[gpus][mode])
+        def tail(result: Any, gpus: str = gpus, mode: str = mode) -> str | None:
+            found = result.get(gpus, {}).get(mode)
+            return _tail(found) if found else None
 
         what = f"answers of lognormal lengths to 8,192, 1.7B, {gpus}, {mode}"
         target = "≥ 1.4 times sync" if mode.startswith("partial") else ""
