@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.megatron.rank import TrainerRank
+from millrace.connectors.megatron.refusals import check_gap
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.contracts.failures import Failures, RestartBudget
@@ -164,7 +164,7 @@ def test_the_page_on_debugging_quotes_what_is_said(make_config: Callable[..., Ru
 
     said = []
     for spend in (
-        lambda: TrainerRank({}, 0, 1)._check_gap(0.21, 4.1, 0.02, 3, 3),
+        lambda: check_gap(0.21, 4.1, 0.02, 3, 3),
         died,
         scored,
     ):
