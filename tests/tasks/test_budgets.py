@@ -103,7 +103,7 @@ ONE_CAUSE = {  # what has one cause each time, and where the message is that nam
     "run.progress_timeout_s": "core/waits/deadline.py",
     "engines.start_timeout_s": "connectors/sglang/process.py",
     "placement.wait_s": "connectors/ray/placement.py",
-    "sync.max_logprob_gap": "connectors/megatron/rank.py",
+    "sync.max_logprob_gap": "connectors/megatron/refusals.py",
     "sync.max_prompt_gap": "tasks/weight_check.py",
 }
 
