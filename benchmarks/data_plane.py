@@ -5,7 +5,7 @@ them, stores rollout parts, makes the batch and lays one rank's packs, with the 
 answer and storing its row is also measured the plain way, in turns: the whole JSON as Python objects, and Arrow from lists.
 
     python -m benchmarks.data_plane [--samples 1024] [--tokens 4096] [--engines 2] [--rate 0] [--out FILE]
-    python -m benchmarks.data_plane --shards 1 2 4    the rollout's part alone, in so many processes: data_plane_shards
+    python -m benchmarks.data_plane --shards 1 2 4    the rollout's part alone, in so many processes
 
 A rate is that of the driver's own CPU time, all threads, unless it says wall time.
 """

@@ -104,7 +104,7 @@ def iteration_of(args: argparse.Namespace, folder: str) -> Any:
 def make_share(
     port: Connection, samples: int, tokens: int, share: Share, ports: list[int], folder: str
 ) -> None:
-    """A shard: says when it is ready, makes its groups when told, and says how much CPU time that took."""
+    """One shard: sends a message when it is ready, waits for one, generates its groups, and sends the CPU seconds that took."""
     ctx = context(argparse.Namespace(samples=samples, tokens=tokens), Path(folder))
     ctx.share = share
     groups = [number for number in range(samples // GROUP) if share.holds(number)]

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.gpu.shapes import command_line, device_name, model_folder, versions
 from benchmarks.gpu.trainer import Millrace, lengths_of, timed
+from millrace.connectors.megatron.checkpoint.background import FILES
 
 MIB = 2**20
 
@@ -63,7 +64,7 @@ def main() -> None:
             shutil.rmtree(folder / "at-once")
         side.close()
         written = report["rounds"][-1]["bytes"]
-        report["dd_mib_s"] = {str(streams): _dd(folder, written, streams) for streams in (1, 4)}
+        report["dd_mib_s"] = {str(streams): _dd(folder, written, streams) for streams in (1, FILES)}
         report["share_of_dd"] = round(report["rounds"][-1]["mib_s"] / max(report["dd_mib_s"].values()), 3)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -56,7 +56,7 @@ POLL_S = 0.1
 def main() -> None:
     """Run each mode, read what it stored, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--modes", nargs="+", type=_modes, default=None, help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=None)
     parser.add_argument("--shape", help="of the model, on a GPU; a tiny model on CPU when not given")
     parser.add_argument("--gpus", type=int, default=1, help="that trainer and engines share")
     parser.add_argument("--apart", action="store_true", help="one GPU trains and one generates, instead")
@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     shared = options.shape and not options.apart
     plain_modes = [name for name in MODES if name not in APART and not (shared and "ahead" in MODES[name])]
-    modes = [name for names in options.modes for name in names] if options.modes else plain_modes
+    modes = options.modes or plain_modes
     report: dict[str, Any] = {"command": command_line(), "modes": {}}
     if options.shape:
         report |= {"device": device_name(), "versions": versions()}
@@ -102,14 +102,6 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
-
-
-def _modes(text: str) -> list[str]:
-    """Names of modes, with commas between them."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in MODES]:
-        raise argparse.ArgumentTypeError(f"no mode {unknown[0]}; there are {', '.join(MODES)}")
-    return names
 
 
 def _is_apart(options: argparse.Namespace, mode: str) -> bool:

@@ -156,7 +156,7 @@ class Attempts:
         raise AssertionError("the last start returns or raises")
 
     async def take_in_written(self, talk: Conversation, kinds: Sequence[Kind]) -> None:
-        """Count what a shard that died had written and not told."""
+        """Count the parts that a dead shard had written without reporting them."""
         await talk.catch_up()
         for kind in kinds:
             for path in await self._uncounted(talk, kind):
@@ -165,7 +165,7 @@ class Attempts:
                 await talk.show(kind, [path])
 
     async def remove_strays(self, talk: Conversation, kind: Kind) -> None:
-        """Remove parts of attempts that were replaced before they told of them: another attempt has made what they hold."""
+        """Remove parts that a replaced attempt never reported: another attempt has generated their samples."""
         for path in await self._uncounted(talk, kind):
             log.warning(
                 "removing %s: the shard that wrote it had been replaced", self._ctx.folder.url_of(path)

@@ -27,9 +27,8 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import Store
 
-START_BYTES = (
-    64 * 2**20
-)  # of a file, which the disk is then told to write: by itself the system would begin much later
+# A file's bytes are sent to the disk in pieces of this size. Left alone, Linux keeps written pages in memory for seconds.
+START_BYTES = 64 * 2**20
 SYNC_FILE_RANGE_WRITE = 2
 
 
