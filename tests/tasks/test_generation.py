@@ -88,13 +88,14 @@ async def test_one_failure_above_the_budget_stops_also_after_a_restart(
     make_config: MakeConfig, stored: int
 ) -> None:
     made = generator(make_config(), ScriptedEngines(lambda _: True), allowed=2, failed=stored)
-    for _ in range(2 - stored):
-        await made.generate([1], seed=0, rid="a", session=None)
+    for number in range(2 - stored):
+        await made.generate([1], seed=0, rid=f"made-{number}", session=None)
+    await made.generate([1], seed=0, rid="made-0", session=None)  # the same sample, which counts once
     with pytest.raises(BudgetError) as caught:
-        await made.generate([1], seed=0, rid="a", session=None)
+        await made.generate([1], seed=0, rid="made-2", session=None)
     assert str(caught.value) == (
         "iteration 4: 3 samples failed to generate, more than rollout.max_failed_share = 0.1 allows (2 of 20); most often: "
-        f"engine-{stored}: died (3 of 3, such as sample {'stored-0' if stored else 'a'}); fix the cause"
+        f"engine-{stored}: died (3 of 3, such as sample {'stored-0' if stored else 'made-0'}); fix the cause"
     )
 
 

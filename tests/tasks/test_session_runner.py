@@ -219,9 +219,10 @@ async def test_a_rollout_that_fails_has_its_reason_and_counts(
     assert sample.status == "failed"
     assert sample.reason
     assert sample.response_ids == []
-    await place.run()
+    await place.run(rollout="g-0001")
+    await place.run(rollout="g-0001")  # the same sample, which counts once
     with pytest.raises(BudgetError, match="3 samples failed, more than rollout.max_failed_share"):
-        await place.run()
+        await place.run(rollout="g-0002")
 
 
 async def test_an_engine_that_cannot_generate_is_the_reason_of_its_rollout(
