@@ -57,7 +57,7 @@ class Iteration:
                 tasks.create_task(eager_passes.fn(self.ctx))
             for landed, number in enumerate(order, 1):
                 await self.land(number)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(180):
                     while not between(landed):  # noqa: ASYNC110 - what the ranks hold is no event
                         await asyncio.sleep(0.01)
         return await judged
