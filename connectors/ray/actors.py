@@ -31,6 +31,7 @@ from millrace.core.waits.heartbeat import beat, pulse
 
 log = logging.getLogger(__name__)
 PING_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 300.0  # a new process imports gigabytes, on a node that may be busy with others of its kind
 IN_TIME = 0.8  # of the time between two looks: how long an actor has to answer one
 NAME_TIMEOUT_S = 60.0  # a cluster takes some 15 s to see that a node died
 STORAGE_PREFIXES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "FSSPEC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -104,10 +105,11 @@ class Host:
 class Actor(Generic[T]):
     """A handle on one actor, which holds an object of class T."""
 
-    def __init__(self, name: str, handle: Any, limit: Limit = USUAL) -> None:
-        """limit: how long nothing may move in a call."""
+    def __init__(self, name: str, handle: Any, limit: Limit = USUAL, *, starts: bool = False) -> None:
+        """limit: how long nothing may move in a call. starts: it was made now, and its process may still start."""
         self.name = name
         self.limit = limit
+        self._starts = starts
         self._handle = handle
         self._connection = connection()
 
@@ -125,12 +127,14 @@ class Actor(Generic[T]):
         beat()
         return result
 
-    async def state(self, patience_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
+    async def state(self, patience_s: float | None = None) -> dict[str, Any]:
         """The held object's state, where the actor runs (node, address, gpus, actor_pid), made_by and its pulse.
 
+        patience_s: how long it has to answer; by default PING_TIMEOUT_S, and START_TIMEOUT_S for its first answer.
         Raises ActorLostError if the actor is dead or does not answer.
         """
-        patience_s = min(patience_s, PING_TIMEOUT_S)
+        if patience_s is None:
+            patience_s = START_TIMEOUT_S if self._starts else PING_TIMEOUT_S
         try:
             async with asyncio.timeout(patience_s):
                 state: dict[str, Any] = await self._result(lambda: self._handle.state.remote())
@@ -139,7 +143,9 @@ class Actor(Generic[T]):
             raise ActorLostError(f"actor {self.name} does not answer for {patience_s:g} s") from None
 
     async def _result(self, submit: Callable[[], Awaitable[Any]]) -> Any:
-        return await answer(self.name, submit, self._connection)
+        result = await answer(self.name, submit, self._connection)
+        self._starts = False
+        return result
 
     def kill(self) -> None:
         """End the actor's process. Raises ActorLostError if its cluster was left, as everything here does that asks Ray."""
@@ -165,7 +171,7 @@ class _Pulses:
 
     async def _state(self, actor: Actor[Any]) -> dict[str, Any] | None:
         try:
-            return await actor.state(IN_TIME * actor.limit.pause_s)
+            return await actor.state(min(IN_TIME * actor.limit.pause_s, PING_TIMEOUT_S))
         except ActorLostError:
             return None
 
@@ -268,7 +274,7 @@ def make(
             handle = host.remote(cls, dict(config), index, count, environment, node, digest(config))
     except ValueError as error:  # the name is taken: its actor's node died, and the cluster does not know yet
         raise ActorLostError(f"actor {name} cannot be made yet: {error}") from None
-    return Actor(name, handle, limit)
+    return Actor(name, handle, limit, starts=True)
 
 
 def passed_environment(config: Mapping[str, Any]) -> dict[str, str]:

@@ -108,13 +108,21 @@ class IterationSlot:
     """
 
     def __init__(
-        self, index: int, progress: Progress, *, ahead: AheadOf, most: int, last: int, finish: bool = False
+        self,
+        index: int,
+        progress: Progress,
+        *,
+        ahead: AheadOf,
+        most: int,
+        last: int,
+        finish: bool = False,
+        tidy: Callable[[], None] = lambda: None,
     ) -> None:
         """ahead: L of each iteration as it stands now. most: the largest L. last: index of the run's last iteration.
 
-        finish: weights wait for the requests of iterations that are ahead.
+        finish: weights wait for the requests of iterations that are ahead. tidy: called before the iteration works.
         """
-        self.index = index
+        self.index, self._tidy = index, tidy
         self._progress, self._ahead, self._most = progress, ahead, most
         self._last, self._finish = last, finish
 
@@ -122,6 +130,7 @@ class IterationSlot:
         """Wait until the one before has drawn and the iteration L + 1 before is done."""
         await self._progress.wait(self.index - 1, Stage.DRAWN)
         await self._progress.wait(self.index - self._ahead(self.index) - 1, Stage.DONE)
+        self._tidy()
 
     async def may_draw(self) -> None:
         """L of this iteration is decided. Wait until the iteration L + 1 before is done, where L became less."""
@@ -189,6 +198,13 @@ async def run_iterations(
         config.run.iterations - 1,
     )
     finish = config.pipeline.on_update == "finish"
+
+    def tidy(index: int) -> None:
+        if index == first + ahead + 1:
+            collect_garbage()  # every module is imported by now, and no weights are being sent
+        elif index > first and (index - first) % GIVE_BACK_EVERY == 0:
+            give_back_memory()
+
     with only_first_error():
         async with asyncio.TaskGroup() as group:
             for index in range(first, last + 1):
@@ -199,14 +215,9 @@ async def run_iterations(
                     most=ahead,
                     last=last,
                     finish=finish,
+                    tidy=partial(tidy, index),
                 )
                 group.create_task(_run_flow(work, slot, _flow(config, flow_name, index)))
-                if index == first + ahead + 1:
-                    await slot.may_work()
-                    collect_garbage()  # every module is imported by now, and no weights are being sent
-                elif index > first and (index - first) % GIVE_BACK_EVERY == 0:
-                    await slot.may_work()
-                    give_back_memory()
                 await progress.wait(index - ahead, Stage.TRAINED)
 
 

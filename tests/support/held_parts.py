@@ -56,3 +56,11 @@ class Counter:
 
     def die(self) -> None:
         os._exit(1)
+
+
+class SlowToStart(Counter):
+    """A counter that takes its time to come up."""
+
+    def __init__(self, config: Mapping[str, Any], index: int, count: int) -> None:
+        time.sleep(config["takes_s"])
+        super().__init__(config, index, count)

@@ -19,7 +19,7 @@ import pytest_asyncio
 from millrace.connectors.ray import actors, cluster
 from millrace.core.errors import ActorLostError, ActorStalledError, TrainerError
 from millrace.core.waits.deadline import Limit
-from tests.support.held_parts import Counter
+from tests.support.held_parts import Counter, SlowToStart
 
 TIMEOUT_S = 60
 DRIVER = """
@@ -101,6 +101,35 @@ async def test_an_actor_that_dies_in_a_call_is_lost_and_can_be_made_again(
     assert actors.find_group("counter", 2, Counter) is None
     again = actors.make("counter", 1, 2, Counter, {"start": 7})
     assert await again.call(Counter.add, 0) == 7
+
+
+async def test_an_actor_that_is_slow_to_start_is_waited_for_and_afterwards_asked_as_any(
+    joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors, "PING_TIMEOUT_S", 2.0)
+    made = actors.make("slow", 0, 1, SlowToStart, {"start": 1, "takes_s": 5})
+    found = actors.find("slow", 0, SlowToStart)
+    assert found is not None
+    with pytest.raises(ActorLostError, match="does not answer for 2 s"):
+        await found.state()  # whoever did not make it cannot know that it only starts
+    state = await made.state()
+    os.kill(state["actor_pid"], signal.SIGSTOP)
+    try:
+        with pytest.raises(ActorLostError, match="does not answer for 2 s"):
+            await made.state()
+    finally:
+        os.kill(state["actor_pid"], signal.SIGKILL)
+        await actors.end()
+
+
+async def test_an_actor_that_does_not_start_in_its_time_is_lost(
+    joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors, "START_TIMEOUT_S", 0.5)
+    made = actors.make("slow", 0, 1, SlowToStart, {"start": 1, "takes_s": 600})
+    with pytest.raises(ActorLostError, match=r"actor slow-0 does not answer for 0\.5 s"):
+        await made.state()
+    assert await actors.end() == 1
 
 
 async def test_an_actor_killed_while_it_works_is_lost_at_once(group: actors.ActorGroup[Counter]) -> None:
