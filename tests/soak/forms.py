@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from tests.soak import rollouts
 from tests.support.growing_rows import growing_rows
 
+VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
 TAILED, LONGEST = "tailed.jsonl", 96  # sums with answers of very different lengths, and the longest of them
 FLUSH = 16  # tokens of an answer that a kill may have generated again
 TURNS = (
@@ -50,6 +51,14 @@ class Form:
     repeats: bool = (
         True  # whether a run of it is equal to another, bit for bit; else it is equal to its own replay
     )
+    two_nodes: bool = False  # whether it runs on a cluster of two nodes, which does not die with a run
+
+
+def victims(form: str) -> tuple[str, ...]:
+    """Who dies in runs of the form. The head of a cluster that its user started is its user's to start again."""
+    made = FORMS[form]
+    usual = (victim for victim in VICTIMS if victim != "ray" or not made.two_nodes)
+    return (*usual, *made.own_victims)
 
 
 def overrides(form: str) -> list[str]:
@@ -276,6 +285,22 @@ FORMS = {
         at_work=lambda run: _of_one_shard_each(run) and _evaluated_in_parts(run),
         own_victims=("shard", "board"),
         own_die_in=("evaluate",),
+    ),
+    "two_nodes": Form(
+        settings={
+            "placement.task_runner": "ray",
+            "placement.wait_s": 60,
+            "trainer.world_size": 2,
+            "engines.count": 2,
+            "engines.host": "0.0.0.0",
+            **EVALUATION,
+        },
+        driver_dies=(("reward", "in"), ("train_step", "in"), ("evaluate", "in")),
+        all_die_in="rollout",
+        at_work=lambda run: _of_one_shard_each(run) and _evaluated_in_parts(run),
+        own_victims=("node", "shard", "board"),
+        own_die_in=("reward", "train_step", "evaluate"),
+        two_nodes=True,
     ),
     "evaluation": Form(
         settings={**EVALUATION, "rollout.part_groups": 1},

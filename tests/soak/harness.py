@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from tests.soak import forms, neighbours, promises, rollouts, victims
 from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, OWN_VICTIMS, Point
 from tests.soak.starts import Started, Starts, overrides
+from tests.soak.two_nodes import TwoNodes
 from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
 from tests.support.reward_server import serve_rewards
 
@@ -69,6 +71,7 @@ class Site:
         self.place.environment[rollouts.NOTES] = str(folder / "notes.txt")
         self.place.environment["MILLRACE_FINISHED_LOG"] = str(self.finished_log)
         self._servers = ExitStack()
+        self._two_nodes: TwoNodes | None = None
         # by whether sampling is dynamic, and the form of the run
         self._references = {(False, ""): whole} if whole else {}
 
@@ -81,13 +84,25 @@ class Site:
             if form and form.asks_server and forms.REWARD_SERVER not in self.place.environment:
                 server = self._servers.enter_context(serve_rewards())
                 self.place.environment[forms.REWARD_SERVER] = server.url
-            self.place.train(root, *overrides(point))
+            cluster = self._cluster(point)
+            joining = cluster.overrides if cluster else []
+            self.place.train(root, *overrides(point), *joining, **(cluster.environment if cluster else {}))
             assert not form or form.at_work(root / "a"), f"a kill of the form {point.form} would try nothing"
             self._references[kind] = root / "a"
         return self._references[kind]
 
+    def _cluster(self, point: Point) -> TwoNodes | None:
+        """The cluster for a run of the point's form, new; None where a run has a head of its own."""
+        if not point.form or not forms.FORMS[point.form].two_nodes:
+            return None
+        if self._two_nodes is None:
+            self._two_nodes = TwoNodes(self.folder)
+            self._servers.callback(self._two_nodes.close)
+        self._two_nodes.renew()
+        return self._two_nodes
+
     def close(self) -> None:
-        """End the servers."""
+        """End the servers and the cluster."""
         self._servers.close()
         self.place.call("server", "stop")
 
@@ -101,7 +116,7 @@ class Site:
             if point.victim in NEIGHBOURS:
                 self._play(root, point, outcome, reference)
             else:
-                with Starts(self.place, root, point) as starts:
+                with Starts(self.place, root, point, self._cluster(point)) as starts:
                     self._kill(starts, outcome, reference)
         except neighbours.ImpossibleError as error:
             outcome.skipped = str(error)
@@ -155,7 +170,7 @@ class Site:
         if point.victim == "terminal":
             self._interrupt(process, first.log, outcome)
         else:
-            outcome.killed = len(victims.kill(point.victim, process.pid, self.home))
+            outcome.killed = self._kill_part(point, process.pid)
             assert outcome.killed, f"no {point.victim} to kill"
         outcome.landed = point.when if _wait_at(point) == point.when else _landed(run, point)
         if point.victim == "driver":
@@ -168,20 +183,34 @@ class Site:
         first.go_on()
         return state
 
+    def _kill_part(self, point: Point, driver: int) -> int:
+        """`kill -9` the victim; how many processes, or nodes, died."""
+        if point.victim == "node":
+            assert self._two_nodes is not None
+            return self._two_nodes.kill_node()
+        return len(victims.kill(point.victim, driver, self.home, self._nodes(point)))
+
+    def _nodes(self, point: Point) -> Sequence[int]:
+        """What holds the nodes of a cluster that outlives the run."""
+        joined = point.form and forms.FORMS[point.form].two_nodes
+        return self._two_nodes.pids if joined and self._two_nodes else ()
+
     def _interrupt(self, process: subprocess.Popen[str], log: Path, outcome: Outcome) -> None:
         """Ctrl-C, and what it must lead to: an early end, that is told in a sentence, of the run's live parts too."""
         before, started = len(log.read_text()), time.perf_counter()
         outcome.killed = victims.interrupt(process.pid)
+        nodes = self._nodes(outcome.point)
         code = process.wait(timeout=PATIENCE_S)
         outcome.ended_s = time.perf_counter() - started
         limit = ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         outcome.problems += promises.broken_by_ctrl_c(code, log.read_text()[before:], outcome.ended_s, limit)
         # Ray has been told to kill the actors; their processes take a moment to go
-        wait_until(lambda: not self._live_parts(process.pid), limit)
+        wait_until(lambda: not self._live_parts(process.pid, nodes), limit)
 
-    def _live_parts(self, driver: int) -> list[int]:
+    def _live_parts(self, driver: int, nodes: Sequence[int]) -> list[int]:
         """Processes of trainer ranks and engines."""
-        return [pid for part in ("trainer", "engine") for pid in victims.processes(part, driver, self.home)]
+        parts = ("trainer", "engine")
+        return [pid for part in parts for pid in victims.processes(part, driver, self.home, nodes)]
 
     def _complete(self, starts: Starts, first: Started, outcome: Outcome) -> None:
         point, code = outcome.point, first.ended()

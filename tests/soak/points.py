@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from tests.soak.forms import FORMS
+from tests.soak import forms
+from tests.soak.forms import FORMS, VICTIMS
 
 TASKS = (
     "sample_prompts",
@@ -24,8 +25,7 @@ TASKS = (
 )
 EVALUATE = "evaluate"  # a task of some iterations alone
 WHENS = ("before", "in", "after")
-VICTIMS = ("driver", "trainer", "engine", "ray", "prefect", "terminal", "scorer")
-OWN_VICTIMS = tuple(victim for form in FORMS.values() for victim in form.own_victims)
+OWN_VICTIMS = tuple(dict.fromkeys(victim for form in FORMS.values() for victim in form.own_victims))
 # the driver by kill -9, or by Ctrl-C, which a terminal sends to its processes
 ENDS_THE_RUN = ("driver", "terminal")
 # nobody but a driver dies there, and another one lives beside it: neighbours.py. By name, seconds of the clock and whether it is
@@ -101,7 +101,7 @@ def of_forms() -> Iterator[Point]:
     for name, form in FORMS.items():
         for task, when in form.driver_dies:
             yield Point("driver", task, when, form=name)
-        for victim in (*VICTIMS, *form.own_victims):
+        for victim in forms.victims(name):
             yield Point(victim, form.all_die_in, "in", form=name)
         for task in form.own_die_in:
             yield Point(form.own_victims[0], task, "in", form=name)
@@ -129,5 +129,6 @@ def at_random(seed: int, iterations: int) -> Iterator[Point]:
         # worker processes start in the first iteration
         settled = task in ("checkpoint", EVALUATE) or victim == "scorer"
         iteration = CHECKPOINTED if settled else numbers.randrange(iterations)
-        form = numbers.choice(tuple(FORMS)) if numbers.random() < 0.5 else ""
+        of_form = numbers.random() < 0.5
+        form = numbers.choice([name for name in FORMS if victim in forms.victims(name)]) if of_form else ""
         yield Point(victim, task, when, dynamic, iteration, share, form)

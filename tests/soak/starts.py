@@ -13,6 +13,7 @@ from types import TracebackType
 
 from tests.soak import forms, rollouts
 from tests.soak.points import Point
+from tests.soak.two_nodes import TwoNodes
 from tests.support.flow_runs import PATIENCE_S, Workplace, wait_until
 
 KILLED = "killed"  # the name of killed runs; the uninterrupted one is `a`, as run.yaml calls it
@@ -55,8 +56,10 @@ class Started:
 class Starts:
     """All starts of the run `killed` under one storage root; on leaving, what still runs is killed."""
 
-    def __init__(self, place: Workplace, root: Path, point: Point) -> None:
+    def __init__(self, place: Workplace, root: Path, point: Point, cluster: TwoNodes | None = None) -> None:
+        """cluster: that the run joins; None where it has a head of its own."""
         self.place, self.root, self.point = place, root, point
+        self._cluster = cluster
         self.run = root / KILLED
         self.made: list[Started] = []
         root.mkdir(parents=True)
@@ -83,6 +86,9 @@ class Starts:
             variables["MILLRACE_KILL_POINT_FILE"] = str(held)
         command = [*before, *self.place.command, "train", "run.yaml", f"storage.root={self.root}"]
         command += [f"run.name={KILLED}", *overrides(self.point)]
+        if self._cluster:
+            variables |= self._cluster.environment
+            command += self._cluster.overrides
         if self.point.victim == "scorer" and not any(text.startswith("reward.function=") for text in command):
             command += ["reward.function=slow_reward:contains_slowly"]
         with log.open("w") as out:

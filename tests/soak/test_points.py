@@ -57,13 +57,15 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
         "reuse",
         "remote_reward",
         "shards",
+        "two_nodes",
         "evaluation",
     }
     own = {(name, victim) for name, form in FORMS.items() for victim in form.own_victims}
-    assert own == {("shards", "shard"), ("shards", "board")}
+    nodes = {("two_nodes", victim) for victim in ("node", "shard", "board")}
+    assert own == {("shards", "shard"), ("shards", "board"), *nodes}
     for points in (matrix(), matrix(every=True)):
         dying = {(point.form, point.victim) for point in points if point.form}
-        assert dying == {*product(FORMS, VICTIMS), *own}
+        assert dying == {*product(FORMS, VICTIMS), *own} - {("two_nodes", "ray")}  # its user's, as its nodes
         for name, form in FORMS.items():
             places = {(p.task, p.when) for p in points if p.form == name and p.victim == "driver"}
             assert len(places) >= (2 if name in SESSIONS else 3), f"{name} is hardly killed at all"

@@ -6,15 +6,16 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 
-def kill(victim: str, driver: int, home: Path) -> list[int]:
-    """`kill -9` a part of the run; returns the processes killed, none if the part does not run."""
+def kill(victim: str, driver: int, home: Path, nodes: Sequence[int] = ()) -> list[int]:
+    """`kill -9` a part of the run; returns the processes killed, none if the part does not run. nodes: as of `processes`."""
     killed = []
-    for pid in processes(victim, driver, home):
+    for pid in processes(victim, driver, home, nodes):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -37,17 +38,21 @@ def _is_in_group(pid: int, group: int) -> bool:
         return False
 
 
-def processes(victim: str, driver: int, home: Path) -> list[int]:
-    """Process ids of a part of the run that `driver` drives, with MILLRACE_HOME at `home`."""
+def processes(victim: str, driver: int, home: Path, nodes: Sequence[int] = ()) -> list[int]:
+    """Process ids of a part of the run that `driver` drives, with MILLRACE_HOME at `home`.
+
+    nodes: processes that hold the nodes of the cluster, where its user started it; else the run has a head of its own.
+    """
+    heads = list(nodes)
     if victim == "driver":
         return [driver]
     if victim == "prefect":
         server = psutil.Process(json.loads((home / "prefect-server.json").read_text())["pid"])
         return [server.pid, *(child.pid for child in server.children(recursive=True))]
     if victim == "scorer":
-        parents = [psutil.Process(driver), *_shards(_heads(home))]
+        parents = [psutil.Process(driver), *_shards(heads or _heads(home))]
         return [child.pid for parent in parents for child in parent.children() if _is_worker(child)]
-    heads = _heads(home)
+    heads = heads or _heads(home)
     if victim == "ray":
         return heads
     if victim == "shard":
