@@ -78,6 +78,7 @@ class IterationContext:
         self.stream = stream
         self.shards: Sharded | None = None  # None: rollout and reward work here
         self.evaluation_shards: ShardedEvaluation | None = None  # None: evaluations are made here
+        self.in_shard = False  # whether this process is a shard, whose driver has the iteration
         self.share = WHOLE  # of the groups, those that this process generates
         self.mine: frozenset[str] | None = None  # groups that this process scores; None: all
         self.run_folder: RunFolder = runtime.run_folder

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
@@ -66,19 +66,21 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
     generator = sample_generator(ctx, parts.to_pylist())
     make = await _maker(ctx, generator)
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
-    async with make.open(), asyncio.TaskGroup() as generating:
-        await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
-        cut = await asyncio.to_thread(is_cut, ctx)
-        if cut or ctx.config.filter.oversample:
-            await generator.stop()
-        if cut:
-            await kill_point(ctx.index, "rollout", "cut")
+    async with make.open():
+        async with asyncio.TaskGroup() as generating:
+            await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
+            cut = await asyncio.to_thread(is_cut, ctx)
+            if cut or ctx.config.filter.oversample:
+                await generator.stop()
+            if cut:
+                await kill_point(ctx.index, "rollout", "cut")
+        made = await asyncio.to_thread(read_cut, ctx) if cut and ctx.in_shard else None
+        if made:
+            make.store_begun(made.deferred)
     tidying.cancel()
-    files = [
-        *ctx.parts["rollouts"],
-        *ctx.parts["turns"],
-        *await asyncio.to_thread(_deferral, ctx, make, groups),
-    ]
+    files = [*ctx.parts["rollouts"], *ctx.parts["turns"]]
+    if not ctx.in_shard:
+        files += await asyncio.to_thread(_deferral, ctx, make, groups)
     return {
         "samples_found": len(finished),
         "seconds": time.perf_counter() - started,
@@ -87,6 +89,17 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
         "engines_s": generator.engines_s,
         "files": files,
     }
+
+
+async def defer(ctx: IterationContext) -> list[FileRecord]:
+    """Write what the cut defers, where shards have generated: from what they stored. Files about groups that were deferred."""
+    assert ctx.stream is not None
+    if not await asyncio.to_thread(is_cut, ctx):
+        joined = await ctx.stream.until_joined()
+        return [entry.record() for entry in joined.files]
+    groups = await asyncio.to_thread(_read_groups, ctx)
+    make = await _maker(ctx, sample_generator(ctx))
+    return await asyncio.to_thread(_deferral, ctx, make, groups)
 
 
 Begin = Callable[[DrawnGroup], None]
@@ -214,6 +227,9 @@ class Rollouts:
         """Turns and samples are written meanwhile, and all of them at the end."""
         async with self._samples.open(), self._turns.open():
             yield
+
+    def store_begun(self, groups: Collection[str]) -> None:
+        """Nothing: no rollout is cut."""
 
     def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
         """None: no rollout is cut."""

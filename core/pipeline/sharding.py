@@ -57,7 +57,6 @@ def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
 
 
 INSTEAD = {  # what to do about a field that has a value which shards can do
-    "pipeline.select": "set pipeline.select=draw",
     "pipeline.on_update": "set pipeline.on_update=finish",
     "pipeline.eager": "set pipeline.eager=false",
 }
@@ -68,13 +67,6 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
-        "rollout.flush_tokens": "answers under way are stored by the driver"
-        if config.rollout.flush_tokens
-        else "",
-        "filter.oversample": "what the batch does not need is ended by the driver"
-        if config.filter.oversample
-        else "",
-        "pipeline.select": "the cut ends requests that the driver sent" if p.select == "finish" else "",
         "pipeline.on_update": "requests that an update cuts are sent again by the driver"
         if p.ahead and p.on_update != "finish"
         else "",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
+from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.contracts.ids import sample_id
@@ -45,6 +46,9 @@ class Answers:
         self._writer, self._segments = writer, segments
         self._stored = stored_events(stored)
         self.begun: list[GeneratedSample] = []  # that the cut ended
+        self._ended: list[
+            tuple[str, AnswerSegments, Generation]
+        ] = []  # group of each, and what was made of it
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -75,8 +79,16 @@ class Answers:
         row = generated_sample(group, index, seed, made.then(answer, ctx.runtime.prompts.tokenizer.decode))
         if row.status == "aborted":
             self.begun.append(row)
+            if answer.generation:
+                self._ended.append((group.group_id, segments, answer.generation))
         else:
             self._writer.put([row])
+
+    def store_begun(self, groups: Collection[str]) -> None:
+        """Have what the cut ended of these groups stored as segments: `left` knows it then in another process."""
+        for group_id, segments, made in self._ended:
+            if group_id in groups:
+                segments.put_rest(made)
 
     def left(self, group: DrawnGroup, index: int) -> GeneratedSample | None:
         """What is stored of a sample that was not begun again; None where that is nothing. One that was deferred before has a row."""

@@ -65,6 +65,18 @@ async def receive_deferred(ctx: IterationContext, generated: Callable[[], Awaita
 
 def join(ctx: IterationContext) -> Joined:
     """What the iteration before deferred to this one, and write joined.parquet if that is anything. It must have generated."""
+    joined = deferred_to(ctx)
+    if not joined.groups:
+        return joined
+    if ctx.folder.exists(record_path("rollout")):  # which names the file
+        entry = ctx.folder.entry(JOINED)
+    else:
+        entry = ctx.folder.write_table(JOINED, schema.to_table(joined.groups, "prompts"), "prompts")
+    return replace(joined, files=[entry])
+
+
+def deferred_to(ctx: IterationContext) -> Joined:
+    """What the iteration before deferred to this one, without its file."""
     before = IterationFiles(ctx.run_folder, ctx.index - 1)
     if not ctx.index or CUT not in before.entries:
         return Joined()
@@ -83,10 +95,6 @@ def join(ctx: IterationContext) -> Joined:
     ]
     failed = {score.group_id for score in scores if score.scoring in ("failed", "timed_out")}
     again = scored_as_one(ctx.runtime, stored, failed)
-    if ctx.folder.exists(record_path("rollout")):  # which names the file
-        entry = ctx.folder.entry(JOINED)
-    else:
-        entry = ctx.folder.write_table(JOINED, schema.to_table(groups, "prompts"), "prompts")
     return Joined(
         groups,
         finished,
@@ -96,7 +104,6 @@ def join(ctx: IterationContext) -> Joined:
             for score in scores
             if score.scoring == "scored" and score.group_id not in again
         },
-        [entry],
     )
 
 

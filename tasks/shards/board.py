@@ -91,6 +91,13 @@ class Released:
 
 
 @dataclass(frozen=True)
+class DeferralKnown:
+    """The iteration before has generated: how many groups it deferred, which storage has."""
+
+    groups: int
+
+
+@dataclass(frozen=True)
 class Settled:
     """The batch is filled."""
 
@@ -129,7 +136,18 @@ class EnginesReady:
     reason: str | None = None
 
 
-Notice = Known | Landed | Failed | Released | Settled | Ended | EngineLost | EnginesWanted | EnginesReady
+Notice = (
+    Known
+    | Landed
+    | Failed
+    | Released
+    | DeferralKnown
+    | Settled
+    | Ended
+    | EngineLost
+    | EnginesWanted
+    | EnginesReady
+)
 
 
 class Board:

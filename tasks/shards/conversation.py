@@ -19,6 +19,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.shards.board import (
     Board,
+    DeferralKnown,
     Ended,
     EngineLost,
     EnginesReady,
@@ -189,11 +190,14 @@ class Conversation:
             self._asked.set()
 
     async def _relay(self) -> None:
-        """Tell what the driver's Stream releases, and that it has settled."""
+        """Tell what the driver's Stream releases, that it knows what was deferred, and that it has settled."""
         stream = self._stream
-        released, settled = 0, False
+        released, joined, settled = 0, False, False
         while True:
             revision = stream.revision
+            if stream.joined is not None and not joined:
+                joined = True
+                await self._tell(DeferralKnown(len(stream.joined.groups)))
             if stream.released != released:
                 released = stream.released
                 await self._tell(Released(released))

@@ -20,6 +20,7 @@ from millrace.core.errors import EngineError, EngineLostError, EngineStalledErro
 from millrace.core.staleness import VersionRange
 from millrace.tasks.shards.board import (
     Board,
+    DeferralKnown,
     Ended,
     EngineLost,
     EnginesReady,
@@ -59,8 +60,9 @@ class MirroredStream(Stream):
     """The driver's Stream as a shard sees it. Of parts that shards wrote it has those of this shard's number alone."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(released=0)
+        super().__init__(released=0, joined=None)
         self.engines = SharedEngines(link)
+        self._deferred: int | None = None
         self._link = link
         self._seen = 0
 
@@ -75,6 +77,12 @@ class MirroredStream(Stream):
         self._seen += len(notices)
         for notice in notices:
             await self._take(notice)
+
+    async def until_deferral_known(self) -> int:
+        """How many groups the iteration before deferred, once that is known."""
+        await self._until(lambda: self._deferred is not None, "what the iteration before defers")
+        assert self._deferred is not None
+        return self._deferred
 
     async def tell_landed(self, kind: Kind, file: FileRecord) -> None:
         """Announce a part that this shard wrote, to the driver and here."""
@@ -94,6 +102,9 @@ class MirroredStream(Stream):
             await super().land(notice.kind, notice.file["path"])
         elif isinstance(notice, Released):
             await self.release(notice.groups)
+        elif isinstance(notice, DeferralKnown):
+            self._deferred = notice.groups
+            await self._notify()
         elif isinstance(notice, Settled):
             await self.settle()
         elif isinstance(notice, EnginesReady):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import pyarrow as pa
 import ray
@@ -40,10 +40,11 @@ from millrace.tasks.reward import score_landing
 from millrace.tasks.rollout import generate
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.held_out import KIND, make_share
+from millrace.tasks.samples.joined_groups import deferred_to
 from millrace.tasks.shards.board import Board, Facts, Failed, ShardReplacedError, Topic, Writer
 from millrace.tasks.shards.keeper import BOARD
 from millrace.tasks.shards.mirror import Link, MirroredStream
-from millrace.tasks.stream import Kind
+from millrace.tasks.stream import NOTHING, Kind
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ async def make_rollouts(ctx: ShardContext) -> RolloutRecord:
 
 async def make_rewards(ctx: ShardContext) -> RewardRecord:
     """What `reward_shard` does in its context."""
+    assert ctx.stream is not None
+    await ctx.stream.until_joined()
     ctx.mine = await asyncio.to_thread(ctx.own_groups)
     record = await score_landing(ctx)
     record["files"] = []
@@ -107,6 +110,7 @@ class ShardContext(IterationContext):
     def __init__(self, runtime: Runtime, call: ShardCall, stream: MirroredStream, address: str) -> None:
         """address: of this node."""
         super().__init__(runtime.config, call.topic.index, runtime, stream)
+        self.in_shard = True
         self.topic, self.share = call.topic, call.share
         self._versions = call.versions
         self._mirror, self._address = stream, address
@@ -118,10 +122,17 @@ class ShardContext(IterationContext):
         return self._versions
 
     def own_groups(self) -> frozenset[str]:
-        """The groups of its share."""
+        """The groups of its share, of those that were deferred to the iteration too."""
         table = self.folder.read_table("prompts.parquet", "prompts", columns=["group_id", "ordinal"])
-        rows = table.to_pylist()
-        return frozenset(row["group_id"] for row in rows if self.share.holds(row["ordinal"]))
+        places = {row["group_id"]: row["ordinal"] for row in table.to_pylist()}
+        joined = self._mirror.joined or NOTHING
+        places |= {group.group_id: group.ordinal for group in joined.groups}
+        return frozenset(group_id for group_id, ordinal in places.items() if self.share.holds(ordinal))
+
+    async def receive_deferred(self) -> None:
+        """Have the shard's work know what was deferred to the iteration, once the driver does."""
+        groups = await self._mirror.until_deferral_known()
+        await self._mirror.join(await asyncio.to_thread(deferred_to, self) if groups else NOTHING)
 
     def start_parts(self, folder: str) -> None:
         """The driver has the list of all parts."""
@@ -175,19 +186,21 @@ async def shard_context(
     stream = MirroredStream(Link(board, call.token, call.topic, call.writer))
     try:
         await stream.catch_up()
+        ctx = await asyncio.to_thread(ShardContext, runtime, call, stream, address)
         with only_first_error():
-            async with _following(stream):
-                yield await asyncio.to_thread(ShardContext, runtime, call, stream, address)
+            async with _beside(stream.follow(), ctx.receive_deferred()):
+                yield ctx
     finally:
         await stream.engines.close()
 
 
 @contextlib.asynccontextmanager
-async def _following(stream: MirroredStream) -> AsyncIterator[None]:
+async def _beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as group:
-        following = group.create_task(stream.follow())
+        running = [group.create_task(work) for work in works]
         yield
-        following.cancel()
+        for task in running:
+            task.cancel()
 
 
 _kept: tuple[int, str, Runtime] | None = None  # of the driver with this token, by the run's id

@@ -14,14 +14,13 @@ from contextvars import copy_context
 
 from millrace.connectors.ray.task_runs import REMEDY
 from millrace.connectors.storage.parts import list_parts
-from millrace.connectors.storage.run_folder import CUT
 from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
 from millrace.core.errors import ConfigError
 from millrace.core.pipeline.sharding import in_shards
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reward import OUTCOME, reward_budget
-from millrace.tasks.rollout import FAILURE, rollout_budget
+from millrace.tasks.rollout import FAILURE, defer, rollout_budget
 from millrace.tasks.shards.attempts import Attempts, RunShard, on_ray
 from millrace.tasks.shards.board import Batch
 from millrace.tasks.shards.shard import reward_shard, rollout_shard
@@ -33,16 +32,8 @@ WRITTEN: tuple[Kind, ...] = ("rollouts", "turns")  # by shards that generate
 
 @contextlib.asynccontextmanager
 async def open_shards(ctx: IterationContext) -> AsyncIterator[None]:
-    """Within, rollout and reward of the iteration work in shards, where the configuration says so.
-
-    Groups that the iteration before deferred are gone on with by the driver: that iteration had pipeline.select=finish.
-    """
-    deferred = bool(ctx.index) and ctx.run_folder.iteration(ctx.index - 1)
-    if (
-        not in_shards(ctx.config)
-        or (deferred and await asyncio.to_thread(deferred.exists, CUT))
-        or not await can_begin(ctx)
-    ):
+    """Within, rollout and reward of the iteration work in shards, where the configuration says so."""
+    if not in_shards(ctx.config) or not await can_begin(ctx):
         yield
         return
     sharded = ShardedIteration(ctx, on_ray())
@@ -104,7 +95,7 @@ class ShardedIteration:
             "samples_generated": sum(record["samples_generated"] for record in records),
             "tokens_generated": sum(record["tokens_generated"] for record in records),
             "engines_s": talk.engines_s,
-            "files": [file for kind in WRITTEN for file in ctx.parts[kind]],
+            "files": [*(file for kind in WRITTEN for file in ctx.parts[kind]), *await defer(ctx)],
         }
 
     async def reward(self) -> RewardRecord:

@@ -54,9 +54,6 @@ def test_a_shard_has_its_part_of_the_samples_in_flight(share: Share, part: int) 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": {"kind": "sft"}}},
-    "rollout.flush_tokens": {"rollout": {"flush_tokens": 32}},
-    "filter.oversample": {"filter": {"oversample": 0.5}},
-    "pipeline.select": {"pipeline": {"select": "finish", "max_staleness": 1}},
     "pipeline.on_update": {"pipeline": {"ahead": 1}},
     "pipeline.eager": {"pipeline": {"eager": True}},
     "algorithm.teacher_server": {"algorithm": {"teacher_server": {"url": "http://host"}}},
@@ -80,7 +77,6 @@ def test_what_shards_cannot_do_is_refused_by_name_and_auto_leaves_it_to_the_driv
 @pytest.mark.parametrize(
     ("field", "advice", "changed"),
     [
-        ("pipeline.select", "set pipeline.select=draw", {"select": "draw", "max_staleness": 1}),
         ("pipeline.on_update", "set pipeline.on_update=finish", {"ahead": 1, "on_update": "finish"}),
         ("pipeline.eager", "set pipeline.eager=false", {"eager": False}),
     ],
@@ -112,6 +108,9 @@ def test_the_page_on_clusters_names_what_is_refused() -> None:
     "sections",
     [
         {"pipeline": {"ahead": 1, "on_update": "finish"}},
+        {"pipeline": {"select": "finish", "max_staleness": 1}},
+        {"rollout": {"flush_tokens": 32}},
+        {"filter": {"oversample": 0.5}},
         {"rollout": {"session": {"function": "package.module:function"}}},
         {"evaluation": {"background": True, "sets": [{"name": "held_out", "path": "held_out.jsonl"}]}},
     ],

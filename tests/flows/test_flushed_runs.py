@@ -11,12 +11,16 @@ import pytest
 
 from tests.soak import forms, promises
 from tests.support.flow_runs import Workplace, final_weights, wait_until
+from tests.support.shard_runs import IN_SHARDS
 
 SETTINGS = (*forms.overrides("flushed"), "run.iterations=2")
 
 
 @pytest.mark.slow
-def test_of_answers_that_a_kill_ended_little_is_generated_again(workplace: Workplace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [(), IN_SHARDS], ids=["driver", "shards"])
+def test_of_answers_that_a_kill_ended_little_is_generated_again(
+    workplace: Workplace, tmp_path: Path, where: tuple[str, ...]
+) -> None:
     (workplace.folder / forms.TAILED).write_text(forms.tailed_rows())
     log, reached = tmp_path / "ended.log", tmp_path / "reached"
     killed = tmp_path / "killed"
@@ -25,6 +29,7 @@ def test_of_answers_that_a_kill_ended_little_is_generated_again(workplace: Workp
         "run.yaml",
         f"storage.root={killed}",
         *SETTINGS,
+        *where,
         MILLRACE_KILL_POINT="0/turns/in",  # segments are stored, and no more of them: engines are soon halted
         MILLRACE_KILL_POINT_FILE=str(reached),
         MILLRACE_FINISHED_LOG=str(log),
@@ -36,7 +41,7 @@ def test_of_answers_that_a_kill_ended_little_is_generated_again(workplace: Workp
     run, stored = killed / "a", promises.Killed(parts=promises.parts(killed / "a"))
     assert any(path.parent.name == "turns" for path in stored.parts)
 
-    workplace.train(killed, *SETTINGS, MILLRACE_FINISHED_LOG=str(log))
+    workplace.train(killed, *SETTINGS, *where, MILLRACE_FINISHED_LOG=str(log))
     # a log of its own: the ids of its samples are the same, and Ray's processes keep the environment they were begun in
     workplace.train(tmp_path / "whole", *SETTINGS, MILLRACE_FINISHED_LOG=str(tmp_path / "whole.log"))
     whole = tmp_path / "whole" / "a"

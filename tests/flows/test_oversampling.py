@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.flow_runs import Workplace, final_weights, trained
+from tests.support.shard_runs import IN_SHARDS
 
 FILTERS = {  # and what becomes of the groups that are drawn
     "filter.drop_zero_variance=true": {"kept", "dropped"},
@@ -17,9 +18,10 @@ FILTERS = {  # and what becomes of the groups that are drawn
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("where", [(), IN_SHARDS], ids=["driver", "shards"])
 @pytest.mark.parametrize("kind", FILTERS)
 def test_a_run_that_oversamples_trains_what_one_does_that_waits_for_drops(
-    workplace: Workplace, tmp_path: Path, kind: str
+    workplace: Workplace, tmp_path: Path, kind: str, where: tuple[str, ...]
 ) -> None:
     settings = (kind, "filter.refill_factor=1.0", "evaluation.sets=[]")
     waits, begins = tmp_path / "waits", tmp_path / "begins"
@@ -27,10 +29,10 @@ def test_a_run_that_oversamples_trains_what_one_does_that_waits_for_drops(
     reached = tmp_path / "reached"
     workplace.environment |= {"MILLRACE_KILL_POINT_FILE": str(reached), "MILLRACE_KILL_POINT": "1/rollout/in"}
     try:
-        workplace.train_and_kill(begins, reached.exists, *settings, "filter.oversample=1.0")
+        workplace.train_and_kill(begins, reached.exists, *settings, "filter.oversample=1.0", *where)
     finally:
         del workplace.environment["MILLRACE_KILL_POINT"]
-    workplace.train(begins, *settings, "filter.oversample=1.0")
+    workplace.train(begins, *settings, "filter.oversample=1.0", *where)
     run = begins / "a"
     assert trained(run) == trained(waits / "a")
     assert final_weights(run) == final_weights(waits / "a")

@@ -96,6 +96,8 @@ def _pipeline(
     *,
     repeats: bool = False,
     all_die_in: str = "rollout",
+    own_victims: tuple[str, ...] = (),
+    shards: Mapping[str, Any] = MappingProxyType({}),
     at_work: Callable[[Path], bool] = lambda run: _oldest(run) > 0,
     evaluation: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
@@ -106,10 +108,12 @@ def _pipeline(
             "algorithm.correction.kind": "truncate",
             **{f"pipeline.{name}": value for name, value in settings.items()},
             **evaluation,
+            **shards,
         },
         driver_dies=driver_dies,
         all_die_in=all_die_in,
         at_work=at_work,
+        own_victims=own_victims,
         repeats=repeats,
     )
 
@@ -171,6 +175,7 @@ EVALUATION = {  # long enough to be killed half-way: several parts
         }
     ]
 }
+TWO_SHARDS = {"placement.task_runner": "ray", "rollout.shards": 2}
 FORMS = {
     "ahead": _pipeline(
         (("train_step", "in"), ("sync_weights", "before"), ("publish", "before")),
@@ -206,6 +211,14 @@ FORMS = {
         reserve=0.5,
         ahead=1,
         max_staleness=2,
+    ),
+    "deferred_shards": _pipeline(
+        (("cut", "after"), ("rollout", "cut"), ("rollout", "after")),
+        select="finish",
+        reserve=0.5,
+        max_staleness=1,
+        own_victims=("shard", "board"),
+        shards=TWO_SHARDS,
     ),
     "eager": Form(
         settings={
@@ -279,7 +292,7 @@ FORMS = {
         asks_server=True,
     ),
     "shards": Form(
-        settings={"placement.task_runner": "ray", "rollout.shards": 2, **EVALUATION},
+        settings={**TWO_SHARDS, **EVALUATION},
         driver_dies=(("reward", "in"), ("filter", "in"), ("evaluate", "in"), ("evaluate", "after")),
         all_die_in="rollout",
         at_work=lambda run: _of_one_shard_each(run) and _evaluated_in_parts(run),

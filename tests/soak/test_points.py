@@ -46,12 +46,13 @@ def test_the_matrix_has_every_victim_and_neighbour_and_each_point_once() -> None
 
 
 def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
-    pipeline = {"ahead", "evaluation_ahead", "sent_again", "retracted", "tool_ahead", "deferred"}
+    pipeline = {"ahead", "evaluation_ahead", "sent_again", "retracted", "tool_ahead", "eager"}
     assert set(FORMS) == {
         *SESSIONS,
         *pipeline,
-        "eager",
+        "deferred",
         "deferred_ahead",
+        "deferred_shards",
         "flushed",
         "levels",
         "reuse",
@@ -61,8 +62,8 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
         "evaluation",
     }
     own = {(name, victim) for name, form in FORMS.items() for victim in form.own_victims}
-    nodes = {("two_nodes", victim) for victim in ("node", "shard", "board")}
-    assert own == {("shards", "shard"), ("shards", "board"), *nodes}
+    shards = {(form, victim) for form in ("shards", "deferred_shards") for victim in ("shard", "board")}
+    assert own == {*shards, *(("two_nodes", victim) for victim in ("node", "shard", "board"))}
     for points in (matrix(), matrix(every=True)):
         dying = {(point.form, point.victim) for point in points if point.form}
         assert dying == {*product(FORMS, VICTIMS), *own} - {("two_nodes", "ray")}  # its user's, as its nodes

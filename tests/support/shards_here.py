@@ -36,11 +36,12 @@ from millrace.tasks.shards.shard import (
     shard_context,
 )
 from millrace.tasks.shards.sharded import ShardedIteration
-from millrace.tasks.stream import NOTHING, Stream
+from millrace.tasks.stream import NOTHING, Joined, Stream
 from tests.support.local_board import LocalBoard
 from tests.support.stored_samples import drawn_group
 
 INDEX, GROUPS, SAMPLES, VERSION = 1, 6, 4, 1
+PARTIAL = [7, 8, 9]
 ANSWER: dict[str, Any] = {
     "text": "2",
     "meta_info": {
@@ -56,10 +57,15 @@ ANSWER: dict[str, Any] = {
 
 
 class Engine:
-    """Answers every request alike; refuses those that `fails` names, and all while it is broken; keeps those that `holds` names waiting."""
+    """Answers every request alike; refuses those that `fails` names, and all while it is broken; keeps those that `holds` names waiting.
+
+    One that is kept waiting and aborted has the tokens PARTIAL.
+    """
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
+        self.given: dict[str, list[int]] = {}  # the newest input ids of each sample
+        self._aborted: dict[str, asyncio.Event] = {}
         self.fails: Callable[[str], bool] = lambda _: False
         self.broken = False
         self.hold: asyncio.Event | None = None
@@ -73,22 +79,43 @@ class Engine:
         self.hold = None
 
     async def generate(self, request: web.Request) -> web.Response:
-        rid = orjson.loads(await request.read())["rid"].split("~")[0]
+        body = orjson.loads(await request.read())
+        rid = body["rid"].split("~")[0]
         if self.broken:
             raise web.HTTPServiceUnavailable
         if self.fails(rid):
             raise web.HTTPBadRequest(text="too long")
         self.asked[rid] += 1
-        if self.hold and self.holds(rid):
-            await self.hold.wait()
+        self.given[rid] = body["input_ids"]
         meta = {**ANSWER["meta_info"], "weight_version": str(self.version)}
+        if self.hold and self.holds(rid) and await self._waits(self.hold, body["rid"]):
+            partial = [[-0.25, token, None] for token in PARTIAL]
+            meta |= {"output_token_logprobs": partial, "completion_tokens": len(partial)}
+            meta["finish_reason"] = {"type": "abort"}
         answer = orjson.dumps({**ANSWER, "meta_info": meta})
         return web.Response(body=answer, content_type="application/json")
+
+    async def _waits(self, hold: asyncio.Event, rid: str) -> bool:
+        """Until it is let go or aborted; whether it was aborted."""
+        aborted = self._aborted[rid] = asyncio.Event()
+        waits = [asyncio.create_task(event.wait()) for event in (hold, aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        return aborted.is_set()
+
+    async def abort(self, request: web.Request) -> web.Response:
+        rid = orjson.loads(await request.read())["rid"]
+        if rid in self._aborted:
+            self._aborted[rid].set()
+        return web.Response()
 
     @contextlib.asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
         app = web.Application()
-        app.add_routes([web.post("/generate", self.generate)])
+        app.add_routes([web.post("/generate", self.generate), web.post("/abort_request", self.abort)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -147,14 +174,16 @@ class Place:
         self.actor = cast(Actor[Board], board)
         self.runtime.board = KeeperHere(config, self.runtime, self.actor)
         self.runtime.board.drive_as(lease.token, "id")
+        vars(self.runtime.prompts)["tokenizer"] = SimpleNamespace(decode=str)  # there is no model
         self.in_shards = self._shard_runtime()
         self.ctx = self.context()
 
-    def context(self) -> IterationContext:
+    def context(self, index: int = INDEX, joined: Joined | None = NOTHING) -> IterationContext:
         """The iteration, as a start of the driver finds it."""
-        ctx = IterationContext(self.config, INDEX, self.runtime, Stream(GROUPS - 1, joined=NOTHING))
+        ctx = IterationContext(self.config, index, self.runtime, Stream(GROUPS - 1, joined=joined))
         if not ctx.folder.exists("prompts.parquet"):
-            groups = [drawn_group(number) for number in range(GROUPS)]
+            first = (index - INDEX) * GROUPS  # number of the first group of the draw
+            groups = [drawn_group(first + n, ordinal=n, iteration=index) for n in range(GROUPS)]
             ctx.folder.write_table("prompts.parquet", schema.to_table(groups, "prompts"), "prompts")
         ctx.shards = ShardedIteration(ctx, self.run_shard)
         ctx.engines_at = self._engines  # type: ignore[method-assign]
@@ -204,7 +233,7 @@ class Place:
     def _shard_runtime(self) -> Runtime:
         found = Runtime(self.config)
         found.run_folder.store.fence = self.runtime.run_folder.store.fence
-        vars(found.prompts)["tokenizer"] = SimpleNamespace(decode=str)  # there is no model
+        vars(found.prompts)["tokenizer"] = SimpleNamespace(decode=str)
         return found
 
     async def _engines(self, _: VersionRange) -> Dispatcher:

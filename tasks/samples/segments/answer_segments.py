@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from millrace.connectors.sglang.client import Generation
+from millrace.connectors.sglang.dispatching.pieces import segment
 from millrace.core.contracts.ids import tokens_hash
 from millrace.core.contracts.sample import DrawnGroup, PolicySpan
 from millrace.core.contracts.turns import TurnKind, TurnRow, first_gap, rows_that_count
@@ -46,31 +47,38 @@ class AnswerSegments:
             self._ids += row.output_ids
             self._number += 1
         self._order = max((row.order for row in stored), default=-1) + 1
+        self._begun_at = len(self._ids)
 
-    def put(self, segment: Generation) -> Callable[[], bool]:
+    def put(self, piece: Generation) -> Callable[[], bool]:
         """Have a segment stored, which follows on all before it. What is returned says whether it is by now."""
         rows = []
         if self._left_out is not None:
             rows.append(self._row("resumed", event=self._left_out))
             self._left_out = None
-        ids = segment.output_ids.tolist()
+        ids = piece.output_ids.tolist()
         row = self._row(
             "answer",
             segment=self._number,
             prompt=tokens_hash(self._ids),
             new_ids=[] if self._number else self._group.prompt_tokens,
             output_ids=ids,
-            rollout_logprobs=segment.logprobs.tolist(),
+            rollout_logprobs=piece.logprobs.tolist(),
             policy_versions=[
-                PolicySpan(first_token=first, version=version) for first, version in segment.weight_versions
+                PolicySpan(first_token=first, version=version) for first, version in piece.weight_versions
             ],
-            engine_id=segment.engine_id,
+            engine_id=piece.engine_id,
             text=self._text_of(ids),
-            ended=segment.finish,
+            ended=piece.finish,
         )
         self._ids += ids
         self._number += 1
         return self._writer.put([*rows, row])
+
+    def put_rest(self, made: Generation) -> None:
+        """Have what of an answer was not put yet stored. made: all that this attempt made of it."""
+        start = len(self._ids) - self._begun_at
+        if len(made.output_ids) > start:
+            self.put(segment(made, start))
 
     async def settled(self) -> None:
         """Wait until what was put is stored."""
