@@ -16,6 +16,7 @@ from tests.soak import forms, promises
 from tests.soak.victims import processes
 from tests.support.flow_runs import Workplace, final_weights
 
+pytestmark = pytest.mark.slow
 SETTINGS = [*forms.overrides("eager"), "run.iterations=4", "evaluation.sets=[]"]
 
 
@@ -64,7 +65,6 @@ def test_the_first_step_is_that_of_a_run_without(tailed: Workplace, whole: Path,
             assert ours[name] ** power == pytest.approx(value**power, rel=1e-6, abs=1e-6), name
 
 
-@pytest.mark.slow
 def test_two_runs_are_equal_whichever_answers_finish_first(
     tailed: Workplace, whole: Path, tmp_path: Path
 ) -> None:
@@ -86,7 +86,6 @@ def test_two_runs_are_equal_whichever_answers_finish_first(
     assert final_weights(whole) == final_weights(tmp_path / "a")
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_amid_the_passes_is_equal_and_is_its_own_replay(
     tailed: Workplace, whole: Path, tmp_path: Path
 ) -> None:
@@ -110,7 +109,6 @@ def test_a_run_that_is_killed_amid_the_passes_is_equal_and_is_its_own_replay(
     assert not list(run.glob("iterations/*/eager*"))
 
 
-@pytest.mark.slow
 def test_chunks_that_a_batch_was_cut_into_stay_when_the_setting_changes(
     tailed: Workplace, whole: Path, tmp_path: Path
 ) -> None:

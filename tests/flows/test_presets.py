@@ -89,9 +89,8 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [step for folder in folders for step in json.loads((folder / "step.json").read_text())["steps"]]
 
 
-@pytest.mark.parametrize(
-    "preset", ["ppo", *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("opd", "dapo"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ppo", "opd", "dapo"])
 def test_every_figure_of_a_run_is_finite(small: Callable[[str], Path], preset: str) -> None:
     found = steps(small(preset))
     assert len(found) == 4
@@ -101,9 +100,8 @@ def test_every_figure_of_a_run_is_finite(small: Callable[[str], Path], preset: s
         assert step["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    "preset", ["ppo", *(pytest.param(preset, marks=pytest.mark.slow) for preset in ("opd", "dapo"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ppo", "opd", "dapo"])
 def test_the_first_step_on_fresh_samples_has_a_ratio_of_exactly_one(
     small: Callable[[str], Path], preset: str
 ) -> None:
@@ -114,6 +112,7 @@ def test_the_first_step_on_fresh_samples_has_a_ratio_of_exactly_one(
         assert second["ratio_distance"] > 0
 
 
+@pytest.mark.slow
 def test_ppo_trains_its_critic(small: Callable[[str], Path]) -> None:
     found = steps(small("ppo"))
     assert all(set(CRITIC) <= set(step) for step in found)

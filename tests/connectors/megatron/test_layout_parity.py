@@ -158,7 +158,17 @@ def expected(model: Callable[..., Path]) -> Expected:
     return train
 
 
-@pytest.mark.parametrize(("kind", "layout", "name"), TABLE)
+ALWAYS = {  # each layout and each case once
+    *(("qwen3", layout, "temperature 0.6") for layout in LAYOUTS),
+    *(("qwen3_moe", layout, "all of it") for layout in LAYOUTS),
+    *((kind, "tp2", case) for kind in ("qwen3", "qwen3_moe") for case in (*ANY_MODEL, *EXPERTS)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "name"),
+    [row if row in ALWAYS else pytest.param(*row, marks=pytest.mark.slow) for row in TABLE],
+)
 def test_steps_and_weights_are_those_of_plain_hugging_face(
     workers: Workers,
     model: Callable[..., Path],

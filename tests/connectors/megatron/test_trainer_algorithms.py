@@ -154,10 +154,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ppo, adaptive KL", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gspo, whitened", "opd"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo, adaptive KL", "gspo, whitened", "opd"])
 def test_every_layout_makes_the_steps_of_one_rank_and_goes_on_from_its_checkpoint(
     workers: Workers,
     model: Callable[..., Path],
@@ -198,7 +196,13 @@ def state(rank: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["ppo, adaptive KL", "grpo, moving reference", "ppo, critic first"])
-@pytest.mark.parametrize("layout", [{}, {"distributed": False}], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="sharded"),
+        pytest.param({"distributed": False}, id="replicated", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoint_and_replay_bring_the_algorithms_state_back_bit_for_bit(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, name: str, layout: dict[str, Any]
 ) -> None:

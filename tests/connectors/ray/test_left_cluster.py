@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import pytest
 import ray
 
 from millrace.connectors.ray import actors, cluster, placement
@@ -92,6 +93,7 @@ def test_everything_that_asks_is_in_the_table() -> None:
     assert _public(actors) | _public(placement) == {*ASKS, *ASK_NOTHING}
 
 
+@pytest.mark.slow
 async def test_where_the_head_died_it_is_told_so_and_nobody_waits_for_ray(joined: str) -> None:
     group = actors.ActorGroup([actors.make("counter", 0, 1, Counter, SETTINGS)])
     assert await group.call(Counter.add, 4) == [5]

@@ -81,7 +81,12 @@ async def places() -> AsyncIterator[Make]:
         place.pool.close()
 
 
-@pytest.mark.parametrize("way", PATHS)
+SISTERS = {"slime's retries"}  # of a way that is tried always
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way in SISTERS else way for way in PATHS]
+)
 async def test_the_engine_gives_what_was_trained_when_it_is_asked_for_the_whole_again(
     client: EngineClient, places: Make, tiny_model: Path, way: str
 ) -> None:
@@ -125,8 +130,18 @@ async def test_requests_that_another_process_ends_go_on_where_they_were(
         assert [sample.response_ids for sample in found] == [sample.response_ids for sample in expected]
 
 
-@pytest.mark.parametrize("on_update", ["resend", "retract"])
-@pytest.mark.parametrize("way", ["level 1", "roles", "environment, snapshot", "a client's compaction"])
+WAYS = ["level 1", "roles", "environment, snapshot", "a client's compaction"]
+ALWAYS = {("roles", "retract"), ("environment, snapshot", "resend")}
+
+
+@pytest.mark.parametrize(
+    ("way", "on_update"),
+    [
+        pytest.param(way, on_update, marks=() if (way, on_update) in ALWAYS else pytest.mark.slow)
+        for way in WAYS
+        for on_update in ("resend", "retract")
+    ],
+)
 async def test_each_token_has_the_version_that_made_it_where_weights_change_amid_turns(
     make_fleet: MakeFleet, places: Make, tiny_model: Path, other_model: Path, way: str, on_update: OnUpdate
 ) -> None:
