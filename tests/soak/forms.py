@@ -135,12 +135,19 @@ def _passed_early(run: Path) -> bool:
     return sum(json.loads(path.read_text())["tasks"]["metrics"]["time/eager_s"] for path in manifests) > 0
 
 
-def _of_one_shard_each(run: Path) -> bool:
-    """Whether no part has samples of both shards, and some have samples of several groups."""
+def _of_two_shards(run: Path, of: int) -> bool:
+    """Whether parts are of one shard each, of at least two, and some have samples of several groups.
+
+    of: every so many groups of the draw, the same ones belong to a shard.
+    """
     places = {row["group_id"]: row["ordinal"] for row in _rows(run, "prompts")}
     parts = [pq.read_table(path) for path in run.glob("iterations/*/rollouts/part-*.parquet")]
     groups = [set(part["group_id"].to_pylist()) for part in parts]
-    return all(len({places[group] % 2 for group in of}) == 1 for of in groups) and max(map(len, groups)) > 1
+    shards: list[set[int]] = []
+    for found in ({places[group] % of for group in of_part} for of_part in groups):
+        met = [shard for shard in shards if shard & found]
+        shards = [*(shard for shard in shards if shard not in met), found.union(*met)]
+    return len(shards) > 1 and max(map(len, groups)) > 1
 
 
 def _evaluated_in_parts(run: Path) -> bool:
@@ -295,7 +302,7 @@ FORMS = {
         settings={**TWO_SHARDS, **EVALUATION},
         driver_dies=(("reward", "in"), ("filter", "in"), ("evaluate", "in"), ("evaluate", "after")),
         all_die_in="rollout",
-        at_work=lambda run: _of_one_shard_each(run) and _evaluated_in_parts(run),
+        at_work=lambda run: _of_two_shards(run, 2) and _evaluated_in_parts(run),
         own_victims=("shard", "board"),
         own_die_in=("evaluate",),
     ),
@@ -303,14 +310,13 @@ FORMS = {
         settings={
             "placement.task_runner": "ray",
             "placement.wait_s": 60,
-            "trainer.world_size": 2,
-            "engines.count": 2,
+            "engines.count": 3,  # with the rank, one process a CPU: both nodes have engines
             "engines.host": "0.0.0.0",
             **EVALUATION,
         },
         driver_dies=(("reward", "in"), ("train_step", "in"), ("evaluate", "in")),
         all_die_in="rollout",
-        at_work=lambda run: _of_one_shard_each(run) and _evaluated_in_parts(run),
+        at_work=lambda run: _of_two_shards(run, 3) and _evaluated_in_parts(run),
         own_victims=("node", "shard", "board"),
         own_die_in=("reward", "train_step", "evaluate"),
         two_nodes=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.ray_nodes import RayNodes
 
-CPUS = 2  # of each node: a trainer rank and an engine
+CPUS = 2  # of each node
 
 
 class TwoNodes:
