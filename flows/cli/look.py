@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from millrace.flows.cli.tables import CsvOption, JsonOption, print_listing
+from millrace.flows.cli.tables import NEWEST, CsvOption, JsonOption, NewestOption, print_listing
 from millrace.flows.cli.terminal import (
     ConfigArgument,
     Overrides,
@@ -24,11 +24,17 @@ def runs(root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = F
     print_listing(guarded(lambda: runs_listing(root)), json, csv)
 
 
-def show(run: str, root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False) -> None:
+def show(
+    run: str,
+    root: RootOption = "runs",
+    newest: NewestOption = NEWEST,
+    json: JsonOption = False,
+    csv: CsvOption = False,
+) -> None:
     """Show a run: where it is, and its iterations with the evaluations by set; 0 is before training."""
     from millrace.flows.tools.browse import run_listing
 
-    print_listing(guarded(lambda: run_listing(root, run)), json, csv)
+    print_listing(guarded(lambda: run_listing(root, run)), json, csv, newest)
 
 
 def ledger(
@@ -37,6 +43,7 @@ def ledger(
         int | None, typer.Option(help="Of this iteration alone, by cause and weight version.")
     ] = None,
     root: RootOption = "runs",
+    newest: NewestOption = NEWEST,
     json: JsonOption = False,
     csv: CsvOption = False,
 ) -> None:
@@ -44,7 +51,7 @@ def ledger(
     from millrace.flows.tools.ledger import accounts_of_run
 
     accounts = guarded(lambda: accounts_of_run(root, run, at))
-    print_listing(accounts.listing, json, csv)
+    print_listing(accounts.listing, json, csv, newest)
     for problem in accounts.problems:
         errors.print(problem, markup=False, highlight=False, soft_wrap=True)
     raise SystemExit(1 if accounts.problems else 0)

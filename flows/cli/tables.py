@@ -24,16 +24,22 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with every
 CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV, with every value whole.")]
 
 
-def print_listing(listing: Listing, as_json: bool, as_csv: bool) -> None:
-    """Print a listing in the form that was asked for."""
+NewestOption = Annotated[
+    int, typer.Option("--newest", min=0, help="Rows of the table: the newest so many; 0 for all.")
+]
+NEWEST = 100  # rows by default: a table of thousands takes seconds to lay out, and nobody reads it
+
+
+def print_listing(listing: Listing, as_json: bool, as_csv: bool, newest: int = 0) -> None:
+    """Print a listing in the form that was asked for. newest: rows of a table, 0 for all; JSON and CSV have all."""
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv")
     if as_json or as_csv:
         sys.stdout.write(f"{listing.as_json()}\n" if as_json else listing.as_csv())
     elif console.is_terminal:
-        _print_table(listing, console, LONGEST)
+        _print_table(listing.newest(newest), console, LONGEST)
     else:
-        _print_table(listing, Console(file=console.file, width=UNLIMITED), None)
+        _print_table(listing.newest(newest), Console(file=console.file, width=UNLIMITED), None)
 
 
 def _print_table(listing: Listing, out: Console, longest: int | None) -> None:

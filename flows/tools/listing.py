@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -18,6 +18,14 @@ class Listing:
     columns: Sequence[str]
     rows: list[Sequence[Any]]
     facts: dict[str, str] = field(default_factory=dict)
+
+    def newest(self, rows: int) -> Listing:
+        """The last so many rows, with a fact that says how many came before them; 0 for all."""
+        before = len(self.rows) - rows
+        if not rows or before <= 0:
+            return self
+        facts = {**self.facts, "not shown": f"{before} rows before these: --newest 0 shows all"}
+        return replace(self, rows=self.rows[-rows:], facts=facts)
 
     def as_json(self) -> str:
         """A list with an object a row; with facts, an object that holds them and, as `rows`, that list."""

@@ -163,3 +163,15 @@ def test_an_evaluation_stands_at_the_weights_that_it_is_of_whichever_iteration_m
     curves = Curves()
     curves.read(folder)
     assert curves.points(name) == sorted(expected.items())
+
+
+@pytest.mark.parametrize("command", ["show", "ledger"])
+def test_a_table_has_the_newest_rows_and_says_how_many_came_before(root: str, command: str) -> None:
+    asked = [command, "a", "--root", root]
+    whole = json.loads(call(*asked, "--json"))["rows"]
+    assert len(whole) > 1
+    newest = call(*asked, "--newest", "1")
+    assert f"{len(whole) - 1} rows before these: --newest 0 shows all" in newest
+    assert newest.splitlines()[-2] == call(*asked).splitlines()[-2]  # above the frame
+    assert call(*asked, "--newest", "0") == call(*asked)
+    assert call(*asked, "--newest", "1", "--json") == call(*asked, "--json")

@@ -12,9 +12,9 @@ from tests.support.tiny_models import save_tiny_model
 from tests.support.trainer_ranks import VOCAB, Workers, samples, write_batch
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    """Ended with this folder's tests: idle ranks take a good part of a core."""
+    """Ended with the module's tests, though forking ranks takes a moment: idle ones take a good part of a core."""
     pool = Workers()
     yield pool
     pool.close()
