@@ -1,17 +1,17 @@
-"""A run whose driver stands outside the Ray cluster: killed and started again."""
+"""A run whose driver stands outside the Ray cluster: killed and started again, and cut off from the cluster."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster_run import ClusterRun, ended
-from tests.support.flow_runs import Workplace, final_weights, generated, trained
+from tests.support.flow_runs import PATIENCE_S, Workplace, final_weights, generated, trained
 from tests.support.ray_nodes import RayNodes
 
 if sys.platform != "linux":
@@ -60,4 +60,32 @@ def test_killed_and_started_again_it_comes_to_the_same_weights(
     assert outside.actors()[0] == before
     outside.held.unlink()
     assert "3 iterations complete" in ended(process, 0)
+    assert_is(outside, whole)
+
+
+def client_server(head: RayNodes) -> None:
+    assert head.kill_client_servers() == 1
+
+
+def cluster(head: RayNodes) -> None:
+    head.kill()
+    head.add(cpus=2).wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lose", [client_server, cluster])
+def test_where_the_cluster_or_its_client_server_dies_the_run_or_the_same_command_goes_on(
+    outside: ClusterRun, head: RayNodes, whole: Path, lose: Callable[[RayNodes], None]
+) -> None:
+    process = outside.start("placement.task_runner=ray", hold="1/train_step/before")
+    outside.wait(process, outside.held.exists)
+    lose(head)
+    outside.held.unlink()
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    print(process.returncode, out)
+    if process.returncode:
+        assert process.returncode == 2, out  # one of the run's own errors, with its remedy
+        assert "Traceback" not in out
+        out = ended(outside.start("placement.task_runner=ray"), 0)
+    assert "3 iterations complete" in out
     assert_is(outside, whole)
