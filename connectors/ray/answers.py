@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from millrace.connectors.ray.client import BROKEN, CUT_OFF, connection, first_line
+from millrace.connectors.ray.client import BROKEN, CUT_OFF, awaited, connection, first_line
 from millrace.connectors.ray.cluster import joined
 from millrace.core.errors import ActorLostError, MillraceError
 
@@ -36,7 +36,7 @@ async def answer(name: str, submit: Callable[[], Awaitable[Any]], made_in: objec
 
 def _submitted(name: str, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
     try:
-        return submit()
+        return awaited(submit())
     except Exception as error:  # noqa: BLE001 - Ray has no type for a handle of a cluster that is gone or was left
         if joined() and OTHER_CLUSTER not in str(error):
             raise

@@ -5,8 +5,10 @@ Owns which errors mean that it broke, and the message for them. A process on a n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from typing import Any, cast
 
 from grpc import RpcError
 
@@ -33,6 +35,13 @@ def namespace() -> str | None:
         return str(ray.get_runtime_context().namespace)
     except BROKEN:
         return None
+
+
+def awaited(reference: Any) -> Awaitable[Any]:
+    """What is to be awaited of a reference. Ray's client logs a stack where a result comes to a future that was cancelled."""
+    if connection() is None:
+        return cast(Awaitable[Any], reference)
+    return asyncio.shield(asyncio.wrap_future(reference.future()))
 
 
 def drop() -> None:

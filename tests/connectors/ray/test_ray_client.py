@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -140,3 +141,19 @@ def test_where_no_client_server_answers_the_field_and_a_remedy_are_named(
     ):
         cluster.start_or_join("ray://127.0.0.1:9", "a")
     assert not client_mode_hook.is_client_mode_enabled, "it could not join as a node any more"
+
+
+async def test_a_result_that_comes_when_nobody_waits_any_more_is_no_error(
+    outside: RayNodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray's client logged a stack for each, in every iteration of a run in shards."""
+    logging.getLogger("ray.util.client.dataclient").addHandler(caplog.handler)
+    made = actors.make("counter", 0, 1, Counter, HELD)
+    assert await made.call(Counter.add, 0) == 1
+    working = asyncio.create_task(made.call(Counter.work, 1.0))
+    await asyncio.sleep(0.2)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert await made.call(Counter.add, 1) == 2  # after the work, whose result has come
+    assert "Callback error" not in caplog.text
