@@ -42,6 +42,7 @@ def assert_the_same_run(workplace: Workplace, root: Path, whole: Path) -> None:
     assert "nothing is wrong" in workplace.call("verify", "a", "--root", str(root))
 
 
+@pytest.mark.slow
 def test_each_checkpoint_counts_from_the_iteration_that_finds_it_written(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def tables(run: Path, name: str) -> list[list[dict[str, Any]]]:
     return [pq.read_table(path).to_pylist() for path in paths]
 
 
+@pytest.mark.slow
 def test_levels_rise_stages_change_and_unusable_rows_are_dropped(place: Workplace, whole: Path) -> None:
     prompts, verdicts = tables(whole, "prompts"), tables(whole, "verdicts")
     first, *later = prompts

@@ -9,6 +9,7 @@ import pytest
 from tests.support.flow_runs import Workplace, final_weights, trained, wait_until
 
 
+@pytest.mark.slow
 def test_a_run_on_storage_that_fails_now_and_then_ends_the_same(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_ends_its_step_in_the_limit_and_new_ranks_make_the_same_weights(
     trainer: Trainer, tmp_path: Path
 ) -> None:
