@@ -23,7 +23,8 @@ async def sync_weights(ctx: IterationContext) -> SyncWeightsRecord:
     compares = ctx.config.sync.max_prompt_gap is not None
     prompts = fixed_prompts(ctx) if compares else []
     expected = await trainer_logprobs(ctx, version, prompts) if compares else []
-    phases = await ctx.runtime.memory.update_engines(version)
+    async with ctx.runtime.board.weights_change():
+        phases = await ctx.runtime.memory.update_engines(version)
     await kill_point(ctx.index, "sync_weights", "in")
     record: SyncWeightsRecord = {"version": version, "phases": phases, "seconds": 0.0}
     if compares:

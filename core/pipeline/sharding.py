@@ -57,7 +57,7 @@ def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
 
 
 INSTEAD = {  # what to do about a field that has a value which shards can do
-    "pipeline.on_update": "set pipeline.on_update=finish",
+    "pipeline.on_update": "set pipeline.on_update=resend",
     "pipeline.eager": "set pipeline.eager=false",
 }
 
@@ -67,8 +67,8 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
-        "pipeline.on_update": "requests that an update cuts are sent again by the driver"
-        if p.ahead and p.on_update != "finish"
+        "pipeline.on_update": "the driver alone knows under which weights an engine's cache was computed"
+        if p.ahead and p.on_update == "keep"
         else "",
         "pipeline.eager": "the driver has chunks trained as their parts land" if p.eager else "",
         "algorithm.teacher_server": "the driver asks the served teacher"

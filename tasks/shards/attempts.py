@@ -66,6 +66,9 @@ class Attempts:
     async def close(self) -> None:
         """Give up what still works."""
         if self._talk:
+            open_now = self._ctx.runtime.board.conversations
+            if self._talk in open_now:
+                open_now.remove(self._talk)
             await self._talk.close()
 
     def counted(self, kind: Kind, listed: Sequence[str]) -> list[str]:
@@ -76,7 +79,7 @@ class Attempts:
         """The conversation with the shards; a new one where the board was lost."""
         async with self._opening:
             if self._talk and self._talk.failed:
-                await self._talk.close()
+                await self.close()
                 self._talk = None
             if self._talk is None:
                 keeper = self._ctx.runtime.board
@@ -85,6 +88,7 @@ class Attempts:
                 )
                 await talk.open()
                 self._talk = talk
+                keeper.conversations.append(talk)
             return self._talk
 
     async def count_stored(self, talk: Conversation, kind: Kind) -> None:
@@ -153,6 +157,8 @@ class Attempts:
             except BaseException:
                 await talk.end(writer)
                 raise
+            finally:
+                await talk.ended(writer)
         raise AssertionError("the last start returns or raises")
 
     async def take_in_written(self, talk: Conversation, kinds: Sequence[Kind]) -> None:

@@ -136,6 +136,22 @@ class EnginesReady:
     reason: str | None = None
 
 
+@dataclass(frozen=True)
+class WeightsComing:
+    """Engines are given other weights: no shard sends a request until they are ready again. amid: they keep those that they have."""
+
+    number: int
+    amid: bool
+
+
+@dataclass(frozen=True)
+class SendsNothing:
+    """A shard's answer to WeightsComing."""
+
+    writer: Writer
+    number: int
+
+
 Notice = (
     Known
     | Landed
@@ -147,6 +163,8 @@ Notice = (
     | EngineLost
     | EnginesWanted
     | EnginesReady
+    | WeightsComing
+    | SendsNothing
 )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from itertools import count
 
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.sglang.dispatcher import Dispatcher
@@ -29,9 +30,11 @@ from millrace.tasks.shards.board import (
     Landed,
     Notice,
     Released,
+    SendsNothing,
     Settled,
     ShardReplacedError,
     Topic,
+    WeightsComing,
     Work,
     Writer,
 )
@@ -66,6 +69,10 @@ class Conversation:
         self._wanted: list[EnginesWanted] = []
         self._lost: list[EngineLost] = []
         self._asked = asyncio.Event()
+        self._serving = asyncio.Lock()  # held while engines are made ready, or given other weights
+        self._sending: set[Writer] = set()  # attempts that were told of engines
+        self._silent: set[SendsNothing] = set()
+        self._updates = count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -138,6 +145,30 @@ class Conversation:
         """Begin an attempt of a shard."""
         return await self._board.call(Board.begin, self._topic, work, shard)
 
+    async def ended(self, writer: Writer) -> None:
+        """Note that an attempt has ended, or died."""
+        async with self._moved:
+            self._sending.discard(writer)
+            self._moved.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def without_requests(self, amid: bool) -> AsyncIterator[None]:
+        """Within, no shard sends a request, and none is told of engines. amid: engines keep the requests that they have.
+
+        SGLang 0.5.17 dies when weights come while requests wait.
+        """
+        async with self._serving:
+            number = next(self._updates)
+            with contextlib.suppress(ActorLostError, ShardReplacedError):  # its shards end with the board
+                if self._sending:
+                    await self._tell(WeightsComing(number, amid))
+                async with self._moved:
+                    await self._moved.wait_for(lambda: self.failed or self._are_silent(number))
+            yield
+
+    def _are_silent(self, number: int) -> bool:
+        return all(SendsNothing(writer, number) in self._silent for writer in self._sending)
+
     async def end(self, writer: Writer) -> None:
         """Give an attempt up."""
         with contextlib.suppress(ActorLostError, ShardReplacedError, TimeoutError):
@@ -188,6 +219,8 @@ class Conversation:
         elif isinstance(notice, EnginesWanted):
             self._wanted.append(notice)
             self._asked.set()
+        elif isinstance(notice, SendsNothing):
+            self._silent.add(notice)
 
     async def _relay(self) -> None:
         """Tell what the driver's Stream releases, that it knows what was deferred, and that it has settled."""
@@ -211,18 +244,25 @@ class Conversation:
         dispatcher = None
         while True:
             await self._asked.wait()
-            self._asked.clear()
-            wanted, self._wanted = tuple(self._wanted), []
-            lost, self._lost = self._lost, []
-            started = time.perf_counter()
-            for each in lost:
-                if dispatcher:
-                    kind = EngineStalledError if each.stalled else EngineLostError
-                    dispatcher.mark_lost(each.engine_id, each.url, kind(each.reason))
-            try:
-                dispatcher = await self._engines()
-            except EngineError as error:
-                await self._tell(EnginesReady(wanted, (), str(error)))
-                continue
-            self.engines_s = self.engines_s or time.perf_counter() - started
-            await self._tell(EnginesReady(wanted, tuple(dispatcher.addresses())))
+            async with self._serving:
+                dispatcher = await self._make_ready(dispatcher)
+
+    async def _make_ready(self, dispatcher: Dispatcher | None) -> Dispatcher | None:
+        """Make engines ready for those who have asked. dispatcher: that of the last time; returns the new one."""
+        self._asked.clear()
+        wanted, self._wanted = tuple(self._wanted), []
+        lost, self._lost = self._lost, []
+        started = time.perf_counter()
+        for each in lost:
+            if dispatcher:
+                kind = EngineStalledError if each.stalled else EngineLostError
+                dispatcher.mark_lost(each.engine_id, each.url, kind(each.reason))
+        try:
+            dispatcher = await self._engines()
+        except EngineError as error:
+            await self._tell(EnginesReady(wanted, (), str(error)))
+            return dispatcher
+        self.engines_s = self.engines_s or time.perf_counter() - started
+        self._sending |= {each.writer for each in wanted}
+        await self._tell(EnginesReady(wanted, tuple(dispatcher.addresses())))
+        return dispatcher

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import AsyncIterator
 from contextvars import Context
-from typing import get_args
+from typing import Protocol, get_args
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -33,6 +34,14 @@ async def reach_server(_: None) -> None:
     """Begins where Prefect's server answers, and does nothing."""
 
 
+class Talk(Protocol):
+    """A conversation with shards that may send requests."""
+
+    def without_requests(self, amid: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within, they send none. amid: engines keep those that they have."""
+        ...
+
+
 class BoardKeeper:
     """The board of one run, made when the first iteration needs it."""
 
@@ -42,6 +51,7 @@ class BoardKeeper:
         self._run_id = ""
         self._board: actors.Actor[Board] | None = None
         self._making = asyncio.Lock()
+        self.conversations: list[Talk] = []  # that are open
         self._asked: dict[str, str | None] = {}  # by node: why Prefect cannot begin a task there
 
     def drive_as(self, token: int, run_id: str) -> None:
@@ -63,6 +73,15 @@ class BoardKeeper:
                 await board.call(Board.serve, self._facts())
                 self._board = board
             return self._board
+
+    @contextlib.asynccontextmanager
+    async def weights_change(self) -> AsyncIterator[None]:
+        """Within, engines may be given other weights: no shard sends a request."""
+        amid = self._config.pipeline.on_update in ("retract", "keep")
+        async with contextlib.AsyncExitStack() as held:
+            for talk in list(self.conversations):
+                await held.enter_async_context(talk.without_requests(amid))
+            yield
 
     async def why_not(self, flow: Context) -> str | None:
         """Why a shard could not begin on a node that has engines; None if all can. flow: as run_on_ray takes it."""

@@ -30,9 +30,11 @@ from millrace.tasks.shards.board import (
     Landed,
     Notice,
     Released,
+    SendsNothing,
     Settled,
     ShardReplacedError,
     Topic,
+    WeightsComing,
     Writer,
 )
 from millrace.tasks.stream import Kind, Stream
@@ -109,6 +111,8 @@ class MirroredStream(Stream):
             await self.settle()
         elif isinstance(notice, EnginesReady):
             await self.engines.take(notice)
+        elif isinstance(notice, WeightsComing):
+            await self.engines.wait_for_weights(notice)
         elif isinstance(notice, Ended) and notice.writer == self._link.writer:
             raise ShardReplacedError(f"the driver has given up {self._link.writer.work}")
 
@@ -120,7 +124,8 @@ class SharedEngines:
         self._link = link
         self._clients: dict[str, EngineClient] = {}  # by URL
         self._suspect: set[str] = set()
-        self._changes = 0  # of either
+        self._waits = False  # for engines that are given other weights
+        self._changes = 0  # of any of these
         self._lost: list[EngineLost] = []
         self._numbers = count(1)
         self._answered: dict[int, EnginesReady] = {}
@@ -153,7 +158,7 @@ class SharedEngines:
             kept[engine.url] = held if held and held.key == engine.key else _client(engine)
         if ready.reason is None:
             gone = [client for client in self._clients.values() if client not in kept.values()]
-            self._clients = kept
+            self._clients, self._waits = kept, False
             self._changes += 1
             await asyncio.gather(*(client.close() for client in gone))
         async with self._changed:
@@ -163,6 +168,15 @@ class SharedEngines:
                     self._changes += 1
                     self._answered[wanted.number] = ready
             self._changed.notify_all()
+
+    async def wait_for_weights(self, coming: WeightsComing) -> None:
+        """Send nothing until the driver's next answer. What an engine ends meanwhile goes on then."""
+        self._waits = True
+        self._changes += 1
+        for client in self._clients.values():
+            client.refits += 1
+            client.refits_amid_requests += coming.amid
+        await self._link.tell(SendsNothing(self._link.writer, coming.number))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -179,6 +193,8 @@ class SharedEngines:
             raise EngineError(ready.reason)
 
     def _near(self, address: str) -> list[EngineClient]:
+        if self._waits:
+            return []
         serving = {url: client for url, client in self._clients.items() if url not in self._suspect}
         near = [client for url, client in serving.items() if f"//{address}:" in url]
         return near or list(serving.values())

@@ -54,7 +54,7 @@ def test_a_shard_has_its_part_of_the_samples_in_flight(share: Share, part: int) 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": {"kind": "sft"}}},
-    "pipeline.on_update": {"pipeline": {"ahead": 1}},
+    "pipeline.on_update": {"pipeline": {"ahead": 1, "on_update": "keep"}},
     "pipeline.eager": {"pipeline": {"eager": True}},
     "algorithm.teacher_server": {"algorithm": {"teacher_server": {"url": "http://host"}}},
     "engines.router": {"engines": {"kind": "sglang", "router": {}}},
@@ -77,7 +77,7 @@ def test_what_shards_cannot_do_is_refused_by_name_and_auto_leaves_it_to_the_driv
 @pytest.mark.parametrize(
     ("field", "advice", "changed"),
     [
-        ("pipeline.on_update", "set pipeline.on_update=finish", {"ahead": 1, "on_update": "finish"}),
+        ("pipeline.on_update", "set pipeline.on_update=resend", {"ahead": 1, "on_update": "resend"}),
         ("pipeline.eager", "set pipeline.eager=false", {"eager": False}),
     ],
 )
@@ -100,14 +100,14 @@ def test_every_refusal_has_a_case() -> None:
 def test_the_page_on_clusters_names_what_is_refused() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     refused = page.partition("is refused by name")[2].partition("\n")[0]
-    named = {"algorithm.loss": "supervised training", "pipeline.on_update": "`on_update: finish`"}
+    named = {"algorithm.loss": "supervised training", "pipeline.on_update": "`pipeline.on_update: keep`"}
     assert [field for field in REFUSED if named.get(field, f"`{field}") not in refused] == []
 
 
 @pytest.mark.parametrize(
     "sections",
     [
-        {"pipeline": {"ahead": 1, "on_update": "finish"}},
+        *({"pipeline": {"ahead": 1, "on_update": way}} for way in ("finish", "resend", "retract")),
         {"pipeline": {"select": "finish", "max_staleness": 1}},
         {"rollout": {"flush_tokens": 32}},
         {"filter": {"oversample": 0.5}},

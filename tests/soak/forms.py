@@ -205,6 +205,13 @@ FORMS = {
         repeats=True,
     ),
     "sent_again": _pipeline((("train_step", "after"), ("sync_weights", "in")), ahead=1, on_update="resend"),
+    "sent_again_shards": _pipeline(
+        (("train_step", "after"), ("sync_weights", "in")),
+        ahead=1,
+        on_update="resend",
+        own_victims=("shard",),
+        shards=TWO_SHARDS,
+    ),
     "retracted": _pipeline((("train_step", "in"), ("sync_weights", "in")), ahead=1, on_update="retract"),
     "deferred": _pipeline(
         (("cut", "before"), ("cut", "after"), ("rollout", "cut"), ("rollout", "after"), ("publish", "in")),

@@ -53,6 +53,7 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
         "deferred",
         "deferred_ahead",
         "deferred_shards",
+        "sent_again_shards",
         "flushed",
         "levels",
         "reuse",
@@ -63,6 +64,7 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
     }
     own = {(name, victim) for name, form in FORMS.items() for victim in form.own_victims}
     shards = {(form, victim) for form in ("shards", "deferred_shards") for victim in ("shard", "board")}
+    shards.add(("sent_again_shards", "shard"))
     assert own == {*shards, *(("two_nodes", victim) for victim in ("node", "shard", "board"))}
     for points in (matrix(), matrix(every=True)):
         dying = {(point.form, point.victim) for point in points if point.form}

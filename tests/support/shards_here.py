@@ -106,6 +106,11 @@ class Engine:
                 task.cancel()
         return aborted.is_set()
 
+    def end_all(self) -> None:
+        """End what is kept waiting, as an update that cuts does."""
+        for event in self._aborted.values():
+            event.set()
+
     async def abort(self, request: web.Request) -> web.Response:
         rid = orjson.loads(await request.read())["rid"]
         if rid in self._aborted:
