@@ -66,9 +66,9 @@ class Attempts:
     async def close(self) -> None:
         """Give up what still works."""
         if self._talk:
-            open_now = self._ctx.runtime.board.conversations
-            if self._talk in open_now:
-                open_now.remove(self._talk)
+            known = self._ctx.runtime.board.senders
+            if self._talk.senders in known:
+                known.remove(self._talk.senders)
             await self._talk.close()
 
     def counted(self, kind: Kind, listed: Sequence[str]) -> list[str]:
@@ -88,7 +88,7 @@ class Attempts:
                 )
                 await talk.open()
                 self._talk = talk
-                keeper.conversations.append(talk)
+                keeper.senders.append(talk.senders)
             return self._talk
 
     async def count_stored(self, talk: Conversation, kind: Kind) -> None:
@@ -158,7 +158,7 @@ class Attempts:
                 await talk.end(writer)
                 raise
             finally:
-                await talk.ended(writer)
+                await talk.senders.ended(writer)
         raise AssertionError("the last start returns or raises")
 
     async def take_in_written(self, talk: Conversation, kinds: Sequence[Kind]) -> None:

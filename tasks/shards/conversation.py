@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from itertools import count
+from collections.abc import Awaitable, Callable, Iterable
 
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.sglang.dispatcher import Dispatcher
@@ -34,11 +33,11 @@ from millrace.tasks.shards.board import (
     Settled,
     ShardReplacedError,
     Topic,
-    WeightsComing,
     Work,
     Writer,
 )
 from millrace.tasks.shards.mirror import LOOK_S
+from millrace.tasks.shards.senders import Senders
 from millrace.tasks.stream import STREAMED, Kind, Stream
 
 LAST_WORDS_S = 5.0  # for telling a shard that nobody waits for it
@@ -58,6 +57,7 @@ class Conversation:
     ) -> None:
         """stream: what shards are to follow. engines: makes those ready that the shards ask."""
         self.engines_s = 0.0  # until engines were ready for the first time
+        self.senders = Senders(self._tell)
         self._parts, self._board, self._token, self._topic = ctx.parts, board, token, topic
         self._stream, self._engines = stream, engines
         self._heard = 0
@@ -69,10 +69,6 @@ class Conversation:
         self._wanted: list[EnginesWanted] = []
         self._lost: list[EngineLost] = []
         self._asked = asyncio.Event()
-        self._serving = asyncio.Lock()  # held while engines are made ready, or given other weights
-        self._sending: set[Writer] = set()  # attempts that were told of engines
-        self._silent: set[SendsNothing] = set()
-        self._updates = count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -145,30 +141,6 @@ class Conversation:
         """Begin an attempt of a shard."""
         return await self._board.call(Board.begin, self._topic, work, shard)
 
-    async def ended(self, writer: Writer) -> None:
-        """Note that an attempt has ended, or died."""
-        async with self._moved:
-            self._sending.discard(writer)
-            self._moved.notify_all()
-
-    @contextlib.asynccontextmanager
-    async def without_requests(self, amid: bool) -> AsyncIterator[None]:
-        """Within, no shard sends a request, and none is told of engines. amid: engines keep the requests that they have.
-
-        SGLang 0.5.17 dies when weights come while requests wait.
-        """
-        async with self._serving:
-            number = next(self._updates)
-            with contextlib.suppress(ActorLostError, ShardReplacedError):  # its shards end with the board
-                if self._sending:
-                    await self._tell(WeightsComing(number, amid))
-                async with self._moved:
-                    await self._moved.wait_for(lambda: self.failed or self._are_silent(number))
-            yield
-
-    def _are_silent(self, number: int) -> bool:
-        return all(SendsNothing(writer, number) in self._silent for writer in self._sending)
-
     async def end(self, writer: Writer) -> None:
         """Give an attempt up."""
         with contextlib.suppress(ActorLostError, ShardReplacedError, TimeoutError):
@@ -195,6 +167,7 @@ class Conversation:
     async def _fail(self, error: Exception) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
+        await self.senders.give_up()
         async with self._moved:
             self._moved.notify_all()
 
@@ -220,7 +193,7 @@ class Conversation:
             self._wanted.append(notice)
             self._asked.set()
         elif isinstance(notice, SendsNothing):
-            self._silent.add(notice)
+            await self.senders.silent(notice)
 
     async def _relay(self) -> None:
         """Tell what the driver's Stream releases, that it knows what was deferred, and that it has settled."""
@@ -244,7 +217,7 @@ class Conversation:
         dispatcher = None
         while True:
             await self._asked.wait()
-            async with self._serving:
+            async with self.senders.ready:
                 dispatcher = await self._make_ready(dispatcher)
 
     async def _make_ready(self, dispatcher: Dispatcher | None) -> Dispatcher | None:
@@ -263,6 +236,6 @@ class Conversation:
             await self._tell(EnginesReady(wanted, (), str(error)))
             return dispatcher
         self.engines_s = self.engines_s or time.perf_counter() - started
-        self._sending |= {each.writer for each in wanted}
+        self.senders.told(each.writer for each in wanted)
         await self._tell(EnginesReady(wanted, tuple(dispatcher.addresses())))
         return dispatcher

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextvars import Context
-from typing import Protocol, get_args
+from typing import get_args
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -23,6 +23,7 @@ from millrace.core.errors import ActorLostError
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.shards.board import Board, Facts, Work
+from millrace.tasks.shards.senders import Senders
 
 BOARD = "board"  # role of its actor
 REACH_S = 60.0  # for a task that does nothing to begin on a node: Prefect's client tries for minutes where nothing answers
@@ -34,14 +35,6 @@ async def reach_server(_: None) -> None:
     """Begins where Prefect's server answers, and does nothing."""
 
 
-class Talk(Protocol):
-    """A conversation with shards that may send requests."""
-
-    def without_requests(self, amid: bool) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within, they send none. amid: engines keep those that they have."""
-        ...
-
-
 class BoardKeeper:
     """The board of one run, made when the first iteration needs it."""
 
@@ -51,7 +44,7 @@ class BoardKeeper:
         self._run_id = ""
         self._board: actors.Actor[Board] | None = None
         self._making = asyncio.Lock()
-        self.conversations: list[Talk] = []  # that are open
+        self.senders: list[Senders] = []  # of each topic that is open
         self._asked: dict[str, str | None] = {}  # by node: why Prefect cannot begin a task there
 
     def drive_as(self, token: int, run_id: str) -> None:
@@ -79,8 +72,8 @@ class BoardKeeper:
         """Within, engines may be given other weights: no shard sends a request."""
         amid = self._config.pipeline.on_update in ("retract", "keep")
         async with contextlib.AsyncExitStack() as held:
-            for talk in list(self.conversations):
-                await held.enter_async_context(talk.without_requests(amid))
+            for senders in list(self.senders):
+                await held.enter_async_context(senders.without_requests(amid))
             yield
 
     async def why_not(self, flow: Context) -> str | None:

@@ -176,11 +176,17 @@ ROWS = {
         "with self._changed": HELD,
     },
     "tasks/shards/conversation.py": {
+        "async with self.senders.ready": HELD,
         "async with self._moved": HELD,
         "asyncio.shield(self._failure)": "it watches for the failure of what has deadlines, and ends with the shards",
         "self._asked.wait": BACKGROUND,
         "self._moved.wait_for": "notices that the board has already: each call that reads them has a deadline",
         "stream.wait": BACKGROUND,
+    },
+    "tasks/shards/senders.py": {
+        "async with self._changed": HELD,
+        "async with self.ready": HELD,
+        "self._changed.wait_for": SHARD,
     },
     "tasks/shards/keeper.py": {"self._cluster.join": INSIDE},
     "tasks/shards/mirror.py": {

@@ -13,6 +13,7 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import BudgetError
 from millrace.core.staleness import Ahead
+from millrace.tasks.shards.board import SendsNothing
 from tests.support.shards_here import GROUPS, PARTIAL, SAMPLES, Engine, Place, until
 
 HELD = {sample_id(f"g{group}", SAMPLES - 1) for group in range(GROUPS - 1)}
@@ -84,17 +85,17 @@ async def test_a_shard_that_dies_or_asked_for_no_engine_is_not_waited_for(
     working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
     await until(lambda: set(sent(engines[0])) == EVERY)
     dying: Any = place.running[0]
-    talk: Any = place.runtime.board.conversations[0]
-    taken = talk._take
+    senders: Any = place.runtime.board.senders[0]
+    heard = senders.silent
 
-    async def deaf(notice: Any) -> None:
+    async def deaf(notice: SendsNothing) -> None:
         """Shard 0 dies instead of answering."""
-        if type(notice).__name__ == "SendsNothing" and notice.writer.shard == 0 and not dying.done():
+        if notice.writer.shard == 0 and not dying.done():
             dying.cancel()
         else:
-            await taken(notice)
+            await heard(notice)
 
-    talk._take = deaf
+    senders.silent = deaf
     async with place.runtime.board.weights_change():
         assert dying.done()
         for engine in engines[0]:
