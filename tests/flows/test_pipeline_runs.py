@@ -12,6 +12,7 @@ import pytest
 from tests.soak import forms, promises
 from tests.support.engine_process import embedded_engine
 from tests.support.flow_runs import Workplace, final_weights, wait_until
+from tests.support.shard_runs import IN_SHARDS
 from tests.support.slow_engines import setting, slow_engines
 
 STEPS = 2  # of an iteration
@@ -40,22 +41,16 @@ def ages(run: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("sent_again", marks=pytest.mark.slow),
-        pytest.param("deferred_ahead", marks=pytest.mark.slow),
-        pytest.param("retracted", marks=pytest.mark.slow),
-        pytest.param("deferred", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [(), IN_SHARDS], ids=["driver", "shards"])
+@pytest.mark.parametrize("name", ["sent_again", "deferred_ahead", "retracted", "deferred"])
 def test_no_token_is_too_old_each_is_accounted_for_and_the_run_is_its_own_replay(
-    tailed: Workplace, tmp_path: Path, name: str
+    tailed: Workplace, tmp_path: Path, name: str, where: tuple[str, ...]
 ) -> None:
     form = forms.FORMS[name]
     ahead = form.settings.get("pipeline.ahead", 0)
     bound = form.settings.get("pipeline.max_staleness", ahead)
-    tailed.train(tmp_path, *forms.overrides(name), "run.iterations=4")
+    tailed.train(tmp_path, *forms.overrides(name), *where, "run.iterations=4")
     run = tmp_path / "a"
     assert form.at_work(run), "no token is older than the weights that it trains"
     assert max(ages(run)) <= bound
