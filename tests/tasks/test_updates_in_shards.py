@@ -13,7 +13,8 @@ from millrace.connectors.storage.parts import read_parts
 from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import BudgetError
 from millrace.core.staleness import Ahead
-from millrace.tasks.shards.board import SendsNothing
+from millrace.tasks.shards.board import Notice, SendsNothing, WeightsComing, Writer
+from millrace.tasks.shards.senders import Senders
 from tests.support.shards_here import GROUPS, PARTIAL, SAMPLES, Engine, Place, until
 
 HELD = {sample_id(f"g{group}", SAMPLES - 1) for group in range(GROUPS - 1)}
@@ -104,3 +105,24 @@ async def test_a_shard_that_dies_or_asked_for_no_engine_is_not_waited_for(
     await working
     assert place.stored() == Counter(EVERY)
     assert place.starts == {0: 2, 1: 1}
+
+
+async def test_a_lost_board_ends_the_wait() -> None:
+    told: list[Notice] = []
+
+    async def tell(notice: Notice) -> None:
+        told.append(notice)
+
+    async def update() -> None:
+        async with senders.without_requests(amid=False):
+            pass
+
+    senders = Senders(tell)
+    senders.told([Writer("rollout", 0, 1)])
+    updating = asyncio.create_task(update())
+    await until(lambda: bool(told))
+    await asyncio.sleep(0.05)
+    assert not updating.done()
+    await senders.give_up()
+    await updating
+    assert told == [WeightsComing(1, amid=False)]
