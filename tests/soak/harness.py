@@ -20,7 +20,7 @@ from tests.soak import forms, neighbours, promises, rollouts, victims
 from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, OWN_VICTIMS, Point
 from tests.soak.starts import Started, Starts, overrides
 from tests.soak.two_nodes import TwoNodes
-from tests.support.flow_runs import PATIENCE_S, Workplace, make_workplace, wait_until
+from tests.support.flow_runs import PATIENCE_S, Patience, Workplace, make_workplace, wait_until
 from tests.support.reward_server import serve_rewards
 
 # the victim "scorer" is at work for some time: the same reward, slowly
@@ -37,6 +37,7 @@ def contains_slowly(sample):
 __all__ = ["Outcome", "Site", "make_workplace"]
 STARTS = 4  # at most, for one kill
 ENDS_WITHIN_S = 10.0  # after Ctrl-C, on an idle machine
+BEGINS_WITHIN_S = 60.0  # a victim: of a run that is ahead the first rollouts may wait for engines that start
 
 
 @dataclass
@@ -184,11 +185,16 @@ class Site:
         return state
 
     def _kill_part(self, point: Point, driver: int) -> int:
-        """`kill -9` the victim; how many processes, or nodes, died."""
+        """`kill -9` the victim, once it runs; how many processes, or nodes, died."""
         if point.victim == "node":
             assert self._two_nodes is not None
             return self._two_nodes.kill_node()
-        return len(victims.kill(point.victim, driver, self.home, self._nodes(point)))
+        patience = Patience(BEGINS_WITHIN_S)
+        while not (killed := victims.kill(point.victim, driver, self.home, self._nodes(point))):
+            if not patience.left:
+                break
+            time.sleep(0.1)
+        return len(killed)
 
     def _nodes(self, point: Point) -> Sequence[int]:
         """What holds the nodes of a cluster that outlives the run."""
