@@ -135,7 +135,8 @@ class Attempts:
         """Run one shard to its end, again where its process or node dies."""
         ctx, keeper = self._ctx, self._ctx.runtime.board
         for start in count(1):
-            writer: Writer = await talk.begin(work, number)
+            writer = Writer(work, number, next(keeper.attempts))
+            await talk.begin(writer)
             limit = ctx.config.part_limit
             call = ShardCall(keeper.token, self._topic, writer, placed.share, self._versions(), limit)
             try:

@@ -54,7 +54,9 @@ class Writer:
 
     work: Work
     shard: int
-    attempt: int
+    attempt: (
+        int  # of the driver: no two have the same number, also where the board was made again between them
+    )
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Board:
         self._changed = threading.Condition()
         self._facts: Facts | None = None
         self._topics: dict[Topic, list[Notice]] = {}
-        self._attempts: dict[tuple[Topic, Work, int], int] = {}  # also of topics that are closed
+        self._attempts: dict[tuple[Topic, Work, int], int] = {}
 
     def state(self) -> dict[str, Any]:
         """Nothing of its own."""
@@ -197,9 +199,10 @@ class Board:
             return self._facts
 
     def open(self, topic: Topic) -> None:
-        """Begin the notices on a topic. Of attempts that were begun before none has a number that is given again."""
+        """Begin the notices on a topic, on which no attempt counts until it begins."""
         with self._changed:
             self._topics[topic] = []
+            self._attempts = {key: number for key, number in self._attempts.items() if key[0] != topic}
             self._changed.notify_all()
 
     def close(self, topic: Topic) -> None:
@@ -208,13 +211,11 @@ class Board:
             self._topics.pop(topic, None)
             self._changed.notify_all()
 
-    def begin(self, topic: Topic, work: Work, shard: int) -> Writer:
+    def begin(self, topic: Topic, writer: Writer) -> None:
         """Begin an attempt of a shard. From now on the one before it writes nothing here."""
         with self._changed:
             self._of(topic)
-            number = self._attempts.get((topic, work, shard), 0) + 1
-            self._attempts[topic, work, shard] = number
-            return Writer(work, shard, number)
+            self._attempts[topic, writer.work, writer.shard] = writer.attempt
 
     def tell(self, token: int, topic: Topic, notices: Sequence[Notice], writer: Writer | None = None) -> None:
         """Append notices. writer: the shard that does so. Raises ShardReplacedError for one that does not count any more."""

@@ -33,7 +33,6 @@ from millrace.tasks.shards.board import (
     Settled,
     ShardReplacedError,
     Topic,
-    Work,
     Writer,
 )
 from millrace.tasks.shards.mirror import LOOK_S
@@ -137,9 +136,9 @@ class Conversation:
         """Begin to make engines ready before a shard asks for them."""
         self._asked.set()
 
-    async def begin(self, work: Work, shard: int) -> Writer:
+    async def begin(self, writer: Writer) -> None:
         """Begin an attempt of a shard."""
-        return await self._board.call(Board.begin, self._topic, work, shard)
+        await self._board.call(Board.begin, self._topic, writer)
 
     async def end(self, writer: Writer) -> None:
         """Give an attempt up."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextvars import Context
+from itertools import count
 from typing import get_args
 
 from prefect import task
@@ -45,6 +46,9 @@ class BoardKeeper:
         self._board: actors.Actor[Board] | None = None
         self._making = asyncio.Lock()
         self.senders: list[Senders] = []  # of each topic that is open
+        self.attempts = count(
+            1
+        )  # their numbers: a shard that starts late must not pass for one of a later board
         self._asked: dict[str, str | None] = {}  # by node: why Prefect cannot begin a task there
 
     def drive_as(self, token: int, run_id: str) -> None:

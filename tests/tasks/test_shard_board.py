@@ -55,10 +55,11 @@ def board() -> Board:
 
 
 def test_an_attempt_that_was_replaced_writes_nothing(board: Board) -> None:
-    first = board.begin(TOPIC, "rollout", 0)
-    other = board.begin(TOPIC, "reward", 0)
+    first, other, second = Writer("rollout", 0, 1), Writer("reward", 0, 2), Writer("rollout", 0, 3)
+    board.begin(TOPIC, first)
+    board.begin(TOPIC, other)
     board.tell(TOKEN, TOPIC, [Landed("rollouts", part("a"), 0)], first)
-    second = board.begin(TOPIC, "rollout", 0)
+    board.begin(TOPIC, second)
     with pytest.raises(ShardReplacedError, match="started again"):
         board.tell(TOKEN, TOPIC, [Landed("rollouts", part("b"), 0)], first)
     board.tell(TOKEN, TOPIC, [Landed("rollouts", part("c"), 0)], second)
@@ -71,11 +72,14 @@ def test_an_attempt_that_was_replaced_writes_nothing(board: Board) -> None:
 def test_an_attempt_on_a_topic_that_is_opened_again_is_replaced_and_learns_it(
     board: Board, closed: bool
 ) -> None:
-    before = board.begin(TOPIC, "rollout", 0)
+    before = Writer("rollout", 0, 1)
+    board.begin(TOPIC, before)
     if closed:
         board.close(TOPIC)
     board.open(TOPIC)
-    assert board.begin(TOPIC, "rollout", 0).attempt == before.attempt + 1
+    with pytest.raises(ShardReplacedError, match="started again"):
+        board.since(TOKEN, TOPIC, 0, 0, before)
+    board.begin(TOPIC, Writer("rollout", 0, 2))
     with pytest.raises(ShardReplacedError, match="started again"):
         board.tell(TOKEN, TOPIC, [Landed("rollouts", part("a"), 0)], before)
     with pytest.raises(ShardReplacedError, match="started again"):
@@ -91,7 +95,8 @@ def test_the_batch_of_an_iteration_and_its_evaluation_have_notices_of_their_own(
 
 
 def test_a_shard_of_another_driver_learns_that_it_is_gone(board: Board) -> None:
-    writer = board.begin(TOPIC, "rollout", 0)
+    writer = Writer("rollout", 0, 1)
+    board.begin(TOPIC, writer)
     board.serve(facts(TOKEN + 1))
     for call in (
         lambda: board.facts(TOKEN),
@@ -142,7 +147,8 @@ class Talk:
         self.talk = Conversation(ctx, self.actor, TOKEN, TOPIC, ctx.stream, no_engines)
 
     async def shard(self, number: int, work: Any = "rollout") -> MirroredStream:
-        writer: Writer = await self.talk.begin(work, number)
+        writer = Writer(work, number, 1)
+        await self.talk.begin(writer)
         stream = MirroredStream(Link(self.actor, TOKEN, TOPIC, writer))
         await stream.catch_up()
         return stream

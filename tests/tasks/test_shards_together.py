@@ -14,7 +14,10 @@ from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import ActorLostError, BudgetError, EngineError
 from millrace.core.staleness import Ahead, VersionRange
+from millrace.tasks.shards.board import ShardReplacedError
+from millrace.tasks.shards.shard import ShardCall
 from millrace.tasks.shards.sharded import ShardedIteration
+from tests.support.local_board import LocalBoard
 from tests.support.shards_here import GROUPS, SAMPLES, VERSION, Engine, Place, rows, until
 
 EVERY = {sample_id(f"g{group}", index) for group in range(GROUPS - 1) for index in range(SAMPLES)}
@@ -61,7 +64,7 @@ async def test_a_shard_that_dies_is_started_again_and_finds_its_parts(
     place = make_shards()
     for engine in engines[0]:
         engine.hold = asyncio.Event()
-    place.dies = lambda call: call.writer == type(call.writer)("rollout", 0, 1)
+    place.dies = lambda call: call.writer.shard == 0 and place.starts[0] == 1
     working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
     await until(lambda: place.starts[0] == 2)
     for engine in engines[0]:
@@ -151,3 +154,31 @@ async def test_rewards_of_all_shards_are_one_record(make_shards: Callable[..., P
     scored = read_parts(ctx.folder, "rewards", "rewards").column("sample_id").to_pylist()
     assert Counter(scored) == Counter(EVERY)
     await cast(ShardedIteration, again.shards).close()
+
+
+async def test_a_shard_that_starts_late_counts_for_no_board_that_was_made_since(
+    make_shards: Callable[..., Place], engines: tuple[list[Engine], list[str]]
+) -> None:
+    """It took itself for the attempt of its number there, and both generated the same samples."""
+    place, calls = make_shards(), list[ShardCall]()
+
+    async def noted(task: Any, call: ShardCall, node: str | None) -> Any:
+        calls.append(call)
+        return await place.run_shard(task, call, node)
+
+    place.ctx.shards = ShardedIteration(place.ctx, noted)
+    await place.rollout(place.ctx, len(EVERY))
+    cast(Any, place.actor).board = made_since = LocalBoard().board
+    made_since.serve(place.facts)
+    again = place.context()
+    again.shards = ShardedIteration(again, noted)
+    working = asyncio.create_task(again.shards.rollout())
+    await until(lambda: len(calls) == 4)
+    with pytest.raises(ShardReplacedError, match="started again"):
+        await place._work("rollout_shard", calls[0])
+    assert again.stream is not None
+    await again.stream.settle()
+    await working
+    await again.shards.close()
+    assert place.stored() == Counter(EVERY)
+    assert len({call.writer.attempt for call in calls}) == 4
