@@ -64,7 +64,7 @@ def test_killed_and_started_again_it_comes_to_the_same_weights(
 
 
 def client_server(head: RayNodes) -> None:
-    assert head.kill_client_servers() == 1
+    assert head.nodes[0].kill_client_servers() == 1
 
 
 def cluster(head: RayNodes) -> None:
