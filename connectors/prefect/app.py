@@ -91,6 +91,7 @@ def main() -> None:
     from prefect.logging.configuration import setup_logging
     from prefect.server.api.server import create_app
 
+    from millrace.connectors.prefect.garbage import collect_between_requests
     from millrace.connectors.prefect.retention import keep_newest
     from millrace.connectors.prefect.server import kept_iterations
 
@@ -99,9 +100,10 @@ def main() -> None:
     config = uvicorn.Config(RetryRefused(create_app(final=True)), log_level="error")
 
     async def serve() -> None:
-        trimming = asyncio.create_task(keep_newest(kept))
+        beside = [asyncio.create_task(work) for work in (keep_newest(kept), collect_between_requests())]
         await uvicorn.Server(config).serve(sockets=[listener])
-        trimming.cancel()
+        for task in beside:
+            task.cancel()
 
     asyncio.run(serve())
 
