@@ -19,6 +19,7 @@ from millrace.core.errors import LASTING, WeightsDifferError
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.publish import _sync_metrics
+from millrace.tasks.shards.keeper import BoardKeeper
 from millrace.tasks.sync_weights import sync_weights
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import MakeFleet, serving
@@ -74,6 +75,7 @@ def context(make_fleet: MakeFleet, tiny_model: Path, tmp_path: Path) -> Callable
             memory=Memory(make_fleet(), served, Ranks(trained)),
             prompts=SimpleNamespace(tokenizer=PromptTokenizer.load(config.model)),
             run_folder=SimpleNamespace(iteration=lambda _: None),
+            board=BoardKeeper(config, cast(Any, None), cast(Any, None)),  # there are no shards
         )
         return IterationContext(config, 0, cast(Any, runtime))
 
