@@ -41,7 +41,15 @@ def awaited(reference: Any) -> Awaitable[Any]:
     """What is to be awaited of a reference. Ray's client logs a stack where a result comes to a future that was cancelled."""
     if connection() is None:
         return cast(Awaitable[Any], reference)
-    return asyncio.shield(asyncio.wrap_future(reference.future()))
+    result = asyncio.wrap_future(reference.future())
+    result.add_done_callback(_seen)
+    return asyncio.shield(result)
+
+
+def _seen(result: asyncio.Future[Any]) -> None:
+    """asyncio reports errors that nobody asked for."""
+    if not result.cancelled():
+        result.exception()
 
 
 def drop() -> None:
