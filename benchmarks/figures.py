@@ -109,7 +109,9 @@ def _data_plane_rows(result: Any) -> Iterator[Row]:
         "an answer's JSON to a table of rows, against Python objects for each token", (times,), "", command
     )
     longest = result["longest_block_s"]
-    blocked = f"{longest['wall'] * 1000:.0f} ms, of which {longest['cpu'] * 1000:.0f} ms its own CPU time"
+    blocked = (
+        f"{longest['wall'] * 1000:.0f} ms by the clock, {longest['cpu'] * 1000:.0f} ms of its own CPU time"
+    )
     yield Row(
         f"longest block of the event loop meanwhile, on busy cores, {size}", (blocked,), "< 50 ms", command
     )

@@ -13,6 +13,8 @@ import time
 
 from prefect.server.database.configurations import ENGINES
 
+from millrace.core.garbage import collect_garbage
+
 EVERY_S = 5.0
 LOOK_S = 0.02  # until the next look for a moment at which no connection is at work
 LONGEST_S = 120.0  # garbage is collected then all the same
@@ -20,8 +22,7 @@ LONGEST_S = 120.0  # garbage is collected then all the same
 
 async def collect_between_requests() -> None:
     """Take over from Python's own collector, until cancelled."""
-    gc.collect()
-    gc.freeze()
+    collect_garbage()
     gc.disable()
     try:
         while True:

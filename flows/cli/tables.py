@@ -36,10 +36,12 @@ def print_listing(listing: Listing, as_json: bool, as_csv: bool, newest: int = 0
         raise typer.BadParameter("give --json or --csv")
     if as_json or as_csv:
         sys.stdout.write(f"{listing.as_json()}\n" if as_json else listing.as_csv())
-    elif console.is_terminal:
-        _print_table(listing.newest(newest), console, LONGEST)
+        return
+    shown = listing.newest(newest)
+    if console.is_terminal:
+        _print_table(shown, console, LONGEST)
     else:
-        _print_table(listing.newest(newest), Console(file=console.file, width=UNLIMITED), None)
+        _print_table(shown, Console(file=console.file, width=UNLIMITED), None)
 
 
 def _print_table(listing: Listing, out: Console, longest: int | None) -> None:

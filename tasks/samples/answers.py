@@ -46,9 +46,8 @@ class Answers:
         self._writer, self._segments = writer, segments
         self._stored = stored_events(stored)
         self.begun: list[GeneratedSample] = []  # that the cut ended
-        self._ended: list[
-            tuple[str, AnswerSegments, Generation]
-        ] = []  # group of each, and what was made of it
+        # of those: the group, and what was made in this attempt
+        self._ended: list[tuple[str, AnswerSegments, Generation]] = []
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:

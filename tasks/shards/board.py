@@ -50,13 +50,11 @@ Topic = Batch | Evaluation
 
 @dataclass(frozen=True)
 class Writer:
-    """One attempt of one shard at one kind of work."""
+    """One attempt of one shard at one kind of work. No two of a driver have one number, though the board was made again between them."""
 
     work: Work
     shard: int
-    attempt: (
-        int  # of the driver: no two have the same number, also where the board was made again between them
-    )
+    attempt: int
 
 
 @dataclass(frozen=True)

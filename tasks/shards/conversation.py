@@ -235,6 +235,6 @@ class Conversation:
             await self._tell(EnginesReady(wanted, (), str(error)))
             return dispatcher
         self.engines_s = self.engines_s or time.perf_counter() - started
-        self.senders.told(each.writer for each in wanted)
+        self.senders.add(each.writer for each in wanted)
         await self._tell(EnginesReady(wanted, tuple(dispatcher.addresses())))
         return dispatcher

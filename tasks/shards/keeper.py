@@ -46,9 +46,8 @@ class BoardKeeper:
         self._board: actors.Actor[Board] | None = None
         self._making = asyncio.Lock()
         self.senders: list[Senders] = []  # of each topic that is open
-        self.attempts = count(
-            1
-        )  # their numbers: a shard that starts late must not pass for one of a later board
+        # numbers of attempts: a shard that starts late must not pass for one of a later board
+        self.attempts = count(1)
         self._asked: dict[str, str | None] = {}  # by node: why Prefect cannot begin a task there
 
     def drive_as(self, token: int, run_id: str) -> None:
@@ -74,7 +73,7 @@ class BoardKeeper:
     @contextlib.asynccontextmanager
     async def weights_change(self) -> AsyncIterator[None]:
         """Within, engines may be given other weights: no shard sends a request."""
-        amid = self._config.pipeline.on_update in ("retract", "keep")
+        amid = self._config.pipeline.on_update == "retract"  # with keep there are no shards
         async with contextlib.AsyncExitStack() as held:
             for senders in list(self.senders):
                 await held.enter_async_context(senders.without_requests(amid))

@@ -1,7 +1,7 @@
 """Which attempts of shards may send requests to engines, and that none does while engines are given other weights.
 
-    driver   WeightsComing ->            <- SendsNothing, from each that was told of engines; then the weights
-    shard    sends, sends    SendsNothing      waits                            EnginesReady   goes on
+    driver   WeightsComing                  waits for all attempts   changes the weights   EnginesReady
+    shard    sends requests   SendsNothing   waits                                          sends requests
 
 Knows nothing of how engines are made ready, nor of what is sent.
 """
@@ -18,7 +18,7 @@ from millrace.tasks.shards.board import Notice, SendsNothing, ShardReplacedError
 
 
 class Senders:
-    """The attempts on one topic that were told of engines."""
+    """The attempts on one topic that have engines."""
 
     def __init__(self, tell: Callable[[Notice], Awaitable[None]]) -> None:
         """tell: appends a notice to the topic's."""
@@ -30,8 +30,8 @@ class Senders:
         self._lost = False
         self._changed = asyncio.Condition()
 
-    def told(self, writers: Iterable[Writer]) -> None:
-        """Note who is told of engines."""
+    def add(self, writers: Iterable[Writer]) -> None:
+        """Note attempts that get engines."""
         self._sending |= set(writers)
 
     async def ended(self, writer: Writer) -> None:
@@ -54,7 +54,7 @@ class Senders:
 
     @contextlib.asynccontextmanager
     async def without_requests(self, amid: bool) -> AsyncIterator[None]:
-        """Within, none sends a request, and none is told of engines. amid: engines keep the requests that they have.
+        """Within, no attempt sends a request or gets engines. amid: engines keep the requests that they have.
 
         SGLang 0.5.17 dies when weights come while requests wait.
         """

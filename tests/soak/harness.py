@@ -94,7 +94,7 @@ class Site:
 
     def _cluster(self, point: Point) -> TwoNodes | None:
         """The cluster for a run of the point's form, new; None where a run has a head of its own."""
-        if not point.form or not forms.FORMS[point.form].two_nodes:
+        if not point.on_two_nodes:
             return None
         if self._two_nodes is None:
             self._two_nodes = TwoNodes(self.folder)
@@ -198,8 +198,7 @@ class Site:
 
     def _nodes(self, point: Point) -> Sequence[int]:
         """What holds the nodes of a cluster that outlives the run."""
-        joined = point.form and forms.FORMS[point.form].two_nodes
-        return self._two_nodes.pids if joined and self._two_nodes else ()
+        return self._two_nodes.pids if point.on_two_nodes and self._two_nodes else ()
 
     def _interrupt(self, process: subprocess.Popen[str], log: Path, outcome: Outcome) -> None:
         """Ctrl-C, and what it must lead to: an early end, that is told in a sentence, of the run's live parts too."""

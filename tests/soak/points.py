@@ -69,6 +69,11 @@ class Point:
     share: float = 0.3
     form: str = ""  # of the run, as forms.py names it; empty: that of run.yaml
 
+    @property
+    def on_two_nodes(self) -> bool:
+        """Whether its run joins a cluster of two nodes."""
+        return bool(self.form) and FORMS[self.form].two_nodes
+
     def __str__(self) -> str:
         sampling = "dynamic" if self.dynamic else "sync"
         form = f"-{self.form}" if self.form else ""

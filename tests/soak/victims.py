@@ -43,16 +43,15 @@ def processes(victim: str, driver: int, home: Path, nodes: Sequence[int] = ()) -
 
     nodes: processes that hold the nodes of the cluster, where its user started it; else the run has a head of its own.
     """
-    heads = list(nodes)
     if victim == "driver":
         return [driver]
     if victim == "prefect":
         server = psutil.Process(json.loads((home / "prefect-server.json").read_text())["pid"])
         return [server.pid, *(child.pid for child in server.children(recursive=True))]
+    heads = list(nodes) or _heads(home)
     if victim == "scorer":
-        parents = [psutil.Process(driver), *_shards(heads or _heads(home))]
+        parents = [psutil.Process(driver), *_shards(heads)]
         return [child.pid for parent in parents for child in parent.children() if _is_worker(child)]
-    heads = heads or _heads(home)
     if victim == "ray":
         return heads
     if victim == "shard":

@@ -209,8 +209,9 @@ class Place:
             await asyncio.gather(working, return_exceptions=True)
             await cast(ShardedIteration, ctx.shards).close()
 
-    def stored(self) -> Counter[str]:
-        rows = read_parts(self.ctx.folder, "rollouts", "rollouts", columns=["sample_id"])
+    def stored(self, ctx: IterationContext | None = None) -> Counter[str]:
+        """How often each sample is stored, of the place's iteration or another one."""
+        rows = read_parts((ctx or self.ctx).folder, "rollouts", "rollouts", columns=["sample_id"])
         return Counter(rows.column("sample_id").to_pylist())
 
     async def run_shard(self, task: Task[[ShardCall], Any], call: ShardCall, _node: str | None) -> Any:

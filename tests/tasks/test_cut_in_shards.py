@@ -23,15 +23,16 @@ from tests.support.shards_here import GROUPS, INDEX, PARTIAL, SAMPLES, Engine, P
 FINISH = {"select": "finish", "reserve": 0.5, "max_staleness": 1}
 DEFERRED_GROUPS = {"g3": 1, "g4": 1}  # one of each shard
 THE_CUT = Cut(trained=["g0", "g1"], deferred=DEFERRED_GROUPS, returned=["g2"], parts=[])
+NOTHING_DEFERRED = Cut(trained=["g6"], deferred={}, returned=[], parts=[])
 HELD = {sample_id(group, SAMPLES - 1) for group in ("g2", *DEFERRED_GROUPS)}
 Engines = tuple[list[Engine], list[str]]
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def commit(ctx: IterationContext) -> None:
+def commit(ctx: IterationContext, cut: Cut) -> None:
     place = f"{ctx.run_folder.iteration_path(ctx.index)}/{CUT}"
-    ctx.folder.write_sealed(CUT, THE_CUT.model_dump(), place, ctx.run_folder.owner.run_id)
+    ctx.folder.write_sealed(CUT, cut.model_dump(), place, ctx.run_folder.owner.run_id)
 
 
 async def roll_out_to_the_cut(place: Place, engines: list[Engine]) -> Any:
@@ -41,7 +42,7 @@ async def roll_out_to_the_cut(place: Place, engines: list[Engine]) -> Any:
     whole = (GROUPS - 1) * SAMPLES - len(HELD)
     working = asyncio.create_task(place.rollout(place.ctx, whole))
     await until(lambda: sum(sum(engine.asked.values()) for engine in engines) == whole + len(HELD))
-    commit(place.ctx)
+    commit(place.ctx, THE_CUT)
     return await working
 
 
@@ -97,11 +98,11 @@ async def test_the_next_iterations_shards_go_on_with_what_was_deferred_and_score
     works = [asyncio.create_task(work) for work in (after.shards.rollout(), after.shards.reward())]
     try:
         await until(lambda: rows(after, "rollouts") >= len(every) - 2 * SAMPLES)  # those of its own draw
-        assert not any(row.startswith(tuple(DEFERRED_GROUPS)) for row in stored(after))
+        assert not any(row.startswith(tuple(DEFERRED_GROUPS)) for row in place.stored(after))
         joined = await asyncio.to_thread(join, after)
         await after.stream.join(joined)
         await until(lambda: rows(after, "rewards") >= len(every) or any(w.done() for w in works))
-        commit_nothing(after)
+        commit(after, NOTHING_DEFERRED)
         await after.stream.settle()
         rollout, reward = await asyncio.gather(*works)
     finally:
@@ -109,7 +110,7 @@ async def test_the_next_iterations_shards_go_on_with_what_was_deferred_and_score
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
         await cast(ShardedIteration, after.shards).close()
-    assert Counter(stored(after)) == Counter(every)
+    assert place.stored(after) == Counter(every)
     assert reward["scored"] == len(every)
     assert rollout["samples_generated"] == len(every) - 2 * (
         SAMPLES - 1
@@ -120,17 +121,3 @@ async def test_the_next_iterations_shards_go_on_with_what_was_deferred_and_score
         row = by_id(read_parts(after.folder, "rollouts", "rollouts").to_pylist())[sample]
         assert row["tokens"] == [1, 2, *PARTIAL, 5]
         assert [span["version"] for span in row["policy_versions"]] == [1, 2]
-
-
-def stored(ctx: IterationContext) -> list[str]:
-    """The ids of the samples that are stored."""
-    table = read_parts(ctx.folder, "rollouts", "rollouts", columns=["sample_id"])
-    found: list[str] = table.column("sample_id").to_pylist()
-    return found
-
-
-def commit_nothing(ctx: IterationContext) -> None:
-    """A cut that defers nothing."""
-    place = f"{ctx.run_folder.iteration_path(ctx.index)}/{CUT}"
-    cut = Cut(trained=["g6"], deferred={}, returned=[], parts=[])
-    ctx.folder.write_sealed(CUT, cut.model_dump(), place, ctx.run_folder.owner.run_id)

@@ -33,6 +33,13 @@ def one_ahead(make_shards: Callable[..., Place], engines: list[Engine], on_updat
     return place
 
 
+async def all_sent(place: Place, engines: list[Engine]) -> asyncio.Task[Any]:
+    """The rollout, once every sample was asked for."""
+    working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
+    await until(lambda: set(sent(engines)) == EVERY)
+    return working
+
+
 def sent(engines: list[Engine]) -> Counter[str]:
     return sum((engine.asked for engine in engines), Counter[str]())
 
@@ -41,8 +48,7 @@ async def test_a_cut_request_goes_on_under_the_new_weights_and_none_is_sent_befo
     make_shards: Callable[..., Place], engines: Engines
 ) -> None:
     place = one_ahead(make_shards, engines[0], "resend")
-    working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
-    await until(lambda: set(sent(engines[0])) == EVERY)
+    working = await all_sent(place, engines[0])
     async with place.runtime.board.weights_change():
         for engine in engines[0]:
             engine.end_all()
@@ -66,8 +72,7 @@ async def test_an_engine_that_keeps_its_requests_and_does_not_tell_versions_is_r
     make_shards: Callable[..., Place], engines: Engines
 ) -> None:
     place = one_ahead(make_shards, engines[0], "retract")
-    working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
-    await until(lambda: set(sent(engines[0])) == EVERY)
+    working = await all_sent(place, engines[0])
     async with place.runtime.board.weights_change():
         for engine in engines[0]:
             engine.version = 1
@@ -82,9 +87,8 @@ async def test_a_shard_that_dies_or_asked_for_no_engine_is_not_waited_for(
 ) -> None:
     place = one_ahead(make_shards, engines[0], "resend")
     async with place.runtime.board.weights_change():
-        pass  # there is no shard
-    working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
-    await until(lambda: set(sent(engines[0])) == EVERY)
+        assert not place.runtime.board.senders  # there is no shard
+    working = await all_sent(place, engines[0])
     dying: Any = place.running[0]
     senders: Any = place.runtime.board.senders[0]
     heard = senders.silent
@@ -118,7 +122,7 @@ async def test_a_lost_board_ends_the_wait() -> None:
             pass
 
     senders = Senders(tell)
-    senders.told([Writer("rollout", 0, 1)])
+    senders.add([Writer("rollout", 0, 1)])
     updating = asyncio.create_task(update())
     await until(lambda: bool(told))
     await asyncio.sleep(0.05)
