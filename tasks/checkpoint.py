@@ -1,7 +1,7 @@
 """checkpoint: save trainer state when it is due, drop what retention no longer keeps, export Hugging Face files.
 
 Writes checkpoints/NNNNNN/ (complete.json last) and exports/NNNNNN/. A checkpoint is named by the iterations it has seen.
-With checkpoint.background it is begun in one iteration and counts from the first one on that finds it written.
+One that is saved in the background is begun in one iteration and counts from the first one on that finds it written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     is_due = due(done, config.checkpoint.every) or last
     again = await _commit_written(ctx, record, wait=is_due)
     if is_due or again:
-        background = config.checkpoint.background and not last and not again
+        background = config.saves_in_background and not last and not again
         await _save(ctx, record, done, background=background)
     if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (
         last and config.checkpoint.export_last

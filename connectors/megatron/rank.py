@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from millrace.core.contracts.handles import HeldOutSample
     from millrace.core.contracts.task_records import StepMetrics
 
-PREPARED_FOR = 1.05  # of what a rank saves: it owns parameters that lie on several ranks whole, or not at all
-
 
 class TrainerRank(RankWeights):
     """Holds one rank's share of the policy at a weight version."""
@@ -285,15 +283,10 @@ class TrainerRank(RankWeights):
             return save(self.learner, url, self.version, self.last)
 
     def _prepare_saves(self) -> None:
-        """On a GPU's host, begin to take the memory for checkpoints that are written in the background."""
-        from millrace.connectors.megatron.checkpoint.background import BackgroundWriter
+        from millrace.connectors.megatron.checkpoint.background import prepared_writer
 
-        config = self.config
-        expected = config.checkpoint.background and config.checkpoint.every < config.run.iterations
-        if expected and self.device.type == "cuda" and self._background is None:
-            self._background = BackgroundWriter(self.config.part_limit)
-            size = self.learner.checkpoint_bytes * PREPARED_FOR
-            self._background.memory.prepare(int(size), pinned=True)
+        if self._background is None:
+            self._background = prepared_writer(self.learner, self.device)
 
     def begin_save(self, url: str) -> None:
         """The same, but of a copy in host memory, by a process of its own; `commit_save` writes complete.json."""
@@ -359,8 +352,7 @@ class TrainerRank(RankWeights):
 
         self.close_broadcast()
         if self._background is not None:
-            self._background.drop()
-            self._background.memory.close()
+            self._background.close()
         world.leave()
 
     def _read(self, url: str, sha256: str | None = None) -> list[Row]:

@@ -16,10 +16,11 @@ class Checkpoint(Section):
     every: int = Field(
         10, ge=1, description="Iterations between checkpoints; the last iteration is always saved."
     )
-    background: Annotated[bool, ANY_START] = Field(
-        False,
+    background: Annotated[bool | None, ANY_START] = Field(
+        None,
         description="Go on while a checkpoint is written: the trainer copies its state to memory of its host, a process a rank "
-        "writes it, and it counts from the iteration on that finds it written. At most one is written at a time.",
+        "writes it, and it counts from the iteration on that finds it written. At most one is written at a time. "
+        "When not given: on GPUs.",
     )
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(

@@ -118,6 +118,12 @@ class RunConfig(Section):
         return not self.algorithm.supervised and (self.pipeline.ahead > 0 if wanted is None else wanted)
 
     @property
+    def saves_in_background(self) -> bool:
+        """Whether iterations go on while their checkpoints are written."""
+        wanted = self.checkpoint.background
+        return self._on_gpus if wanted is None else wanted
+
+    @property
     def response_budgets(self) -> dict[str, int]:
         """Most tokens after a prompt, by the field that sets it."""
         if self.rollout.session:  # held-out sets too are answered in sessions
@@ -147,5 +153,9 @@ class RunConfig(Section):
             return self.sync.kind
         if self.placement.colocate:
             return "ipc"
-        own_gpus = self.engines.kind == "sglang" and self.trainer.device != "cpu"
-        return "broadcast" if own_gpus else "disk"
+        return "broadcast" if self._on_gpus else "disk"
+
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether trainer and engines work on GPUs, as far as a configuration tells."""
+        return self.engines.kind == "sglang" and self.trainer.device != "cpu"

@@ -44,6 +44,7 @@ ROWS = {
     "connectors/embedded/weight_group.py": {"self._groups[name].broadcast(flat, 0).wait": SERVER},
     "connectors/megatron/checkpoint/background.py": {
         "self._thread.join": "it follows the writer, and ends it where that writes nothing",
+        "waiting.communicate": "of a process that was killed a line above, before it had a task",
     },
     "connectors/megatron/checkpoint/folders.py": {"dist.barrier": RANKS},
     "connectors/megatron/checkpoint/host_copy.py": {"self._preparing.join": RANKS},

@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import Metadata
 
+from millrace.connectors.megatron.checkpoint.collective import on_every_rank
 from millrace.connectors.megatron.checkpoint.file_writer import WriteTask, Written
 from millrace.connectors.megatron.checkpoint.host_copy import HostCopy, HostMemory
+from millrace.connectors.megatron.learner import Learner
+from millrace.connectors.megatron.process.memory_errors import check_host_memory
 from millrace.core.contracts.handles import SaveState
 from millrace.core.errors import StalledError, StorageError
 from millrace.core.waits.deadline import Limit, Watch
@@ -27,6 +31,7 @@ from millrace.core.waits.heartbeat import bytes_moved
 
 END_S = 10.0  # for a process that was killed to be gone
 FILES = 4  # of a rank, written at once: while one is hashed, the disk writes another
+PREPARED_FOR = 1.05  # of what a rank saves: it owns parameters that lie on several ranks whole, or not at all
 MODULE = "millrace.connectors.megatron.checkpoint.write_process"
 
 
@@ -53,29 +58,42 @@ class BackgroundWriter:
         self._limit = limit
         self.memory = HostMemory()
         self.begun: Begun | None = None
+        self._starts_ahead = False
+        self._ahead: subprocess.Popen[bytes] | None = None  # waits for its task
+        self._descriptor = -1  # of the memory that it has
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Written | str | None = None  # a text says why there is none
         self._started = 0.0
         self._wrote_s = 0.0
 
+    def prepare(self, size: int, *, pinned: bool) -> None:
+        """Begin to take memory for copies of `size` bytes. From now on each writer is started before there is a copy for it.
+
+        A writer takes seconds to load its libraries.
+        """
+        self.memory.prepare(size, pinned=pinned)
+        self._starts_ahead = True
+        self._start_ahead()
+
+    def _start_ahead(self) -> None:
+        if self._starts_ahead and self._ahead is None:
+            self._descriptor = self.memory.descriptor
+            self._ahead = _start_writer(self._descriptor)
+
+    def _writer_of(self, copy: HostCopy) -> subprocess.Popen[bytes]:
+        """The process that was started ahead, if it lives and has the memory, or a new one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.poll() is None and self._descriptor == copy.descriptor:
+            return ahead
+        _end(ahead)
+        return _start_writer(copy.descriptor)
+
     def start(self, begun: Begun, copy: HostCopy) -> None:
         """Have the copy written. The memory is not used again before `drop`."""
         assert self.begun is None, "one checkpoint at a time"
         self.begun, self._outcome, self._started = begun, None, time.perf_counter()
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[copy.descriptor],
-            env={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": _search_path(),
-            },
-        )
+        self._process = process = self._writer_of(copy)
         task = pickle.dumps(WriteTask(begun.url, copy, FILES, os.getpid()))
         self._thread = threading.Thread(target=self._follow, args=(process, task), daemon=True)
         self._thread.start()
@@ -148,6 +166,54 @@ class BackgroundWriter:
         if self.begun is not None:
             self.begun.keeps.close()
         self.begun = self._process = self._thread = self._outcome = None
+        self._start_ahead()
+
+    def close(self) -> None:
+        """The same, and leave no process and no memory."""
+        self._starts_ahead = False
+        self.drop()
+        _end(self._ahead)
+        self._ahead = None
+        self.memory.close()
+
+
+def prepared_writer(learner: Learner, device: torch.device) -> BackgroundWriter | None:
+    """The writer of a rank on a GPU, with memory that it begins to take; none where no checkpoint will be written so.
+
+    Every rank must call it. Raises TrainerMemoryError if the host has too little memory.
+    """
+    config = learner.config
+    expected = config.saves_in_background and config.checkpoint.every < config.run.iterations
+    if not expected or device.type != "cuda":
+        return None
+    size = int(learner.checkpoint_bytes * PREPARED_FOR)
+    on_every_rank(lambda: check_host_memory(size, config))  # before one of them takes its own
+    writer = BackgroundWriter(config.part_limit)
+    writer.prepare(size, pinned=True)
+    return writer
+
+
+def _end(waiting: subprocess.Popen[bytes] | None) -> None:
+    if waiting is not None:
+        waiting.kill()
+        waiting.communicate()
+
+
+def _start_writer(descriptor: int) -> subprocess.Popen[bytes]:
+    """A process that waits for its task, with the memory behind a descriptor."""
+    return subprocess.Popen(
+        [sys.executable, "-m", MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[descriptor],
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": _search_path(),
+        },
+    )
 
 
 def _search_path() -> str:

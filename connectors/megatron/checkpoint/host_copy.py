@@ -54,26 +54,32 @@ class HostMemory:
     def prepare(self, size: int, *, pinned: bool) -> None:
         """Begin to take `size` bytes, so that the first copy finds them: 50 GB take the system tens of seconds."""
         assert self._view is None, "before the first copy"
-        self._preparing = threading.Thread(target=self._take, args=(size, pinned), daemon=True)
-        self._preparing.start()
+        self._map(size)
+        if pinned:
+            self._preparing = threading.Thread(target=self._pin, daemon=True)
+            self._preparing.start()
 
     def take(self, size: int, *, pinned: bool) -> mmap.mmap:
         """At least `size` bytes. What was taken before must be free by now."""
         self._until_prepared()
         if self._view is None or size > self._size:
             self.close()
-            self._take(size, pinned)
+            self._map(size)
+            if pinned:
+                self._pin()
         assert self._view is not None
         return self._view
 
-    def _take(self, size: int, pinned: bool) -> None:
-        descriptor = _unnamed(size)
-        view = mmap.mmap(descriptor, size)
-        if pinned:
-            torch.frombuffer(view, dtype=torch.uint8).zero_()  # by several threads, the pages come sooner
-            self._pinned = _address(view)
-            torch.cuda.cudart().cudaHostRegister(self._pinned, size, 0)
-        self.descriptor, self._size, self._view = descriptor, size, view
+    def _map(self, size: int) -> None:
+        self.descriptor, self._size = _unnamed(size), size
+        self._view = mmap.mmap(self.descriptor, size)
+
+    def _pin(self) -> None:
+        assert self._view is not None
+        torch.frombuffer(self._view, dtype=torch.uint8).zero_()  # by several threads, the pages come sooner
+        address = _address(self._view)
+        torch.cuda.cudart().cudaHostRegister(address, self._size, 0)
+        self._pinned = address
 
     def _until_prepared(self) -> None:
         if self._preparing is not None:

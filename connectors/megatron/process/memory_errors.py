@@ -6,6 +6,9 @@ freed with its frames.
 
 from __future__ import annotations
 
+import psutil
+import torch
+
 from millrace.core.config import RunConfig
 from millrace.core.errors import TrainerMemoryError
 
@@ -51,6 +54,22 @@ def out_of_host_memory(size: int, reason: str) -> TrainerMemoryError:
         remedy="give the node more memory (12 bytes per parameter trained on it), or set placement.offload_trainer=false (now "
         f"true) where the GPUs have room for trainer and engines at once. {RESTART}",
     )
+
+
+def check_host_memory(size: int, config: RunConfig) -> None:
+    """Raise TrainerMemoryError if this host lacks memory for what its ranks keep of `size` bytes each.
+
+    That is a checkpoint that is being written, and where the trainer leaves its GPUs to engines about as much again.
+    """
+    ranks = min(config.trainer.world_size, max(1, torch.cuda.device_count()))
+    needed, free = ranks * size * (2 if config.trainer_offloads else 1), psutil.virtual_memory().available
+    if needed > free:
+        raise TrainerMemoryError(
+            f"the host has {free / 2**30:.1f} GiB of memory free, and {ranks} ranks need {needed / 2**30:.1f} GiB to go on "
+            "while their checkpoints are written",
+            remedy="set checkpoint.background=false, and iterations wait until their checkpoints are written; or give the node "
+            f"more memory. {RESTART}",
+        )
 
 
 def _summary(reason: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from millrace.connectors.megatron.checkpoint.background import PREPARED_FOR, BackgroundWriter
 from millrace.core.config.algorithm import Algorithm
 from tests.connectors.megatron.test_trainer_algorithms import figures, state, trained, urls
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration
@@ -88,6 +89,35 @@ def test_what_is_written_later_is_the_state_of_the_moment_it_was_begun(
             assert figures(again) == figures(on)
             assert group.run(state) == after
     assert found[0] == found[1]
+
+
+def prepare(rank: Any) -> None:
+    """What a rank on a GPU does at its start."""
+    rank._background = BackgroundWriter(rank.config.part_limit)
+    rank._background.prepare(int(rank.learner.checkpoint_bytes * PREPARED_FOR), pinned=False)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_writer_that_was_started_ahead_writes_and_another_one_is_started(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str], dies: bool
+) -> None:
+    with workers.group(configuration(model(), 1, algorithm=ALGORITHM)) as group:
+        group.run(prepare)
+        trained(group, batches[:1])
+        for number in (1, 2):
+            (ahead,) = stop_writers(group)
+            if dies:
+                os.kill(ahead, signal.SIGKILL)
+            group.call("begin_save", str(tmp_path / str(number)))
+            (writer,) = stop_writers(group)
+            assert (writer == ahead) is not dies
+            os.kill(writer, signal.SIGCONT)
+            assert [each["state"] for each in wait_until_settled(group)] == ["written"]
+            group.call("commit_save")
+        held = group.run(state)
+        for number in (1, 2):
+            assert group.call("load", str(tmp_path / str(number))) == [1]
+            assert group.run(state) == held
 
 
 def test_a_writer_that_dies_fails_its_checkpoint_alone_and_the_next_one_is_written(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from prefect.states import Failed
 
 from millrace.connectors.megatron.optim.offload import OptimizerOffload
-from millrace.connectors.megatron.process.memory_errors import out_of_memory
+from millrace.connectors.megatron.process.memory_errors import check_host_memory, out_of_memory
 from millrace.connectors.megatron.rank import TrainerRank
 from millrace.core.config import RunConfig
 from millrace.core.errors import RefusedStepError, TrainerError, TrainerMemoryError
@@ -100,6 +103,32 @@ def test_host_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPa
         OptimizerOffload([])._host(0, 3 * 2**20)
     named = ("to pin 3 MiB", "the host has no memory", "placement.offload_trainer=false (now true)")
     assert all((words in str(raised.value)) == memory for words in named)
+
+
+@pytest.mark.parametrize(
+    ("world", "colocate", "gib", "free", "needed"),
+    [
+        (1, False, 5, 6, None),
+        (1, False, 7, 6, "1 ranks need 7.0 GiB"),
+        (2, False, 2, 6, None),
+        (2, False, 4, 6, "2 ranks need 8.0 GiB"),
+        (16, False, 1, 6, "8 ranks need 8.0 GiB"),  # the others are on other nodes
+        (1, True, 4, 6, "1 ranks need 8.0 GiB"),  # optimizer state that is offloaded
+        (1, True, 2, 6, None),
+    ],
+)
+def test_a_host_without_memory_for_checkpoints_is_named_before_any_is_taken(
+    monkeypatch: pytest.MonkeyPatch, world: int, colocate: bool, gib: int, free: int, needed: str | None
+) -> None:
+    values = configuration("model")
+    values["trainer"]["world_size"], values["placement"] = world, {"colocate": colocate}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 2**30))
+    config = RunConfig.model_validate(values)
+    with pytest.raises(TrainerMemoryError) if needed else nullcontext() as raised:
+        check_host_memory(gib * 2**30, config)
+    for words in (needed, "6.0 GiB of memory free", "checkpoint.background=false") if needed else ():
+        assert words in str(raised.value)
 
 
 def test_a_step_that_would_fail_again_is_not_retried_and_any_other_is() -> None:

@@ -333,3 +333,18 @@ def test_all_come_at_once() -> None:
 )
 def test_auto_takes_the_fastest_way_to_the_engines(overrides: list[str], kind: str) -> None:
     assert config(*overrides).sync_kind == kind
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_background"),
+    [
+        ([], False),
+        (["engines.kind=sglang"], True),
+        (["engines.kind=sglang", "trainer.device=cpu"], False),
+        (["engines.kind=sglang", "checkpoint.background=false"], False),
+        (["checkpoint.background=true"], True),
+    ],
+    ids=str,
+)
+def test_on_gpus_checkpoints_are_written_in_the_background(overrides: list[str], in_background: bool) -> None:
+    assert config(*overrides).saves_in_background == in_background

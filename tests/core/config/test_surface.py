@@ -52,6 +52,8 @@ def reads() -> set[str]:
 
 IN_CORE_CONFIG = {
     "algorithm.preset",  # the other fields are filled from it
+    "checkpoint.background",  # RunConfig.saves_in_background
+    "evaluation.background",  # RunConfig.evaluates_in_background
     "pipeline.eager_groups",  # Pipeline.chunk_groups
     "pipeline.max_staleness",  # Pipeline.staleness
     "placement.offload_engines",  # RunConfig.engines_sleep
