@@ -73,6 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
+    parser.add_argument("--folder", type=Path, help="a new folder that keeps the runs")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     shared = options.shape and not options.apart
@@ -82,7 +83,8 @@ def main() -> None:
     if options.shape:
         report |= {"device": device_name(), "versions": versions()}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = options.folder or Path(scratch)
+        folder.mkdir(exist_ok=True)
         models = options.models or folder
         if options.shape:
             model = shape_folder(options.shape, models / options.shape)

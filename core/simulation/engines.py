@@ -32,6 +32,7 @@ class Engine:
     def __init__(self, speed: Speed, places: int) -> None:
         self._speed, self._places = speed, places
         self._work = 0.0
+        self._tokens = 0.0  # that the running requests have
         self._running: list[tuple[float, int, Answer]] = []  # by the work at which each is whole
         self._waiting: list[tuple[tuple[int, int], Answer]] = []
         self._count = 0
@@ -52,14 +53,17 @@ class Engine:
     def pass_time(self, seconds: float) -> None:
         """Let time pass, in which no request becomes whole."""
         if self._running and not self._paused:
-            self._work += seconds / self._speed.seconds(len(self._running))
+            made = self._speed.made_in(seconds, len(self._running), self._tokens)
+            self._work += made
+            self._tokens += made * len(self._running)
             self.busy_s += seconds
 
     def next_s(self) -> float:
         """Seconds until a request is whole; infinite if none runs."""
         if not self._running or self._paused:
             return math.inf
-        return max(0.0, self._running[0][0] - self._work) * self._speed.seconds(len(self._running))
+        left = max(0.0, self._running[0][0] - self._work)
+        return self._speed.time_of(left, len(self._running), self._tokens)
 
     def take_whole(self) -> list[Answer]:
         """The requests that are whole now. Waiting ones take their places."""
@@ -68,6 +72,7 @@ class Engine:
             _, _, answer = heapq.heappop(self._running)
             self._note(answer)
             answer.done, answer.whole = answer.tokens, True
+            self._tokens -= answer.tokens
             found.append(answer)
         if found:
             self._fill()
@@ -93,6 +98,7 @@ class Engine:
         for _, _, answer in self._running:
             if answer.group in groups:
                 self._note(answer)
+                self._tokens -= answer.done
         self._running = [entry for entry in self._running if entry[2].group not in groups]
         heapq.heapify(self._running)
         self._waiting = [entry for entry in self._waiting if entry[1].group not in groups]
@@ -103,6 +109,7 @@ class Engine:
         while self._waiting and len(self._running) < self._places:
             _, answer = heapq.heappop(self._waiting)
             answer.begun = self._work
+            self._tokens += answer.done
             self._count += 1
             heapq.heappush(self._running, (self._work + answer.left, self._count, answer))
 

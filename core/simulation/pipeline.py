@@ -18,7 +18,7 @@ from millrace.core.pipeline.selection import Candidate, choose
 from millrace.core.simulation.engines import Answer, Engine
 from millrace.core.simulation.recorded import Group, Seconds, Speed
 
-ITERATIONS, WARM_UP = 16, 4  # replayed, and of them left out of the figures
+WARM_UP, LEAST = 4, 12  # iterations that are left out of the figures, and that are in them at least
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,11 @@ class _Replay:
         self._engines = [Engine(layout.speed, layout.places) for _ in range(layout.engines)]
         self._now, self._order = 0.0, itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        # as often as the groups are gone through whole: a long answer counts as often as it was drawn
+        turn = sum(group.kept for group in groups) / batch
+        self._count = WARM_UP + max(1, round(turn * math.ceil(LEAST / turn)))
         # those after the last one are open while it ends, as in the midst of a run
-        self._iterations = [_Iteration() for _ in range(ITERATIONS + mode.ahead + 2)]
+        self._iterations = [_Iteration() for _ in range(self._count + mode.ahead + 2)]
         self._trainer_s = 0.0
         self._first = 0  # iteration that is not done
         self._groups: list[_Group] = []
@@ -116,7 +119,7 @@ class _Replay:
     def run(self) -> None:
         """Until as many iterations are done as are wanted."""
         self._advance()
-        while self._iterations[ITERATIONS - 1].done_at == math.inf:
+        while self._iterations[self._count - 1].done_at == math.inf:
             until = self._timers[0][0] - self._now if self._timers else math.inf
             step = min([until, *(engine.next_s() for engine in self._engines)])
             assert step < math.inf, "something waits for what never comes"
@@ -132,15 +135,15 @@ class _Replay:
 
     def outcome(self) -> Outcome:
         """Figures from the warm-up on."""
-        first, last = self._iterations[WARM_UP - 1], self._iterations[ITERATIONS - 1]
+        first, last = self._iterations[WARM_UP - 1], self._iterations[self._count - 1]
         seconds = last.done_at - first.done_at
         trainer, engines = (last.busy[n] - first.busy[n] for n in (0, 1))
         ages: dict[int, float] = {}
-        for iteration in self._iterations[WARM_UP:ITERATIONS]:
+        for iteration in self._iterations[WARM_UP : self._count]:
             for age, tokens in iteration.ages.items():
                 ages[age] = ages.get(age, 0.0) + tokens
         return Outcome(
-            iteration_s=seconds / (ITERATIONS - WARM_UP),
+            iteration_s=seconds / (self._count - WARM_UP),
             trainer_idle=1 - trainer / seconds,
             engines_idle=1 - engines / seconds / len(self._engines),
             age_mean=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()),

@@ -176,13 +176,50 @@ def test_a_fit_finds_the_speed_that_made_the_intervals() -> None:
     speed, requests = Speed(0.01, 0.002), []
     for start, running in ((0.0, 1), (100.0, 4), (200.0, 16)):
         for _ in range(running):
-            requests.append(Request("e", (start, start + 50 * speed.seconds(running)), 50))
+            requests.append(Request("e", (start, start + speed.time_of(50, running, 0)), 50))
     found = fit_speed(requests)
     assert found.base == pytest.approx(speed.base)
     assert found.each == pytest.approx(speed.each)
-    assert fit_speed(requests[:1]).seconds(1) == pytest.approx(0.012)
+    assert found.context == 0
+    assert fit_speed(requests[:1]).seconds(1, 0) == pytest.approx(0.012)
     with pytest.raises(ValueError, match="no answers"):
         fit_speed([Request("e", (0.0, 1.0), 0)])
+
+
+@pytest.mark.parametrize(("running", "tokens", "made"), [(1, 0.0, 1000.0), (64, 5000.0, 30.0), (3, 7.0, 0.5)])
+def test_tokens_of_a_time_are_the_inverse_of_the_time_of_tokens(
+    running: int, tokens: float, made: float
+) -> None:
+    for speed in (Speed(0.003, 0.0001), Speed(0.003, 0.0001, 1e-6), Speed(0.0, 0.0, 1e-6)):
+        seconds = speed.time_of(made, running, tokens)
+        assert speed.made_in(seconds, running, tokens) == pytest.approx(made)
+        halves = speed.time_of(made / 2, running, tokens) + speed.time_of(
+            made / 2, running, tokens + running * made / 2
+        )
+        assert halves == pytest.approx(seconds)
+
+
+def test_a_fit_finds_what_long_contexts_cost() -> None:
+    """Answers of many lengths that begin together, on an engine of a known speed."""
+    speed, chance = Speed(0.003, 2e-5, 4e-8), random.Random(3)
+    requests = []
+    for start in (0.0, 1000.0, 2000.0):
+        lengths = sorted(max(5, round(600 * chance.lognormvariate(0, 1))) for _ in range(64))
+        now, made, running, tokens = start, 0, 64, 0.0
+        for length in lengths:
+            now += speed.time_of(length - made, running, tokens)
+            tokens += running * (length - made) - length
+            made, running = length, running - 1
+            requests.append(Request("e", (start, now), length))
+    found = fit_speed(requests)
+    for running, tokens in ((8, 20_000.0), (64, 20_000.0), (128, 100_000.0)):
+        assert found.seconds(running, tokens) == pytest.approx(speed.seconds(running, tokens), rel=0.1)
+
+
+def test_a_long_answer_counts_as_often_as_it_was_drawn() -> None:
+    """Nineteen short iterations and a long one: their mean, whichever iterations the figures begin with."""
+    groups = [Group((100,)) for _ in range(19)] + [Group((2000,))]
+    assert replay(groups, 1, layout(Seconds()), Mode()).iteration_s == pytest.approx((19 * 1 + 20) / 20)
 
 
 def test_calibrated_engines_take_the_time_that_was_measured() -> None:
