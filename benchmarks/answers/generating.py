@@ -12,7 +12,7 @@ from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import DrawnGroup
-from millrace.core.garbage import collect_garbage, use_few_heaps
+from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.tasks.context import IterationContext
 from millrace.tasks.rollout import row_writer, sample_generator
 from millrace.tasks.runtime.runtime import Runtime
@@ -42,6 +42,7 @@ def drawn_group(number: int) -> DrawnGroup:
 def as_a_driver() -> None:
     """Hold memory as a run's driver does: it has set the garbage of its start aside by its first train step."""
     use_few_heaps()
+    collect_whole_when_asked()
     collect_garbage()
 
 

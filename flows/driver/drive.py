@@ -37,7 +37,7 @@ from millrace.core.errors import (
     StorageError,
     may_pass,
 )
-from millrace.core.garbage import use_few_heaps
+from millrace.core.garbage import collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import call_function, search_in
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, on_signal
@@ -76,6 +76,7 @@ async def drive(
     assert driver is not None
     keep_private()
     use_few_heaps()
+    collect_whole_when_asked()
     log_to_page()
     log_errors_once(by_command=in_command())
     try:
