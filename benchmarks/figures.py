@@ -175,6 +175,9 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
 
         yield row("two_ways", what, "", f"{start} {options}", ratio)
     yield from _long_tail_rows(row)
+    what = "checkpoint of 1.7B, 24 GB, written while the trainer goes on"
+    command = "python -m benchmarks.gpu.checkpoint --shape 1.7b"
+    yield row("checkpoint", what, "wait ≤ 2 s, ≥ 0.8 of dd", command, _checkpoint)
     yield row("tests", "tests that need a GPU", "pass", "python -m pytest tests/gpu", _tests)
 
 
@@ -232,6 +235,14 @@ def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
         ("one GPU, 128 samples", "partial, max_staleness 8", "--prompts 16 --staleness 8 --modes partial"),
         ("two GPUs", "sync, shared", "--gpus 2 --modes sync"),
         ("two GPUs", "both, apart, max_staleness 3", "--apart --modes both"),
+        ("two GPUs, 64 samples", "sync, apart", "--apart --prompts 8 --modes sync"),
+        ("two GPUs, 64 samples", "one ahead, apart", "--apart --prompts 8 --modes ahead"),
+        (
+            "two GPUs, 64 samples",
+            "both, apart, max_staleness 8",
+            "--apart --prompts 8 --staleness 8 --modes both",
+        ),
+        ("two GPUs, 64 samples", "eager, apart", "--prompts 8 --modes eager"),
     ]
     for gpus, mode, options in cases:
 
@@ -242,6 +253,12 @@ def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
         what = f"answers of lognormal lengths to 8,192, 1.7B, {gpus}, {mode}"
         target = "≥ 1.4 times sync" if mode.startswith("partial") else ""
         yield row("long_tails", what, target, f"{start} {options}", tail)
+
+
+def _checkpoint(result: Any) -> str:
+    first, later = result["rounds"][0], result["rounds"][-1]
+    waits = f"the trainer waits {later['stall_s']:.2f} s, at the first {first['stall_s']:.1f} s"
+    return f"{waits}; {later['mib_s']:,.0f} MiB/s, {result['share_of_dd']:.2f} of dd's"
 
 
 def _tail(case: Any) -> str:
