@@ -60,7 +60,7 @@ class BackgroundWriter:
         self.begun: Begun | None = None
         self._starts_ahead = False
         self._ahead: subprocess.Popen[bytes] | None = None  # waits for its task
-        self._descriptor = -1  # of the memory that it has
+        self._room = 0  # bytes of the memory that it has
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Written | str | None = None  # a text says why there is none
@@ -78,13 +78,16 @@ class BackgroundWriter:
 
     def _start_ahead(self) -> None:
         if self._starts_ahead and self._ahead is None:
-            self._descriptor = self.memory.descriptor
-            self._ahead = _start_writer(self._descriptor)
+            self._room = self.memory.size
+            self._ahead = _start_writer(self.memory.descriptor)
 
     def _writer_of(self, copy: HostCopy) -> subprocess.Popen[bytes]:
-        """The process that was started ahead, if it lives and has the memory, or a new one."""
+        """The process that was started ahead, or a new one if it died or the copy needed other memory than it has.
+
+        A larger memory may have the descriptor of the one before.
+        """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.poll() is None and self._descriptor == copy.descriptor:
+        if ahead is not None and ahead.poll() is None and copy.size <= self._room:
             return ahead
         _end(ahead)
         return _start_writer(copy.descriptor)

@@ -45,7 +45,7 @@ class HostMemory:
     """Memory without a name, which grows to the largest copy and is then used again. On a GPU's host it is pinned."""
 
     def __init__(self) -> None:
-        self._size = 0
+        self.size = 0
         self._pinned = 0  # its address
         self.descriptor = -1
         self._view: mmap.mmap | None = None
@@ -62,7 +62,7 @@ class HostMemory:
     def take(self, size: int, *, pinned: bool) -> mmap.mmap:
         """At least `size` bytes. What was taken before must be free by now."""
         self._until_prepared()
-        if self._view is None or size > self._size:
+        if self._view is None or size > self.size:
             self.close()
             self._map(size)
             if pinned:
@@ -71,14 +71,14 @@ class HostMemory:
         return self._view
 
     def _map(self, size: int) -> None:
-        self.descriptor, self._size = _unnamed(size), size
+        self.descriptor, self.size = _unnamed(size), size
         self._view = mmap.mmap(self.descriptor, size)
 
     def _pin(self) -> None:
         assert self._view is not None
         torch.frombuffer(self._view, dtype=torch.uint8).zero_()  # by several threads, the pages come sooner
         address = _address(self._view)
-        torch.cuda.cudart().cudaHostRegister(address, self._size, 0)
+        torch.cuda.cudart().cudaHostRegister(address, self.size, 0)
         self._pinned = address
 
     def _until_prepared(self) -> None:
@@ -95,7 +95,7 @@ class HostMemory:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
         self._view.close()
         os.close(self.descriptor)
-        self._view, self._size, self._pinned, self.descriptor = None, 0, 0, -1
+        self._view, self.size, self._pinned, self.descriptor = None, 0, 0, -1
 
 
 class CopyingWriter(FileSystemWriter):

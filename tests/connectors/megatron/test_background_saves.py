@@ -97,6 +97,25 @@ def prepare(rank: Any) -> None:
     rank._background.prepare(int(rank.learner.checkpoint_bytes * PREPARED_FOR), pinned=False)
 
 
+def prepare_too_little(rank: Any) -> None:
+    rank._background = BackgroundWriter(rank.config.part_limit)
+    rank._background.prepare(4096, pinned=False)
+
+
+def test_a_copy_that_is_larger_than_was_prepared_gets_a_writer_of_its_own(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str]
+) -> None:
+    with workers.group(configuration(model(), 1, algorithm=ALGORITHM)) as group:
+        group.run(prepare_too_little)
+        trained(group, batches[:1])
+        (ahead,) = stop_writers(group)
+        group.call("begin_save", str(tmp_path / "a"))
+        assert ahead not in [pid for rank in group.run(writers) for pid in rank]
+        assert [each["state"] for each in wait_until_settled(group)] == ["written"]
+        group.call("commit_save")
+        assert group.call("load", str(tmp_path / "a")) == [1]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_writer_that_was_started_ahead_writes_and_another_one_is_started(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, batches: list[str], dies: bool
