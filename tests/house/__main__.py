@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.house.actor_calls import string_calls
 from tests.house.imports import connector_imports, import_cycles
+from tests.house.names import equal_test_names
 from tests.house.sizes import large_classes, large_folders, long_files, long_functions
 from tests.house.source import read_source
 
@@ -18,6 +19,7 @@ RULES = (
     large_folders,
     long_files,
     long_functions,
+    equal_test_names,
 )
 
 
