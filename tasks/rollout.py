@@ -27,7 +27,6 @@ from millrace.core.contracts.ids import iteration_number, sample_id
 from millrace.core.contracts.sample import DrawnGroup, GeneratedSample
 from millrace.core.contracts.task_records import FileRecord, RolloutRecord
 from millrace.core.contracts.turns import TurnRow
-from millrace.core.garbage import collect_garbage
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
@@ -38,10 +37,6 @@ from millrace.tasks.samples.joined_groups import is_cut, read_cut, write_deferre
 from millrace.tasks.samples.part_writer import WAIT_S, PartWriter
 from millrace.tasks.sessions.record import stored_events
 from millrace.tasks.sessions.runner import MadeSample, session_task
-
-TIDY_AFTER_S = (
-    2.0  # all requests are out by then and the loop is idle; later, answers would trigger collections
-)
 
 SEGMENTS_WAIT_S = 1.0  # of answers under way: few parts, and nobody waits for them
 FAILURE = ["sample_id", "status", "reason"]  # columns
@@ -65,7 +60,6 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
     finished = set(parts.column("sample_id").to_pylist())
     generator = sample_generator(ctx, parts.to_pylist())
     make = await _maker(ctx, generator)
-    tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, collect_garbage)
     async with make.open():
         async with asyncio.TaskGroup() as generating:
             await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
@@ -77,7 +71,6 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
         made = await asyncio.to_thread(read_cut, ctx) if cut and ctx.in_shard else None
         if made:
             make.store_begun(made.deferred)
-    tidying.cancel()
     files = [*ctx.parts["rollouts"], *ctx.parts["turns"]]
     if not ctx.in_shard:
         files += await asyncio.to_thread(_deferral, ctx, make, groups)

@@ -8,6 +8,7 @@ lost trainer from checkpoint and replay, and a rank answers from memory if it ho
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 from prefect import task
@@ -18,6 +19,10 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 
+TIDY_AFTER_S = (
+    1.0  # into training: the loop only waits, and of a run that goes step by step no sample is in flight
+)
+
 
 @task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def train_step(ctx: IterationContext) -> TrainStepRecord:
@@ -25,6 +30,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     started = time.perf_counter()
     steps: list[StepMetrics] = []
     batch_url, batch, chunks = ctx.folder.url_of("batch.parquet"), _batch(ctx), _chunks(ctx)
+    tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, gc.collect)
     async with ctx.runtime.memory.for_trainer() as trainer:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
@@ -35,6 +41,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             ctx.runtime.recovery.ready()
             steps.append(await ranks.train(version, batch_url, gap, None, batch["sha256"], chunks))
             await kill_point(ctx.index, "train_step", "in")
+    tidying.cancel()
     if chunks:
         await asyncio.to_thread(ctx.folder.remove, EAGER, recursive=True)
     made: StepFile = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
 from millrace.core.errors import only_first_error
+from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import search_in
 from millrace.core.pipeline.sharding import Share
 from millrace.core.staleness import VersionRange
@@ -176,6 +178,7 @@ async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
             yield ctx
     finally:
         runtime.sessions.close()  # its processes are heard in the event loop that this task has for itself
+        gc.collect()  # what this process's share of an iteration left
 
 
 @contextlib.asynccontextmanager
@@ -231,4 +234,7 @@ def _build(facts: Facts) -> Runtime:
     store.fence = PassedLease(Store(store.url), facts.token)
     runtime.run_folder.owner.drive_as(facts.run_id)
     runtime.prompts.use_seed_name(facts.seed_name)
+    use_few_heaps()
+    collect_whole_when_asked()
+    collect_garbage()
     return runtime

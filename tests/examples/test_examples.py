@@ -73,6 +73,7 @@ def groups(iteration: Path) -> list[list[dict[str, Any]]]:
     return list(found.values())
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_reward_are_stored(workplace: Workplace) -> None:
     for iteration in iterations(workplace, "reward", "near_miss"):
         for row in rows(iteration):

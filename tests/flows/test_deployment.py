@@ -44,6 +44,7 @@ def config(project: Path, tmp_path: Path) -> dict[str, Any]:
     return load_config(str(project), [f"storage.root={tmp_path}"]).model_dump(mode="json")
 
 
+@pytest.mark.slow
 def test_retry_resumes_a_killed_run_of_a_file_and_so_does_a_run_of_its_name_from_the_form(
     deployed: Deployed, project: Path, config: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.sglang.client import EngineClient
 from tests.support.engine_process import embedded_engine
@@ -25,6 +27,7 @@ def holds_other_weights_of_version_0(url: str, model: Path) -> None:
     asyncio.run(load())
 
 
+@pytest.mark.slow
 def test_a_run_on_an_external_engine_makes_the_same_weights(
     workplace: Workplace, whole: Path, tmp_path: Path
 ) -> None:

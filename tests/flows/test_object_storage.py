@@ -16,6 +16,7 @@ from millrace.connectors.storage.store import Store
 from tests.support.flow_runs import Workplace
 
 
+@pytest.mark.slow
 def test_a_run_on_s3_survives_a_kill_and_is_not_repeated(workplace: Workplace, s3_bucket: str) -> None:
     root = f"{s3_bucket}/{uuid.uuid4().hex}"
     fs = s3fs.S3FileSystem(

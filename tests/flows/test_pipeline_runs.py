@@ -68,6 +68,7 @@ def test_no_token_is_too_old_each_is_accounted_for_and_the_run_is_its_own_replay
         assert list(run.glob("iterations/*/deferred.parquet"))
 
 
+@pytest.mark.slow
 def test_with_one_version_an_iteration_two_runs_are_equal_however_late_the_engine_answers(
     tailed: Workplace, tmp_path: Path
 ) -> None:

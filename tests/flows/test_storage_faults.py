@@ -19,11 +19,12 @@ def test_a_run_on_storage_that_fails_now_and_then_ends_the_same(
     assert final_weights(tmp_path / "a") == final_weights(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "landed",
     [
         "iterations/000001/rollouts/*.parquet",
-        pytest.param("checkpoints/000002/complete.json", marks=pytest.mark.slow),
+        "checkpoints/000002/complete.json",
     ],
 )
 def test_a_full_disk_stops_the_run_and_nothing_is_lost(
