@@ -12,6 +12,7 @@ import torch
 from tests.support.engine_process import CLOSE, logprobs_of, reference_logits, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]
+NOT_SGLANGS = pytest.mark.embedded_only("SGLang knows no such field, and goes by without it")
 ENDS_SGLANG = pytest.mark.embedded_only("SGLang looks at no such number, and its scheduler ends with it")
 ENDS_SGLANG_0_5_17 = pytest.mark.embedded_only(
     "SGLang 0.5.17 looks at no bias, and its scheduler ends with it"
@@ -311,9 +312,9 @@ async def test_what_cannot_be_served_is_refused_with_a_message(
 @pytest.mark.parametrize(
     "body",
     [
-        {"input_ids": PROMPT, "continued": 5},
-        {"input_ids": PROMPT, "continued": -1},
-        {"input_ids": PROMPT, "continued": "1"},
+        pytest.param({"input_ids": PROMPT, "continued": 5}, marks=NOT_SGLANGS),
+        pytest.param({"input_ids": PROMPT, "continued": -1}, marks=NOT_SGLANGS),
+        pytest.param({"input_ids": PROMPT, "continued": "1"}, marks=NOT_SGLANGS),
         {"input_ids": PROMPT, "priority": "high"},
         pytest.param({"input_ids": [10**6]}, marks=ENDS_SGLANG),
         pytest.param({"input_ids": [-1]}, marks=ENDS_SGLANG),
