@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, Pause, PrefectHTTPStatusError
 from prefect.states import Cancelled
 
-__all__ = ["cancel_ended", "of_deployment"]
+__all__ = ["cancel_ended", "of_deployment", "until_suspended"]
+
+LOOK_S = 3.0  # until the next look at the server's state
 
 
 def of_deployment() -> bool:
     """Whether the flow run that is at work here was started from a deployment."""
     context = FlowRunContext.get()
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
+
+
+async def until_suspended() -> Pause:
+    """Wait until the deployment's flow run that is at work here is paused from outside; what Prefect wants raised then.
+
+    Prefect itself looks only where a task or a flow run begins or ends: a long rollout would go on to its end. It also learns
+    of a pause from an event, which a busy server may lose; this asks for the state.
+    """
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    async with get_client() as client:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(
+                PrefectHTTPStatusError, httpx.HTTPError
+            ):  # the next look may be answered
+                state = (await client.read_flow_run(context.flow_run.id)).state
+                if state is not None and state.is_paused():
+                    return Pause(state=state)
 
 
 def cancel_ended(flow_run_id: str, message: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, TypedDict, cast
 import httpx
 from prefect.states import Cancelled
 
-from millrace.connectors.prefect.flow_run_state import of_deployment
+from millrace.connectors.prefect.flow_run_state import of_deployment, until_suspended
 from millrace.connectors.prefect.run_errors import log_errors_once
 from millrace.connectors.prefect.run_events import emit_run_event
 from millrace.connectors.prefect.run_page import log_to_page, tags
@@ -168,12 +168,13 @@ async def _keep_logs_bounded(config: RunConfig) -> None:
 async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
     """Hold the run's lease with the runtime open; yields the number of this attempt.
 
-    A background task renews the lease; when it is lost, the flow is cancelled. What interrupted writes left is removed first.
+    A background task renews the lease; when it is lost, or the flow run is paused, the flow is cancelled. What interrupted
+    writes left is removed first.
     The run's actors end on leaving, unless another driver has taken the lease and with it the actors.
     """
     driver = asyncio.current_task()
     assert driver is not None
-    lost: list[Exception] = []
+    ends: list[BaseException] = []  # why this driver ends itself
 
     async def renew() -> None:
         while True:
@@ -181,11 +182,17 @@ async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
             try:
                 await asyncio.to_thread(lease.renew)
             except Exception as error:  # noqa: BLE001 - whatever keeps the lease from being renewed ends this driver
-                lost.append(error)
+                ends.append(error)
                 driver.cancel()
                 return
 
+    async def pause() -> None:
+        ends.append(await until_suspended())
+        driver.cancel()
+
     background = [asyncio.create_task(renew()), asyncio.create_task(keep_server())]
+    if of_deployment():  # Prefect pauses no others
+        background.append(asyncio.create_task(pause()))
     background.append(asyncio.create_task(_keep_logs_bounded(runtime.config)))
     try:
         runtime.drive_under(lease, await asyncio.to_thread(run_id, runtime.run_folder.store))
@@ -195,8 +202,8 @@ async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
             await runtime.open()
             yield lease.token
     except asyncio.CancelledError:
-        if lost:
-            raise lost[0] from None
+        if ends:
+            raise ends[0] from None
         raise
     finally:
         for task in background:

@@ -43,7 +43,7 @@ def test_only_a_run_whose_host_is_gone_is_taken_for_lost_and_it_resumes(
     run, held = tmp_path / "a", tmp_path / "held"
     parameters = {"path": "run.yaml", "overrides": [f"storage.root={tmp_path}"]}
     started = server.start_deployment(
-        "train/a", parameters, MILLRACE_KILL_POINT="1/rollout/in", MILLRACE_KILL_POINT_FILE=str(held)
+        "train/a", parameters, MILLRACE_KILL_POINT="1/train_step/before", MILLRACE_KILL_POINT_FILE=str(held)
     )
     wait_until(held.exists)
     time.sleep(2 * WITHIN_S)

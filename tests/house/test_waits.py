@@ -52,6 +52,7 @@ ROWS = {
     "connectors/megatron/weights/engine_group.py": {"time.sleep": COUNTED, "work.wait": RANKS},
     "connectors/megatron/weights/hf_folder.py": {"dist.barrier": RANKS},
     "connectors/prefect/app.py": {"asyncio.sleep": COUNTED},
+    "connectors/prefect/flow_run_state.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/garbage.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/retention.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/server.py": {"asyncio.sleep": BACKGROUND},
