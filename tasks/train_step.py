@@ -19,9 +19,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 
-TIDY_AFTER_S = (
-    1.0  # into training: the loop only waits, and of a run that goes step by step no sample is in flight
-)
+TIDY_AFTER_S = 1.0  # into training: the loop only waits, and step by step no sample is in flight
 
 
 @task(name="train_step", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)

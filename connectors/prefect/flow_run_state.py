@@ -26,8 +26,7 @@ def of_deployment() -> bool:
 async def until_suspended() -> Pause:
     """Wait until the deployment's flow run that is at work here is paused from outside; what Prefect wants raised then.
 
-    Prefect itself looks only where a task or a flow run begins or ends: a long rollout would go on to its end. It also learns
-    of a pause from an event, which a busy server may lose; this asks for the state.
+    Prefect itself looks only where a task or a flow run begins or ends: a long rollout would go on to its end.
     """
     context = FlowRunContext.get()
     assert context is not None
@@ -35,9 +34,8 @@ async def until_suspended() -> Pause:
     async with get_client() as client:
         while True:
             await asyncio.sleep(LOOK_S)
-            with contextlib.suppress(
-                PrefectHTTPStatusError, httpx.HTTPError
-            ):  # the next look may be answered
+            # where this look is not answered, the next one may be
+            with contextlib.suppress(PrefectHTTPStatusError, httpx.HTTPError):
                 state = (await client.read_flow_run(context.flow_run.id)).state
                 if state is not None and state.is_paused():
                     return Pause(state=state)
