@@ -80,13 +80,21 @@ def start(tmp_path: Path) -> Iterator[Start]:
         )
         started.append(process)
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert _first_line(process.stdout.fileno()) == b"ready\n"
         return process
 
     yield run
     for process in started:
         process.kill()
         process.wait()
+
+
+def _first_line(pipe: int) -> bytes:
+    """Read no further than the line: `communicate` reads the pipe itself and never sees what a buffer holds."""
+    line = b""
+    while not line.endswith(b"\n") and (got := os.read(pipe, 1)):
+        line += got
+    return line
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
