@@ -22,7 +22,12 @@ from millrace.core.errors import StorageError
 from millrace.core.hooks import search_in
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
-from millrace.flows.preflight.check_machine import check_machine, ray_answers, tracking_answers
+from millrace.flows.preflight.check_machine import (
+    check_host_memory,
+    check_machine,
+    ray_answers,
+    tracking_answers,
+)
 from millrace.flows.preflight.check_model import Checkpoint, check_model, check_served_teacher
 from millrace.flows.preflight.check_references import check_references
 from millrace.flows.preflight.check_reward import RewardAnswers, check_rewards
@@ -85,6 +90,8 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     found = Checked(config, problems, data)
     touches = _touches(found, wrong_fields)
     later = [*check_model(config, may_be_made, found.model)]
+    if found.model.shape:
+        later += check_host_memory(config, found.model.shape)
     hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 from millrace.connectors.ray import head_folder
 from millrace.connectors.sglang.launch import ROUTER_MISSING
 from millrace.connectors.sglang.server_args import sglang_finds
 from millrace.connectors.storage.local import home
+from millrace.core.architecture import Architecture
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.plan import visible_gpus
+from millrace.core.config.plan import host_memory, layout_of, visible_gpus
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError
 from millrace.core.resource_layout import resource_layout
@@ -139,6 +142,24 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
     folder = None if config.sync.by_url else config.sync.directory
     if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+
+
+def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+    """A problem if this host could never hold what ranks on its GPUs keep in its memory, were nothing else there."""
+    if config.placement.ray_address:
+        return
+    parts = host_memory(config, shape, layout_of(config, visible_gpus()))
+    needed, total = sum(part.size for part in parts), psutil.virtual_memory().total
+    if needed <= total:
+        return
+    reason = f"the trainer's ranks keep {needed / 2**30:.0f} GiB in this host's memory, which is {total / 2**30:.0f} GiB: "
+    reason += ", ".join(f"{part.name} {part.size / 2**30:.0f} GiB" for part in parts)
+    if config.saves_in_background:
+        remedy = "set it to false, and iterations wait until their checkpoints are written; or give the node more memory"
+        yield Problem("checkpoint.background", config.checkpoint.background, reason, remedy)
+    else:
+        remedy = "set it to false where the GPUs have room for trainer and engines at once, or give the node more memory"
+        yield Problem("placement.offload_trainer", True, reason, remedy)
 
 
 def _transfers(library: str) -> Iterator[Problem]:

@@ -43,6 +43,7 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield from _layout(plan)
     sizes = [
         (f"a trainer rank ({'GPU' if plan.layout.device == 'cuda' else 'host'} memory)", plan.trainer_memory),
+        ("all ranks (host memory)", plan.host_memory),
         (f"an engine ({'GPU' if plan.layout.gpus_an_engine else 'host'} memory)", plan.engine_memory),
         ("disk", plan.disk),
     ]

@@ -8,7 +8,9 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -221,6 +223,36 @@ def test_more_gpus_than_this_host_has(place: Path, monkeypatch: pytest.MonkeyPat
     assert check(load_config("run.yaml", [*overrides, "placement.colocate=true", "engines.count=1"])) == []
 
 
+def has_memory(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """Let this host have so much memory."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gib * 2**30))
+
+
+def test_a_host_without_memory_for_what_its_ranks_put_there(
+    tmp_path: Path, sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4.0 billion parameters: 12 bytes of each put aside, and 14 in a checkpoint."""
+    hollow_model(tmp_path / "model", "4b")
+    on_gpus = [f"model.path={tmp_path / 'model'}", "engines.kind=sglang", "placement.colocate=true"]
+    on_gpus += ["model.dtype=bfloat16", "checkpoint.every=2"]
+
+    def problems(*overrides: str) -> list[str]:
+        return [str(problem) for problem in check(load_config("run.yaml", [*on_gpus, *overrides]))]
+
+    has_memory(monkeypatch, 100)
+    assert problems() == []
+    has_memory(monkeypatch, 90)
+    (problem,) = problems()
+    assert "keep 97 GiB in this host's memory, which is 90 GiB: optimizer while engines" in problem
+    assert "checkpoint.background" in problem
+    assert problems("checkpoint.every=100") == []  # at the end alone, when nothing goes on beside it
+    assert problems("checkpoint.background=false") == []
+    has_memory(monkeypatch, 40)
+    (problem,) = problems("checkpoint.background=false")
+    assert "placement.offload_trainer" in problem
+    assert problems("checkpoint.background=false", "placement.offload_trainer=false") == []
+
+
 def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
     parts = ["engines.count=2", "engines.prefill=1"]
     (problem,) = check(load_config("run.yaml", parts))
@@ -319,6 +351,7 @@ def test_the_recipes_for_real_models_pass_with_models_of_their_size(
     rows = [{"prompt": f"{n} + 1 =", "label": str(n + 1)} for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    has_memory(monkeypatch, 512)
     paths = [f"model.path={tmp_path / 'model'}", f"storage.root={tmp_path / 'runs'}"]
     paths += [f"{which}.path={tmp_path / 'rows.jsonl'}" for which in ("data.sources.0", "evaluation.sets.0")]
     file = Path(__file__).parents[2] / "deployments" / "recipes" / f"{recipe}.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,17 @@ def test_no_state_in_which_a_run_may_rest_is_taken_for_a_loss() -> None:
     watched = set(trigger["match_related"]["prefect.resource.name"])
     assert {train.train.name, sft.sft.name, from_file.train_file.name, from_file.train_recipe.name} <= watched
     assert watched == {"train", "sft", "iteration", "sft_iteration"}
+
+
+def test_only_a_run_that_stays_pending_is_submitted_again() -> None:
+    """Each state of another kind that Prefect has, and those of the project and of the server, end the wait."""
+    made = vars(prefect.states).items()
+    states = [make() for name, make in made if name[0].isupper() and inspect.isfunction(make)]
+    others = {state.name for state in states if not state.is_pending()} | {"TimedOut", "Refused", "Resuming"}
+    trigger = automation("submit runs again")
+    assert trigger["after"] == [f"prefect.flow-run.{prefect.states.Pending().name}"]
+    assert set(trigger["expect"]) == {f"prefect.flow-run.{name}" for name in others}
+    assert len(others) > 12
 
 
 def test_the_tags_of_a_recipe_make_way_for_those_of_the_run() -> None:

@@ -49,7 +49,11 @@ def test_deploy_makes_a_deployment_a_recipe_and_each_automation_once(server: Dep
         assert item["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
         assert item["pull_steps"][0].popitem()[1] == {"directory": str(project)}
     names = [item["name"] for item in server.ask("/automations/filter", {})]
-    assert sorted(names) == ["millrace, mark lost runs", "millrace, resume runs"]
+    assert sorted(names) == [
+        "millrace, mark lost runs",
+        "millrace, resume runs",
+        "millrace, submit runs again",
+    ]
 
 
 @pytest.mark.slow

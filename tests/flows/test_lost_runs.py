@@ -1,4 +1,5 @@
-"""A run that lives or is paused is not taken for lost; one whose host is gone is, and is resumed. The automation waits less here."""
+"""A run that lives or is paused is not taken for lost; one whose host is gone is, and is resumed. So is one that a worker took
+and never started. The automations wait less here."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ LOOKS_S = 60  # the server looks every few seconds; the machine may be busy
 
 @pytest.fixture
 def server(own_deployments: Deployed) -> Deployed:
-    """What `millrace deploy` made, but that a run is lost after less."""
-    listed = own_deployments.ask("/automations/filter", {})
-    (marks,) = [item for item in listed if item["name"] == "millrace, mark lost runs"]
-    changed = {name: marks[name] for name in ("name", "description", "enabled", "actions")}
-    changed["trigger"] = {**marks["trigger"], "within": WITHIN_S}
-    own_deployments.ask(f"/automations/{marks['id']}", changed, "PUT")
+    """What `millrace deploy` made, but that a run is lost, or was never started, after less."""
+    for item in own_deployments.ask("/automations/filter", {}):
+        if item["name"] in ("millrace, mark lost runs", "millrace, submit runs again"):
+            changed = {name: item[name] for name in ("name", "description", "enabled", "actions")}
+            changed["trigger"] = {**item["trigger"], "within": WITHIN_S}
+            own_deployments.ask(f"/automations/{item['id']}", changed, "PUT")
     return own_deployments
 
 
@@ -75,3 +76,17 @@ def test_only_a_run_whose_host_is_gone_is_taken_for_lost_and_it_resumes(
     assert server.wait(started) == "COMPLETED"
     assert trained(run) == trained(whole)
     assert final_weights(run) == final_weights(whole)
+
+
+def test_a_run_that_a_worker_took_and_never_started_is_handed_out_again(
+    server: Deployed, workplace: Workplace, tmp_path: Path
+) -> None:
+    server.kill_worker()
+    parameters = {"path": "run.yaml", "overrides": [f"storage.root={tmp_path}", "run.iterations=1"]}
+    taken = server.start_deployment("train/a", parameters)
+    server.ask(f"/flow_runs/{taken}/set_state", {"state": {"type": "PENDING"}})  # as a worker does, that dies
+    server.start_worker(workplace.folder / "third-worker.log")
+    server.wait_until(lambda: "AwaitingRetry" in states(server, taken), WITHIN_S + LOOKS_S)
+    assert server.wait(taken) == "COMPLETED"
+    assert states(server, taken).count("Pending") == 2
+    assert (tmp_path / "a/iterations/000000/manifest.json").exists()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millrace.core.architecture import architecture
 from millrace.core.config.plan.disk import disk, files
 from millrace.core.config.plan.layout import Layout, layout_of, visible_gpus
-from millrace.core.config.plan.memory import Part, engine_memory, trainer_memory
+from millrace.core.config.plan.memory import Part, engine_memory, host_memory, trainer_memory
 from millrace.core.config.plan.numbers import Numbers, numbers_of
 from millrace.core.config.run_config import RunConfig
 from millrace.core.errors import ConfigError
@@ -23,6 +23,7 @@ class Plan:
     layout: Layout
     parameters: int | None
     trainer_memory: list[Part]
+    host_memory: list[Part]
     engine_memory: list[Part]
     disk: list[Part]
     files: list[str]
@@ -43,6 +44,7 @@ def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
         layout=layout,
         parameters=shape.parameters if shape else None,
         trainer_memory=trainer_memory(config, shape) if shape else [],
+        host_memory=host_memory(config, shape, layout) if shape else [],
         engine_memory=engine_memory(config, shape, layout)
         if shape and not config.algorithm.supervised
         else [],

@@ -89,6 +89,25 @@ def test_memory_of_bf16_adam(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        ((), [12, 14]),
+        (("placement.offload_trainer=false",), [14]),
+        (("checkpoint.background=false",), [12]),
+        (("checkpoint.every=100",), [12]),
+        (("trainer.device=cpu", "placement.colocate=false"), []),
+    ],
+)
+def test_host_memory_of_all_ranks_together(
+    tmp_path: Path, overrides: tuple[str, ...], bytes_each: list[int]
+) -> None:
+    on_gpus = ["model.dtype=bfloat16", "engines.kind=sglang", "placement.colocate=true", "checkpoint.every=2"]
+    plan = make_plan(config(tmp_path, *on_gpus, *overrides), gpus=4)
+    each = architecture(QWEN3_06B).parameters
+    assert [part.size for part in plan.host_memory] == [bytes * each for bytes in bytes_each]
+
+
+@pytest.mark.parametrize(
     ("overrides", "name"),
     [(["algorithm.kl_coef=0.1"], "reference"), (["trainer.recompute=none"], "activations")],
 )
