@@ -7,6 +7,7 @@ What user code names is here: `from millrace import RewardInput`. Each name is i
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
     from millrace.core.sessions.interface import ToolCall as ToolCall
     from millrace.core.sessions.interface import ToolError as ToolError
     from millrace.core.sessions.interface import Turn as Turn
+
+# Milliseconds after which the memory that Arrow has freed goes back to the host. By itself after a second: then each stage of an
+# iteration pays for its pages again. Arrow's allocator reads it as pyarrow is imported, so it stands before all else.
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
 _MODULES = {
     "millrace.connectors.workers.sandbox": [
