@@ -50,6 +50,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         figure = f"{source['start_s']:.1f} s, {source['driver_mb']:.0f} MiB"
         yield Row(what, (figure,), target, "python -m benchmarks.large_source")
     yield from _data_plane_rows(kept.get("cpu", "data_plane"))
+    yield from _large_iteration_rows(kept.get("cpu", "data_plane_64m"))
     yield from _shard_rows(kept.get("cpu", "data_plane_shards"))
     check = kept.get("cpu", "check_command")
     seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
@@ -93,28 +94,45 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
 
 
 def _data_plane_rows(result: Any) -> Iterator[Row]:
-    command, stages, paired = result["command"], result["stages"], result["paired"]
-    size = f"{result['samples']:,} × {result['tokens']:,} tokens"
-    for stage, what in (
-        ("end_to_end", "from engines' answers to batch.parquet and one rank's packs"),
-        ("generate", "the first part of it: requests, answers, rollout parts"),
-        ("batch", "the second: rollout parts to batch.parquet"),
-        ("packs", "the third: batch.parquet to packs"),
-    ):
-        rate = f"{stages[stage]['tokens_per_cpu_s'] / 1e6:.1f} million tokens a second of CPU"
-        target = "≥ 2 million" if stage == "end_to_end" else ""
-        yield Row(f"{what}, {size}", (rate,), target, command)
+    command, paired = result["command"], result["paired"]
+    yield _stage_row(
+        result, "end_to_end", "from engines' answers to batch.parquet and one rank's packs", "≥ 2 million"
+    )
+    yield _stage_row(result, "generate", "the first part of it: requests, answers, rollout parts")
+    yield _stage_row(result, "batch", "the second: rollout parts to batch.parquet")
+    yield _stage_row(result, "packs", "the third: batch.parquet to packs")
     times = f"{paired['ratio']:.1f} times as fast"
     yield Row(
         "an answer's JSON to a table of rows, against Python objects for each token", (times,), "", command
     )
+    yield _block_row(result)
+
+
+def _large_iteration_rows(result: Any) -> Iterator[Row]:
+    yield _stage_row(
+        result, "end_to_end", "from engines' answers to batch.parquet and one rank's packs", "≥ 2 million"
+    )
+    yield _block_row(result)
+    peak = f"{result['driver_mib']['peak']:.0f} MiB"
+    yield Row(f"the driver's memory at most, {_size(result)}", (peak,), "< 2 GB", result["command"])
+
+
+def _stage_row(result: Any, stage: str, what: str, target: str = "") -> Row:
+    rate = f"{result['stages'][stage]['tokens_per_cpu_s'] / 1e6:.1f} million tokens a second of CPU"
+    return Row(f"{what}, {_size(result)}", (rate,), target, result["command"])
+
+
+def _block_row(result: Any) -> Row:
     longest = result["longest_block_s"]
     blocked = (
         f"{longest['wall'] * 1000:.0f} ms by the clock, {longest['cpu'] * 1000:.0f} ms of its own CPU time"
     )
-    yield Row(
-        f"longest block of the event loop meanwhile, on busy cores, {size}", (blocked,), "< 50 ms", command
-    )
+    what = f"longest block of the event loop meanwhile, {_size(result)}"
+    return Row(what, (blocked,), "< 50 ms", result["command"])
+
+
+def _size(result: Any) -> str:
+    return f"{result['samples']:,} × {result['tokens']:,} tokens"
 
 
 def _shard_rows(result: Any) -> Iterator[Row]:
