@@ -52,6 +52,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     yield from _data_plane_rows(kept.get("cpu", "data_plane"))
     yield from _large_iteration_rows(kept.get("cpu", "data_plane_64m"))
     yield from _shard_rows(kept.get("cpu", "data_plane_shards"))
+    yield from _scale_rows(kept.get("cpu", "scale"))
     check = kept.get("cpu", "check_command")
     seconds = f"{check['fastest_s']:.1f} to {check['slowest_s']:.1f} s"
     yield Row("`millrace check`, start to answer", (seconds,), "< 3 s", "python -m benchmarks.check_command")
@@ -141,6 +142,20 @@ def _shard_rows(result: Any) -> Iterator[Row]:
         what = f"requests, answers and rollout parts in {case['shards']} shards, {result['cores']} cores, by the clock"
         rate = f"{case['tokens_per_s'] / 1e6:.1f} million tokens a second, {case['speedup']:.1f} times one shard's"
         yield Row(what, (rate,), "linear", result["command"])
+
+
+def _scale_rows(result: Any) -> Iterator[Row]:
+    few, many, command = result["few"], f"{result['iterations']:,}", result["command"]
+    for name, what in (("start", "a start of a run"), ("show", "`millrace show`")):
+        growth = f"{result[name]['growth']:.2f} times, {result[name]['long']['cpu_s']:.2f} s of CPU"
+        yield Row(f"{what} of {many} iterations against one of {few}", (growth,), "≤ 2 times", command)
+    cost, memory = result["writing"]["iteration_cpu_s"], result["writing"]["driver_mib"]
+    flat = f"{cost['first'] * 1000:.0f} and {cost['last'] * 1000:.0f} ms of CPU, {memory['first']:.0f} and {memory['last']:.0f} MiB"
+    what = f"the first and the last tenth of {many} iterations: what a driver records of each, and its memory"
+    yield Row(what, (flat,), "flat", command)
+    choice = result["choice"]
+    what = f"the choice of one of {choice['engines']:,} engines, {choice['samples']:,} samples"
+    yield Row(what, (f"{choice['us']:.1f} µs",), "", command)
 
 
 def gpu_rows(kept: KeptResults) -> Iterator[Row]:

@@ -131,6 +131,7 @@ def test_a_run_from_the_form_goes_on_after_pause_and_retry_as_if_nothing_had_hap
         server.wait_until(lambda: server.state(started["id"]) == "CRASHED")
         page.reload()
         choose(page, "Retry", confirmed_by="Retry")
+        server.wait_until(lambda: server.state(started["id"]) != "CRASHED")  # the page asks for it
         assert server.wait(started["id"]) == "COMPLETED"
     attempts = json.loads((run / "run.json").read_text())["attempts"]
     assert [attempt["flow_run_id"] for attempt in attempts] == 3 * [started["id"]]
