@@ -20,6 +20,8 @@ from tests.support.flow_runs import Workplace, final_weights, trained, wait_unti
 
 pytestmark = pytest.mark.slow
 
+ITERATIONS = 40  # more than a run makes while a page is opened and a menu found
+
 
 def log_in(page: Any, address: str, login: str) -> None:
     page.goto(address)
@@ -107,7 +109,7 @@ def test_a_run_from_the_form_goes_on_after_pause_and_retry_as_if_nothing_had_hap
     with open_browser(*workplace.login.split(":")) as page:
         log_in(page, address, workplace.login)
         page.goto(f"{address}/v2/deployments/deployment/{deployment}/run")
-        submit_form(page, workplace, tmp_path, "grpo", "watched", iterations=12)
+        submit_form(page, workplace, tmp_path, "grpo", "watched", iterations=ITERATIONS)
         query = {
             "deployments": {"id": {"any_": [deployment]}},
             "sort": "EXPECTED_START_TIME_DESC",
@@ -122,7 +124,7 @@ def test_a_run_from_the_form_goes_on_after_pause_and_retry_as_if_nothing_had_hap
         wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 60)
         assert server.ask(f"/flow_runs/{started['id']}")["state_name"] == "Suspended"
         complete = len(list((run / "iterations").glob("*/manifest.json")))
-        assert complete < 12
+        assert complete < ITERATIONS
         page.reload()
         choose(page, "Resume", confirmed_by="Resume")
         wait_until(lambda: len(list((run / "iterations").glob("*/manifest.json"))) > complete)
