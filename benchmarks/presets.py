@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,11 @@ def overrides(folder: Path, preset: str, iterations: int | None, seed: int) -> l
     ]
 
 
-def measure(folder: Path, preset: str, iterations: int | None, seed: int) -> dict[str, Any]:
-    """Train one recipe and read what it learnt."""
-    changed = overrides(folder, preset, iterations, seed)
+def measure(
+    folder: Path, preset: str, iterations: int | None, seed: int, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train one recipe and read what it learnt. more: fields that are set besides."""
+    changed = [*overrides(folder, preset, iterations, seed), *more]
     config = load_config(recipe(preset), changed)
     subprocess.run([*MILLRACE, "train", recipe(preset), *changed], cwd=folder, check=True)
     run = RunFolder(config.storage.root, config.run.name)
