@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -43,12 +45,28 @@ def main() -> None:
     shares = [points[number :: args.jobs] for number in range(args.jobs)]
     shares = [share for share in shares if share]
     sites = [_site(folder / f"site-{number}") for number in range(len(shares))]
+    results = Results(args.out)
     with ThreadPoolExecutor(args.jobs) as pool:
-        outcomes = [outcome for made in pool.map(_work, sites, shares) for outcome in made]
-    report = [{**asdict(outcome), "name": str(outcome.point)} for outcome in outcomes]
-    args.out.write_text(json.dumps(report, indent=1))
+        list(pool.map(partial(_work, results=results), sites, shares))
     print(f"results: {args.out}")
-    sys.exit(judge(outcomes))
+    sys.exit(judge(results.outcomes))
+
+
+class Results:
+    """What the points came to, in a file after each of them: hours of kills are not lost with their last one."""
+
+    def __init__(self, file: Path) -> None:
+        self.outcomes: list[Outcome] = []
+        self._file = file
+        self._writing = threading.Lock()
+
+    def add(self, outcome: Outcome) -> None:
+        """Keep one, and print its line."""
+        with self._writing:
+            self.outcomes.append(outcome)
+            report = [{**asdict(one), "name": str(one.point)} for one in self.outcomes]
+            self._file.write_text(json.dumps(report, indent=1))
+            print(_line(outcome), flush=True)
 
 
 def judge(outcomes: list[Outcome]) -> int:
@@ -77,16 +95,13 @@ def _site(folder: Path) -> Site:
     return Site(make_workplace(folder))
 
 
-def _work(site: Site, points: list[Point]) -> list[Outcome]:
+def _work(site: Site, points: list[Point], results: Results) -> None:
     """Make the kills of one workplace, one after the other."""
-    outcomes = []
     try:
         for point in points:
-            outcomes.append(site.kill(point))
-            print(_line(outcomes[-1]), flush=True)
+            results.add(site.kill(point))
     finally:
         site.close()
-    return outcomes
 
 
 def _line(outcome: Outcome) -> str:
