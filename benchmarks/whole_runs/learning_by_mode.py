@@ -25,6 +25,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 
 OUT = RESULTS / "cpu" / "learning_by_mode.json"
 TRIED = [name for name in MODES if name != "apart"]  # sync is apart on CPU
+AGES = "train/share_age_"
 ITERATIONS = 50
 CORRECTED = "algorithm.correction.kind=truncate"  # which tokens of older weights need, and others hardly feel
 
@@ -65,7 +66,11 @@ def learnt(folder: Path, mode: str, iterations: int, seed: int) -> dict[str, Any
 def older_tokens(run: RunFolder, iterations: int) -> float:
     """The mean share of trained tokens that weights of an earlier iteration made."""
     found = [run.manifest(index) for index in range(iterations)]
-    return 1.0 - statistics.mean(one.tasks["metrics"]["train/share_age_0"] for one in found if one)
+    shares = [one.tasks["metrics"] for one in found if one]
+    return statistics.mean(
+        sum(share for name, share in row.items() if name.startswith(AGES) and name != f"{AGES}0")
+        for row in shares
+    )
 
 
 def keep(path: Path, mode: str, row: dict[str, Any]) -> None:
