@@ -20,11 +20,16 @@ from typing import Any
 
 from benchmarks.kept import RESULTS
 from benchmarks.presets import MILLRACE, measure
-from benchmarks.whole_runs.long_tails import MODES
 from millrace.connectors.storage.run_folder import RunFolder
 
 OUT = RESULTS / "cpu" / "learning_by_mode.json"
-TRIED = [name for name in MODES if name != "apart"]  # sync is apart on CPU
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "partial": {"select": "finish", "reserve": 0.5, "max_staleness": 1},
+    "ahead": {"ahead": 1},
+    "both": {"ahead": 1, "select": "finish", "reserve": 0.5, "max_staleness": 2},
+    "eager": {"eager": True},
+}
 AGES = "train/share_age_"
 ITERATIONS = 50
 CORRECTED = "algorithm.correction.kind=truncate"  # which tokens of older weights need, and others hardly feel
@@ -33,7 +38,7 @@ CORRECTED = "algorithm.correction.kind=truncate"  # which tokens of older weight
 def main() -> None:
     """Run each mode for each seed, read what it learnt, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--modes", nargs="+", choices=TRIED, default=TRIED)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
     parser.add_argument("--folder", help="where files and runs are kept; temporary when not given")
