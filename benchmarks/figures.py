@@ -66,6 +66,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     learnt = f"{min(presets.values()):.2f} to {max(presets.values()):.2f} ([each](algorithms.md))"
     what = "held-out reward of the presets' recipes after 50 iterations, means of three seeds"
     yield Row(what, (learnt,), "", "python -m benchmarks.presets --seed 0")
+    yield from _mode_rows(kept.get("cpu", "learning_by_mode"))
     for case in kept.get("cpu", "recovery_time")[1::2]:
         what = f"everything killed, replay of {case['iterations replayed']}: until the run works again"
         yield Row(
@@ -142,6 +143,15 @@ def _shard_rows(result: Any) -> Iterator[Row]:
         what = f"requests, answers and rollout parts in {case['shards']} shards, {result['cores']} cores, by the clock"
         rate = f"{case['tokens_per_s'] / 1e6:.1f} million tokens a second, {case['speedup']:.1f} times one shard's"
         yield Row(what, (rate,), "linear", result["command"])
+
+
+def _mode_rows(result: Any) -> Iterator[Row]:
+    for mode, runs in result.items():
+        after = [run["after"] for run in runs]
+        learnt = f"{mean(run['before'] for run in runs):.2f} → {mean(after):.2f} ({min(after):.2f} to {max(after):.2f})"
+        older = f"{mean(run['older_tokens'] for run in runs):.0%} of its tokens of older weights"
+        what = f"held-out reward of `grpo` after {runs[0]['iterations']} iterations, mode {mode}, {older}; mean of {len(runs)} seeds"
+        yield Row(what, (learnt,), "as sync", "python -m benchmarks.whole_runs.learning_by_mode")
 
 
 def _scale_rows(result: Any) -> Iterator[Row]:

@@ -58,7 +58,6 @@ def shares(nodes: Sequence[str], shards: int | None) -> list[PlacedShare]:
 
 INSTEAD = {  # what to do about a field that has a value which shards can do
     "pipeline.on_update": "set pipeline.on_update=resend",
-    "pipeline.eager": "set pipeline.eager=false",
 }
 
 
@@ -70,7 +69,6 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
         "pipeline.on_update": "the driver alone knows under which weights an engine's cache was computed"
         if p.ahead and p.on_update == "keep"
         else "",
-        "pipeline.eager": "the driver has chunks trained as their parts land" if p.eager else "",
         "algorithm.teacher_server": "the driver asks the served teacher"
         if config.algorithm.teacher_server
         else "",

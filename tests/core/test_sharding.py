@@ -55,7 +55,6 @@ def test_a_shard_has_its_part_of_the_samples_in_flight(share: Share, part: int) 
 REFUSED: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": {"kind": "sft"}}},
     "pipeline.on_update": {"pipeline": {"ahead": 1, "on_update": "keep"}},
-    "pipeline.eager": {"pipeline": {"eager": True}},
     "algorithm.teacher_server": {"algorithm": {"teacher_server": {"url": "http://host"}}},
     "engines.router": {"engines": {"kind": "sglang", "router": {}}},
     "engines.prefill": {"engines": {"kind": "sglang", "count": 2, "prefill": 1}},
@@ -78,7 +77,6 @@ def test_what_shards_cannot_do_is_refused_by_name_and_auto_leaves_it_to_the_driv
     ("field", "advice", "changed"),
     [
         ("pipeline.on_update", "set pipeline.on_update=resend", {"ahead": 1, "on_update": "resend"}),
-        ("pipeline.eager", "set pipeline.eager=false", {"eager": False}),
     ],
 )
 def test_what_the_refusal_advises_goes_with_shards(field: str, advice: str, changed: dict[str, Any]) -> None:
@@ -109,6 +107,7 @@ def test_the_page_on_clusters_names_what_is_refused() -> None:
     [
         *({"pipeline": {"ahead": 1, "on_update": way}} for way in ("finish", "resend", "retract")),
         {"pipeline": {"select": "finish", "max_staleness": 1}},
+        {"pipeline": {"eager": True}},
         {"rollout": {"flush_tokens": 32}},
         {"filter": {"oversample": 0.5}},
         {"rollout": {"session": {"function": "package.module:function"}}},

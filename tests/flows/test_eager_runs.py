@@ -18,6 +18,7 @@ from tests.support.flow_runs import Workplace, final_weights
 
 pytestmark = pytest.mark.slow
 SETTINGS = [*forms.overrides("eager"), "run.iterations=4", "evaluation.sets=[]"]
+IN_SHARDS = [f"{field}={value}" for field, value in forms.TWO_SHARDS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,16 @@ def test_two_runs_are_equal_whichever_answers_finish_first(
     assert process.returncode == 0, out
     assert not promises.different_numbers(whole, tmp_path / "a")
     assert final_weights(whole) == final_weights(tmp_path / "a")
+
+
+def test_a_run_in_two_shards_is_equal_and_passes_early_too(
+    tailed: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    tailed.train(tmp_path, *SETTINGS, *IN_SHARDS)
+    run = tmp_path / "a"
+    assert sum(row["time/eager_s"] for row in metrics(run)) > 0
+    assert not promises.different_numbers(whole, run)
+    assert final_weights(whole) == final_weights(run)
 
 
 def test_a_run_that_is_killed_amid_the_passes_is_equal_and_is_its_own_replay(

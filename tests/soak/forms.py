@@ -183,6 +183,12 @@ EVALUATION = {  # long enough to be killed half-way: several parts
     ]
 }
 TWO_SHARDS = {"placement.task_runner": "ray", "rollout.shards": 2}
+EAGER = {
+    **TAILED_ANSWERS,
+    "pipeline.eager": True,
+    "pipeline.eager_groups": 1,
+    "trainer.global_batch": None,
+}
 FORMS = {
     "ahead": _pipeline(
         (("train_step", "in"), ("sync_weights", "before"), ("publish", "before")),
@@ -235,15 +241,17 @@ FORMS = {
         shards=TWO_SHARDS,
     ),
     "eager": Form(
-        settings={
-            **TAILED_ANSWERS,
-            "pipeline.eager": True,
-            "pipeline.eager_groups": 1,
-            "trainer.global_batch": None,
-        },
+        settings=EAGER,
         driver_dies=(("eager_passes", "before"), ("filter", "in"), ("filter", "after"), ("train_step", "in")),
         all_die_in="eager_passes",
         at_work=_passed_early,
+    ),
+    "eager_shards": Form(
+        settings={**EAGER, **TWO_SHARDS},
+        driver_dies=(("eager_passes", "before"), ("filter", "in")),
+        all_die_in="eager_passes",
+        at_work=_passed_early,
+        own_victims=("shard", "board"),
     ),
     "tool_ahead": Form(
         settings={

@@ -54,6 +54,7 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
         "deferred_ahead",
         "deferred_shards",
         "sent_again_shards",
+        "eager_shards",
         "flushed",
         "levels",
         "reuse",
@@ -63,7 +64,11 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
         "evaluation",
     }
     own = {(name, victim) for name, form in FORMS.items() for victim in form.own_victims}
-    shards = {(form, victim) for form in ("shards", "deferred_shards") for victim in ("shard", "board")}
+    shards = {
+        (form, victim)
+        for form in ("shards", "deferred_shards", "eager_shards")
+        for victim in ("shard", "board")
+    }
     shards.add(("sent_again_shards", "shard"))
     assert own == {*shards, *(("two_nodes", victim) for victim in ("node", "shard", "board"))}
     for points in (matrix(), matrix(every=True)):
