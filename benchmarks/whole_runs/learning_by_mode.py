@@ -4,7 +4,8 @@
 
 Prints JSON: for each mode and seed held-out reward (sampled, 200 problems x 4) before and after, seconds from the run's start to
 its end, and the share of trained tokens that weights of an earlier iteration made. Engine and trainer are a process each.
-`pipeline.eager` is left out: it makes the plain loop's step, one an iteration where this recipe makes two. With --folder files and finished runs are kept; --out takes the results into those of other modes and seeds that are there.
+`pipeline.eager` is left out: it makes the plain loop's step, one an iteration where this recipe makes two.
+With --folder files and finished runs are kept; --out takes the results into those of other modes and seeds that are there.
 """
 
 from __future__ import annotations
