@@ -28,7 +28,18 @@ TURNS = (
 REWARD_SERVER = (
     "SOAK_REWARD_SERVER"  # the URL of the server that remote rewards ask, which fails for some samples
 )
+LONG_ANSWERS_LATE = """
+import time
+
+from millrace.core.rewards.text import contains
+
+
+def contains_late(sample):
+    time.sleep(0.01 * sample.response_length)
+    return contains(sample)
+"""
 MODULES = {
+    "soak_rewards.py": LONG_ANSWERS_LATE,
     "soak_rollouts.py": rollouts.MODULE,
     "soak_rows.py": growing_rows(every=10),
 }  # of the user, beside the configuration; tailed_rows are too
@@ -247,7 +258,7 @@ FORMS = {
         at_work=_passed_early,
     ),
     "eager_shards": Form(
-        settings={**EAGER, **TWO_SHARDS},
+        settings={**EAGER, **TWO_SHARDS, "reward.function": "soak_rewards:contains_late"},
         driver_dies=(("eager_passes", "before"), ("filter", "in")),
         all_die_in="eager_passes",
         at_work=_passed_early,
