@@ -127,7 +127,7 @@ def test_where_a_node_cannot_reach_the_prefect_server_the_driver_generates_or_sa
     assert "Failed to reach API" in out or "Prefect's server did not answer there for 60 s" in out
     assert "set PREFECT_API_URL" in out
     out = ended(spread.start(*once), 0)
-    assert "rollout and reward work in this process, since Prefect cannot begin a shard on node" in out
+    assert "this process does the work of shards, since Prefect cannot begin one on node" in out
     assert "1 iterations complete" in out
     third.kill()
 
