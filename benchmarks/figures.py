@@ -151,7 +151,9 @@ def _mode_rows(result: Any) -> Iterator[Row]:
         learnt = f"{mean(run['before'] for run in runs):.2f} → {mean(after):.2f} ({min(after):.2f} to {max(after):.2f})"
         older = f"{mean(run['older_tokens'] for run in runs):.0%} of its tokens of older weights"
         what = f"held-out reward of `grpo` after {runs[0]['iterations']} iterations, mode {mode}, {older}; mean of {len(runs)} seeds"
-        yield Row(what, (learnt,), "as sync", "python -m benchmarks.whole_runs.learning_by_mode")
+        yield Row(
+            what, (learnt,), "as sync, within its noise", "python -m benchmarks.whole_runs.learning_by_mode"
+        )
 
 
 def _scale_rows(result: Any) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """What the recipe `grpo` learns in each mode of the pipeline, from the same warm model and on the same prompts.
 
-    python -m benchmarks.whole_runs.learning_by_mode [--modes sync both] [--seeds 0 1 2] [--iterations 50] [--folder FOLDER] [--out FILE]
+    python -m benchmarks.whole_runs.learning_by_mode [--modes sync both] [--seeds 0 1 2] [--iterations 100] [--folder FOLDER] [--out FILE]
 
 Prints JSON: for each mode and seed held-out reward (sampled, 200 problems x 4) before and after, seconds from the run's start to
 its end, and the share of trained tokens that weights of an earlier iteration made. Engine and trainer are a process each.
@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "both": {"ahead": 1, "select": "finish", "reserve": 0.5, "max_staleness": 2},
 }
 AGES = "train/share_age_"
-ITERATIONS = 50
+ITERATIONS = 100
 CORRECTED = "algorithm.correction.kind=truncate"  # which tokens of older weights need, and others hardly feel
 
 
