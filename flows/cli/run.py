@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -77,7 +78,17 @@ def quickstart(
 def _interruptible(work: Callable[[], T]) -> T:
     """Do the work of a command that starts live parts: signals end it, and what they print goes to a log."""
     with libraries_kept_off_terminal() as terminal, lines_before_prefect():
-        return guarded(lambda: run_interruptibly(work, terminal))
+        return guarded(lambda: run_interruptibly(lambda: _not_in_silence(work), terminal))
+
+
+def _not_in_silence(work: Callable[[], T]) -> T:
+    """Do the work. What ends a command without a word is told: to Typer it means that nobody reads what is printed, or types."""
+    try:
+        return work()
+    except (OSError, EOFError) as error:
+        if isinstance(error, EOFError) or error.errno == errno.EPIPE:
+            raise RuntimeError("a process that the run talked to is gone") from error
+        raise
 
 
 def _run_flow(config: RunConfig) -> DriveResult:

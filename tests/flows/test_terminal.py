@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PRINTS = r"""
 import logging, os, sys, threading
 from millrace.flows.cli.terminal import console, errors, libraries_kept_off_terminal, lines_before_prefect
@@ -89,3 +91,27 @@ with libraries_kept_off_terminal() as terminal:
         f"what libraries logged is in {log}",
     ]
     assert log.read_text().splitlines() == ["an exception was never retrieved", "a line of a table"]
+
+
+SILENT = """
+import typer
+from millrace.flows.cli.run import _interruptible
+
+app = typer.Typer()
+
+def work():
+    raise {error}
+
+@app.command()
+def go():
+    _interruptible(work)
+
+app(args=[])
+"""
+
+
+@pytest.mark.parametrize("error", ["BrokenPipeError(32, 'Broken pipe')", "OSError(32, 'a')", "EOFError('e')"])
+def test_a_lost_process_does_not_end_a_run_without_a_word(tmp_path: Path, error: str) -> None:
+    done = prints(tmp_path, 1, SILENT.replace("{error}", error))
+    assert "a process that the run talked to is gone" in done.stdout + done.stderr
+    assert "in work" in done.stdout + done.stderr  # where it was
