@@ -196,11 +196,19 @@ def lost(address: str | None) -> bool:
 
 
 def leave() -> None:
-    """Disconnect; detached actors stay. What Ray prints meanwhile, the last lines of a part that died, goes to the log."""
-    import ray
+    """Disconnect; detached actors stay. What Ray prints meanwhile, the last lines of a part that died, goes to the log.
 
+    Ray ends the process, without a word, where another thread frees a reference while its core goes down, which can take
+    seconds. So the core is hidden first: a reference that finds none is freed all the same.
+    """
+    import ray
+    from ray._private.worker import SCRIPT_MODE, global_worker
+
+    core = vars(global_worker).pop("core_worker", None) if global_worker.mode == SCRIPT_MODE else None
     with library_log().open("a") as file, contextlib.redirect_stdout(file):
         ray.shutdown()
+        if core is not None:
+            core.shutdown_driver()
 
 
 def local_head() -> str:

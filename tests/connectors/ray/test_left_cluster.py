@@ -8,7 +8,10 @@ import inspect
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -118,3 +121,35 @@ async def test_it_is_told_that_the_part_is_lost_and_starts_no_other_ray(joined: 
     cluster.start_or_join(None, joined)
     assert actors.find("counter", 0, Counter)
     await actors.end()
+
+
+FREES = """
+import threading, time
+import ray
+from millrace.connectors.ray import cluster
+
+cluster.start_or_join(None, "frees")
+for _ in range(2):
+    references = [ray.put(number) for number in range(4000)]
+
+    def free():
+        while references:
+            references.pop()
+            time.sleep(0.0002)
+
+    freeing = threading.Thread(target=free)
+    freeing.start()
+    time.sleep(0.05)
+    cluster.leave()
+    freeing.join()
+    cluster.start_or_join(None, "frees")
+    assert ray.get(ray.put(1)) == 1
+cluster.leave()
+print("left twice")
+"""
+
+
+def test_a_process_may_free_references_while_it_leaves(ray_home: Path) -> None:
+    """Ray would end it with 1 and no word, at the first reference that goes while its core goes down."""
+    done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "left twice"), done.stderr
