@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,14 @@ def seconds_an_iteration(run: RunFolder, iterations: int) -> float:
     return statistics.median(after - before for before, after in zip(ends[:-1], ends[1:], strict=True))
 
 
-def keep(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Put results into a file, beside those of other presets and seeds that are there."""
+def keep(path: Path, results: dict[str, dict[str, Any]], order: Iterable[str] = PRESETS) -> None:
+    """Put results into a file, beside those of other names and seeds that are there. order: of the names."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     for preset, row in results.items():
         others = [other for other in kept.get(preset, []) if other["seed"] != row["seed"]]
         kept[preset] = sorted([*others, row], key=lambda one: one["seed"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({name: kept[name] for name in PRESETS if name in kept}, indent=2) + "\n")
+    path.write_text(json.dumps({name: kept[name] for name in order if name in kept}, indent=2) + "\n")
 
 
 def table(results: dict[str, Any]) -> Table:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kept import RESULTS
-from benchmarks.presets import MILLRACE, measure
+from benchmarks.presets import MILLRACE, keep, measure
 from millrace.connectors.storage.run_folder import RunFolder
 
 OUT = RESULTS / "cpu" / "learning_by_mode.json"
@@ -51,7 +51,7 @@ def main() -> None:
         try:
             for seed in options.seeds:
                 for mode in options.modes:
-                    keep(options.out, mode, learnt(folder, mode, options.iterations, seed))
+                    keep(options.out, {mode: learnt(folder, mode, options.iterations, seed)}, MODES)
         finally:
             subprocess.run([*MILLRACE, "server", "stop"], cwd=folder, check=True)
     print(options.out.read_text())
@@ -76,15 +76,6 @@ def older_tokens(run: RunFolder, iterations: int) -> float:
         sum(share for name, share in row.items() if name.startswith(AGES) and name != f"{AGES}0")
         for row in shares
     )
-
-
-def keep(path: Path, mode: str, row: dict[str, Any]) -> None:
-    """Put a result into a file, beside those of other modes and seeds."""
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    others = [other for other in kept.get(mode, []) if other["seed"] != row["seed"]]
-    kept[mode] = sorted([*others, row], key=lambda one: int(one["seed"]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({name: kept[name] for name in MODES if name in kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

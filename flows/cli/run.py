@@ -82,7 +82,7 @@ def _interruptible(work: Callable[[], T]) -> T:
 
 
 def _not_in_silence(work: Callable[[], T]) -> T:
-    """Do the work. What ends a command without a word is told: to Typer it means that nobody reads what is printed, or types."""
+    """Do the work. A broken pipe, or the end of one, is raised as another error: Typer ends a command at these without a word."""
     try:
         return work()
     except (OSError, EOFError) as error:

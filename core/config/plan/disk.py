@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.core.architecture import Architecture
-from millrace.core.config.plan.memory import FP32, Part
+from millrace.core.config.plan.memory import Part, saved_bytes
 from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
 
@@ -13,8 +13,7 @@ BYTES_PER_TOKEN = 16  # of rollouts, batch and rewards together, compressed
 def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
     """Files of the run by part, at most."""
     width = 2 if config.model.dtype == "bfloat16" else 4
-    trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
-    checkpoint = trained * (width + 2 * FP32 + (FP32 if width == 2 else 0))
+    checkpoint = sum(saved_bytes(config, shape))
     tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
     kept = len(numbers.checkpoints_kept) + (
         1 if len(numbers.checkpoints) > len(numbers.checkpoints_kept) else 0

@@ -70,15 +70,20 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
     """What ranks on GPUs keep in the memory of their hosts, of all ranks together. Empty where the trainer is on the CPU."""
     if layout.device != "cuda":
         return []
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
-    states = trained * (2 * FP32 + (FP32 if width == 2 else 0))
+    weights, states = saved_bytes(config, shape)
     parts = []
     if config.trainer_offloads:
         parts.append(Part("optimizer while engines generate, fp32", states))
     if config.saves_in_background and config.checkpoint.every < config.run.iterations:
-        parts.append(Part("a checkpoint that is being written", states + trained * width))
+        parts.append(Part("a checkpoint that is being written", weights + states))
     return parts
+
+
+def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
+    """Bytes of what is trained: its weights, and the optimizer's state. A checkpoint holds both."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
+    return trained * width, trained * (2 * FP32 + (FP32 if width == 2 else 0))
 
 
 def _teacher(config: RunConfig, width: int) -> int:
