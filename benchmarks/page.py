@@ -20,6 +20,7 @@ NOT_BENCHMARKS = {
     "batch_rows",
     "figures",
     "kept",
+    "killed_driver",
     "page",
     "shapes",
     "stored_iterations",

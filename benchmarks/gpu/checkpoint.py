@@ -64,7 +64,7 @@ def main() -> None:
             shutil.rmtree(folder / "at-once")
         side.close()
         written = report["rounds"][-1]["bytes"]
-        report["dd_mib_s"] = {str(streams): _dd(folder, written, streams) for streams in (1, FILES)}
+        report["dd_mib_s"] = {str(streams): dd(folder, written, streams) for streams in (1, FILES)}
         report["share_of_dd"] = round(report["rounds"][-1]["mib_s"] / max(report["dd_mib_s"].values()), 3)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -96,7 +96,7 @@ def _round(side: Millrace, target: Path, step: Any) -> dict[str, Any]:
     }
 
 
-def _dd(folder: Path, size: int, streams: int) -> float:
+def dd(folder: Path, size: int, streams: int) -> float:
     """MiB/s of `dd` with that many streams, synced to the disk."""
     count = min(size, 16 * 2**30) // streams // MIB
     started = time.perf_counter()

@@ -1,15 +1,20 @@
-"""Where an iteration's time goes on one shared GPU, and how busy the GPU is.
+"""Where an iteration's time goes on shared GPUs, and how busy the first one is.
 
-    python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512 2048] [--samples 128] [--iterations 4]
+    python -m benchmarks.gpu.end_to_end [--shape 0.6b] [--lengths 512 2048] [--samples 128] [--iterations 4] [--gpus 2]
+    python -m benchmarks.gpu.end_to_end --shape 4b --gpus 2 --iterations 8 --save-every 3    # and what checkpoints cost
 
-Runs `millrace train` with a model of random weights, SGLang and Megatron sharing the GPU, and gives the mean split of the
+Runs `millrace train` with a model of random weights, SGLang and Megatron sharing each GPU, and gives the mean split of the
 iterations after the second (with two, of the second): in the first kernels are tuned and host memory is pinned for the
 trainer's state, in the second the driver tidies up what its imports left.
 
 Generation: at least one request is out, less the wait for engines. Training: what the ranks report. Memory: engines rest,
-the trainer offloads and reloads, the KV cache comes back. Sync: weights to the engine. What is left is the orchestration:
-prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow, manifest.
-GPU-busy: mean of NVML's utilisation over the same iterations. JSON to stdout.
+the trainer offloads and reloads, the KV cache comes back. Sync: weights to the engine. Checkpoint: the task that begins one
+or has one count. What is left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records,
+Prefect, MLflow, manifest. GPU-busy: mean of NVML's utilisation over the same iterations.
+
+--save-every also gives, of each checkpoint, how long the iteration waited for it, how long it was written meanwhile, and
+its bytes; and, once the run has ended, what `dd` writes to the same disk in as many streams as the ranks have files.
+JSON to stdout.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +34,11 @@ from typing import Any
 
 import yaml
 
+from benchmarks.gpu.checkpoint import MIB, dd
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, model_folder, versions
 from benchmarks.whole_runs.iteration_overhead import iteration_split
+from millrace.connectors.megatron.checkpoint.background import FILES
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 
@@ -45,6 +54,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="tokens of a response")
     parser.add_argument("--samples", type=int, default=128, help="samples of an iteration")
     parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="that trainer and engines share, a rank and an engine on each"
+    )
+    parser.add_argument(
+        "--save-every", type=int, help="iterations from one checkpoint to the next; none by itself"
+    )
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value of the configuration")
@@ -71,8 +86,12 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
             "max_concurrency": options.samples,
             "sampling": {"max_new_tokens": length},
         },
-        trainer={"max_pack_tokens": max(16384, 8 * length)},
-        engines={"sglang": {**SGLANG, "mem_fraction_static": 0.4, "cuda_graph_max_bs_decode": 256}},
+        trainer={"max_pack_tokens": max(16384, 8 * length), "world_size": options.gpus},
+        engines={
+            "sglang": {**SGLANG, "mem_fraction_static": 0.4, "cuda_graph_max_bs_decode": 256},
+            "count": options.gpus,
+        },
+        **({"checkpoint": {"every": options.save_every}} if options.save_every else {}),
     )
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
     millrace = [sys.executable, "-m", "millrace.flows.cli"]
@@ -96,7 +115,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
     settled = splits[1:] or splits
     mean = {part: sum(one[part] for one in settled) / len(settled) for part in settled[0]}
     wall = mean["iteration_s"]
-    parts = ("generation_s", "training_s", "memory_s", "sync_s", "orchestration_s")
+    parts = ("generation_s", "training_s", "memory_s", "sync_s", "checkpoint_s", "orchestration_s")
     first = run.manifest(options.iterations - len(settled) - 1)
     last = run.manifest(options.iterations - 1)
     assert first is not None
@@ -107,7 +126,43 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
         "share": {part: round(mean[part] / wall, 4) for part in parts},
         "gpu_busy": busy.mean(first.tasks["committed"], last.tasks["committed"]),
         "iterations": [{part: round(value, 4) for part, value in one.items()} for one in splits],
+        **(_checkpoints(options, run, folder) if options.save_every else {}),
     }
+
+
+def _checkpoints(options: argparse.Namespace, run: RunFolder, folder: Path) -> dict[str, Any]:
+    """What checkpoints cost, and what `dd` makes of the same disk once the run's own files are out of its way."""
+    records = [checkpoint_record(run, index) for index in range(options.iterations)]
+    waits = {record["begun"]: record["seconds"] for record in records if record.get("begun")}
+    counted = [record for record in records if record.get("committed")]
+    newest = folder / "runs" / run.name / counted[-1]["committed"]
+    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())  # of each of them
+    found = [
+        {
+            "wait_s": round(waits[record["committed"]], 3),
+            "count_s": round(record["seconds"], 3),
+            "write_s": round(record["write_s"], 2),
+            "mib_s": round(size / MIB / record["write_s"], 1),
+        }
+        for record in counted
+    ]
+    shutil.rmtree(folder / "runs" / run.name / "checkpoints")
+    streams = FILES * options.gpus
+    rate = dd(folder, size, streams)
+    share = round(found[-1]["mib_s"] / rate, 3)
+    return {
+        "checkpoint_bytes": size,
+        "checkpoints": found,
+        "dd_mib_s": {str(streams): rate},
+        "share_of_dd": share,
+    }
+
+
+def checkpoint_record(run: RunFolder, index: int) -> Any:
+    """What the task `checkpoint` of an iteration recorded."""
+    record = IterationFiles(run, index).record("checkpoint")
+    assert record is not None
+    return record
 
 
 def split(run: RunFolder, index: int) -> dict[str, float]:
@@ -121,6 +176,8 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     phases = {f"{name}_s": sum(one["seconds"][name] for one in step["steps"]) for name in PHASES}
     engines_s = _metric(folder.read_json("results/rollout.json"), "engines_s")
     offload = manifest.tasks["metrics"].get("time/sync_offload_s", 0.0)
+    record = checkpoint_record(run, index)
+    saving = record["seconds"] if record.get("begun") or record.get("committed") or record["saved"] else 0.0
     generation, training = whole["generation"] - engines_s, whole["training"] - phases["reload_s"]
     return {
         "iteration_s": whole["iteration"],
@@ -132,7 +189,8 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
         "offload_s": offload,
         "engines_s": engines_s,
         "sync_s": whole["sync"] - offload,
-        "orchestration_s": whole["overhead"] - step["rest_s"],
+        "checkpoint_s": saving,
+        "orchestration_s": whole["overhead"] - step["rest_s"] - saving,
         "rollout_tokens_s": sum(lengths.to_pylist()) / generation,
         "train_tokens_s": sum(one["tokens"] for one in step["steps"]) / training,
         "logprob_gap_mean": manifest.tasks["metrics"]["train/logprob_gap_mean"],

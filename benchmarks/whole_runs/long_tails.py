@@ -4,6 +4,7 @@
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 [--gpus 2]   # trainer and engines share them
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --apart      # a GPU for each
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --modes apart eager   # the same, plain and eager
+    python -m benchmarks.whole_runs.long_tails --kill [--flush-tokens 128]   # and what a kill -9 of the driver loses
 
 Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode.
 Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each. Where they
@@ -12,7 +13,9 @@ share GPUs, the modes that run ahead are left out. The modes `apart` (plain) and
 Figures are means over the iterations after the second: seconds, samples and trained tokens a second, the mean length that was
 trained and its 99th percentile beside those of the draw, the share of trained tokens by age in weight versions, tokens that
 were cut and not used, and how busy each GPU was. Where sync is among the modes, `planned_iteration_s` is what
-`millrace plan --from sync` says of each. JSON to stdout.
+`millrace plan --from sync` says of each. With --kill the driver is killed half-way through the rollout of the iteration after, and the
+run started again until that one is whole: `kill` has the tokens that engines had of unfinished answers, those of them that
+were stored, and those that were lost. JSON to stdout.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import yaml
 from benchmarks.gpu.end_to_end import Busy
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, laid_over, versions
 from benchmarks.gpu.shapes import model_folder as shape_folder
+from benchmarks.whole_runs.killed_driver import EmbeddedEngines, SGLangEngines, kill_within_rollout, lost
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
@@ -42,9 +46,9 @@ from millrace.flows.tools.plan import plan_from
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
-    "partial": {"select": "finish", "reserve": 0.5},
+    "partial": {"select": "finish"},
     "ahead": {"ahead": 1},
-    "both": {"ahead": 1, "select": "finish", "reserve": 0.5},
+    "both": {"ahead": 1, "select": "finish"},
     "apart": {},
     "eager": {"eager": True},
 }
@@ -68,8 +72,13 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=800)
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory for the engine")
     parser.add_argument("--staleness", type=int, default=3, help="`max_staleness` of partial and both")
+    parser.add_argument("--reserve", type=float, default=0.5, help="`reserve` of partial and both")
     parser.add_argument(
         "--eager-groups", type=int, help="groups of a chunk of eager; an eighth when not given"
+    )
+    parser.add_argument("--kill", action="store_true", help="the driver of each mode's run, at its end")
+    parser.add_argument(
+        "--flush-tokens", type=int, help="`rollout.flush_tokens`: answers are stored as they go"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=Path, default=None, help="where model folders are kept")
@@ -120,7 +129,7 @@ def _lengths(options: argparse.Namespace, count: int) -> list[int]:
 
 def _rows(options: argparse.Namespace) -> str:
     """Prompts, each with the length of its answers, as JSON lines."""
-    count = 2 * options.prompts * options.iterations
+    count = 2 * options.prompts * (options.iterations + 4)  # with those that are open at its end
     return "".join(
         json.dumps(
             {"prompt": f"{number}+{number}=", "label": "0", "sampling": {"max_new_tokens": length}},
@@ -133,7 +142,8 @@ def _rows(options: argparse.Namespace) -> str:
 def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
     count = options.prompts * options.group
     pack = max(16384 if options.shape else 2048, options.longest + 64)
-    deferred = {"max_staleness": options.staleness} if "select" in MODES[mode] else {}
+    cut = {"max_staleness": options.staleness, "reserve": options.reserve}
+    deferred = cut if "select" in MODES[mode] else {}
     chunks = {"eager_groups": options.eager_groups} if "eager" in MODES[mode] else {}
     settings: dict[str, dict[str, Any]] = {
         "run": {"name": mode, "iterations": options.iterations + 100},  # ended before
@@ -147,8 +157,9 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
         "rollout": {
             "prompts": options.prompts,
             "samples_per_prompt": options.group,
-            "max_concurrency": 2 * count,
+            "max_concurrency": round((1.5 + options.reserve) * count),
             "part_groups": 4,
+            "flush_tokens": options.flush_tokens,
             "sampling": {"max_new_tokens": options.longest},
         },
         "algorithm": {"preset": "grpo", "correction": {"kind": "truncate"}},
@@ -191,17 +202,31 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
         try:
             command = [*millrace, "train", f"{mode}.yaml"]
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
-            while run.manifest(options.iterations - 1) is None:
-                if process.poll() is not None:
-                    raise SystemExit(f"the run ended with {process.returncode}")
-                time.sleep(POLL_S)
+            _until(process, run, options.iterations - 1)
+            figures = _figures(options, run, busy)
+            if options.kill:
+                root = str(folder / "runs")
+                engines = SGLangEngines(root, mode) if options.shape else EmbeddedEngines(model)
+                held = kill_within_rollout(process, engines, figures["rollout_s"] / 2)
+                ahead = MODES[mode].get("ahead", 0)
+                figures["kill"] = lost(run, options.iterations, options.iterations + ahead, held)
+                process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
+                _until(process, run, options.iterations)
             process.send_signal(signal.SIGINT)  # its last iteration would save a checkpoint
             process.wait(timeout=120)
         finally:
             subprocess.run(
                 [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
             )
-    return _figures(options, run, busy)
+    return figures
+
+
+def _until(process: subprocess.Popen[bytes], run: RunFolder, index: int) -> None:
+    """Wait until an iteration is whole. Exits if the run ends before."""
+    while run.manifest(index) is None:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with {process.returncode}")
+        time.sleep(POLL_S)
 
 
 def _with_this_folder() -> str:

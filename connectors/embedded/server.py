@@ -48,7 +48,7 @@ class Server:
             get(path, handler)
         for path, handler in (("/model_info", self.model_info), ("/get_model_info", self.model_info)):
             get(path, handler)
-        get("/get_load", self.load)
+        get("/v1/loads", self.loads)
         get("/flush_cache", self.flush_cache)
         post("/generate", self.generate)
         post("/abort_request", self.abort_request)
@@ -328,9 +328,16 @@ class Server:
             }
         )
 
-    async def load(self, http: web.Request) -> web.Response:
-        """Requests and tokens held."""
-        return web.json_response(self.engine.load())
+    async def loads(self, http: web.Request) -> web.Response:
+        """Requests and tokens held, under SGLang's names."""
+        load = self.engine.load()
+        shown = {
+            "dp_rank": 0,
+            "num_running_reqs": load["running"],
+            "num_waiting_reqs": load["waiting"],
+            "num_used_tokens": load["tokens"],
+        }
+        return web.json_response({"loads": [shown]})
 
     async def _call(self, job: Callable[[], Any], *, when_idle: bool = False) -> Any:
         return await asyncio.to_thread(self.engine.call, job, when_idle=when_idle)

@@ -21,7 +21,7 @@ from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.sample import Status
-from millrace.core.errors import EngineError
+from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.pipeline.sharding import WHOLE, Share
 from millrace.tasks.samples.failures import FailureBudget
 
@@ -154,6 +154,11 @@ class SampleGenerator:
         async with self._ready:
             if self._engines is None:
                 started = time.perf_counter()
-                self._engines = await self._make_ready()
+                try:
+                    self._engines = await self._make_ready()
+                except (
+                    EngineLostError
+                ):  # it died meanwhile, which is not the fault of the sample that asked first
+                    self._engines = await self._make_ready()
                 self.engines_s = time.perf_counter() - started
             return self._engines

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from millrace.core.config import RunConfig
-from millrace.core.errors import BudgetError
+from millrace.core.errors import BudgetError, EngineLostError
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
 from tests.support.scripted_engines import FEW, ScriptedEngines
@@ -123,3 +123,18 @@ async def test_engines_are_made_ready_once_and_no_more_samples_are_in_flight_tha
     made = SampleGenerator(config, config.rollout.sampling, ready, failure_budget(0.0, 1))
     await asyncio.gather(*(made.generate([1], seed=0, rid=str(i), session=None) for i in range(20)))
     assert (most, readied) == (4, 1)
+
+
+async def test_an_engine_that_dies_while_it_is_made_ready_fails_no_sample(make_config: MakeConfig) -> None:
+    deaths = iter([EngineLostError("engine-0 died: its process ended")])
+
+    async def ready() -> ScriptedEngines:
+        for death in deaths:
+            raise death
+        return ScriptedEngines()
+
+    config = make_config()
+    made = SampleGenerator(config, config.rollout.sampling, ready, failure_budget(0.0, 1))
+    answer = await made.generate([1], seed=0, rid="first", session=None)
+    assert answer.generation is not None
+    assert answer.reason is None

@@ -143,3 +143,22 @@ async def test_a_client_that_leaves_takes_only_its_own_request_along(http: Any) 
             return None
         await asyncio.sleep(0.02)
     raise AssertionError("the requests of a client that left still run")
+
+
+async def test_loads_tell_what_runs_and_what_it_holds(http: Any) -> None:
+    running = await begun(http, "first", "second", max_new_tokens=1500)
+    held = await _load_with(http, running=2)
+    assert held["num_used_tokens"] > len(PROMPT)
+    await http.post("/abort_request", {"abort_all": True})
+    await asyncio.gather(*running)
+    assert (await _load_with(http, running=0))["num_waiting_reqs"] == 0
+
+
+async def _load_with(http: Any, running: int) -> Any:
+    """What the engine holds once so many requests run; SGLang tells it with each batch."""
+    async with asyncio.timeout(60):
+        while True:
+            (held,) = (await http.get("/v1/loads?include=core"))["loads"]
+            if held["num_running_reqs"] == running:
+                return held
+            await asyncio.sleep(0.05)
