@@ -101,10 +101,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
         try:
             command = [*millrace, "train", f"{name}.yaml", *options.overrides]
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
-            while run.manifest(options.iterations - 1) is None:
-                if process.poll() is not None:
-                    raise SystemExit(f"the run ended with {process.returncode}")
-                time.sleep(SAMPLE_S)
+            until_whole(process, run, options.iterations - 1)
             process.send_signal(signal.SIGINT)  # its last iteration would save a checkpoint
             process.wait(timeout=120)
         finally:
@@ -128,6 +125,14 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, length: in
         "iterations": [{part: round(value, 4) for part, value in one.items()} for one in splits],
         **(_checkpoints(options, run, folder) if options.save_every else {}),
     }
+
+
+def until_whole(process: subprocess.Popen[bytes], run: RunFolder, index: int) -> None:
+    """Wait until an iteration is whole. Exits if the run ends before."""
+    while run.manifest(index) is None:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with {process.returncode}")
+        time.sleep(SAMPLE_S)
 
 
 def _checkpoints(options: argparse.Namespace, run: RunFolder, folder: Path) -> dict[str, Any]:

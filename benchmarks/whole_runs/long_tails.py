@@ -29,13 +29,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.gpu.end_to_end import Busy
+from benchmarks.gpu.end_to_end import Busy, until_whole
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, laid_over, versions
 from benchmarks.gpu.shapes import model_folder as shape_folder
 from benchmarks.whole_runs.killed_driver import EmbeddedEngines, SGLangEngines, kill_within_rollout, lost
@@ -54,7 +53,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 APART = ("apart", "eager")
 WARM_UP = 2
-POLL_S = 0.1
 
 
 def main() -> None:
@@ -202,7 +200,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
         try:
             command = [*millrace, "train", f"{mode}.yaml"]
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
-            _until(process, run, options.iterations - 1)
+            until_whole(process, run, options.iterations - 1)
             figures = _figures(options, run, busy)
             if options.kill:
                 root = str(folder / "runs")
@@ -211,7 +209,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
                 ahead = MODES[mode].get("ahead", 0)
                 figures["kill"] = lost(run, options.iterations, options.iterations + ahead, held)
                 process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
-                _until(process, run, options.iterations)
+                until_whole(process, run, options.iterations)
             process.send_signal(signal.SIGINT)  # its last iteration would save a checkpoint
             process.wait(timeout=120)
         finally:
@@ -219,14 +217,6 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
                 [*millrace, "server", "stop"], cwd=folder, env=environment, check=False, stdout=sys.stderr
             )
     return figures
-
-
-def _until(process: subprocess.Popen[bytes], run: RunFolder, index: int) -> None:
-    """Wait until an iteration is whole. Exits if the run ends before."""
-    while run.manifest(index) is None:
-        if process.poll() is not None:
-            raise SystemExit(f"the run ended with {process.returncode}")
-        time.sleep(POLL_S)
 
 
 def _with_this_folder() -> str:

@@ -156,9 +156,8 @@ class SampleGenerator:
                 started = time.perf_counter()
                 try:
                     self._engines = await self._make_ready()
-                except (
-                    EngineLostError
-                ):  # it died meanwhile, which is not the fault of the sample that asked first
+                except EngineLostError:
+                    # it died meanwhile, which is not the fault of the sample that asked first
                     self._engines = await self._make_ready()
                 self.engines_s = time.perf_counter() - started
             return self._engines
