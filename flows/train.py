@@ -74,9 +74,12 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
             await run_recorded(train_step, ctx)
             await slot.reach(Stage.TRAINED)
             await slot.may_sync()
+    if config.trainer_offloads:  # to save it after the sync, the trainer would take its memory back
+        await run_recorded(checkpoint, ctx)
     await run_recorded(sync_weights, ctx)
     await slot.reach(Stage.SERVED)
-    await run_recorded(checkpoint, ctx)
+    if not config.trainer_offloads:  # engines go on while it is saved
+        await run_recorded(checkpoint, ctx)
     await slot.reach(Stage.LEFT_TRAINER)
     last = index + 1 == config.run.iterations
     is_due = due(index + 1, config.evaluation.every) and not config.evaluates_in_background

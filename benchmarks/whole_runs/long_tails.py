@@ -3,12 +3,13 @@
     python -m benchmarks.whole_runs.long_tails [--modes sync partial] [--iterations 10]                        # a tiny model on CPU
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 [--gpus 2]   # trainer and engines share them
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --apart      # a GPU for each
+    python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --apart 2+2  # two for each
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --modes apart eager   # the same, plain and eager
     python -m benchmarks.whole_runs.long_tails --kill [--flush-tokens 128]   # and what a kill -9 of the driver loses
 
 Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode.
 Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each. Where they
-share GPUs, the modes that run ahead are left out. The modes `apart` (plain) and `eager` have a GPU for each side whatever is said.
+share GPUs, the modes that run ahead are left out. The modes `apart` (plain) and `eager` have a GPU for each side if nothing else is said.
 
 Figures are means over the iterations after the second: seconds, samples and trained tokens a second, the mean length that was
 trained and its 99th percentile beside those of the draw, the share of trained tokens by age in weight versions, tokens that
@@ -61,7 +62,14 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=None)
     parser.add_argument("--shape", help="of the model, on a GPU; a tiny model on CPU when not given")
     parser.add_argument("--gpus", type=int, default=1, help="that trainer and engines share")
-    parser.add_argument("--apart", action="store_true", help="one GPU trains and one generates, instead")
+    parser.add_argument(
+        "--apart",
+        nargs="?",
+        const="1+1",
+        type=_counts,
+        metavar="N+M",
+        help="N GPUs train and M generate, instead; one each by itself",
+    )
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
@@ -113,8 +121,16 @@ def main() -> None:
     print(json.dumps(report, indent=1))
 
 
-def _is_apart(options: argparse.Namespace, mode: str) -> bool:
-    return bool(options.apart) or mode in APART
+def _counts(text: str) -> tuple[int, int]:
+    """How many GPUs train and how many generate."""
+    trainers, _, generators = text.partition("+")
+    return int(trainers), int(generators)
+
+
+def _apart(options: argparse.Namespace, mode: str) -> tuple[int, int] | None:
+    """GPUs that train and that generate; None where both share them."""
+    apart: tuple[int, int] | None = options.apart or ((1, 1) if mode in APART else None)
+    return apart
 
 
 def _lengths(options: argparse.Namespace, count: int) -> list[int]:
@@ -166,13 +182,14 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path, mode: str)
         "checkpoint": {"every": 10_000},
     }
     if options.shape:
-        apart = _is_apart(options, mode)
+        apart = _apart(options, mode)
+        trainers, generators = apart or (options.gpus, options.gpus)
         engines = {
             "sglang": {**SGLANG, "mem_fraction_static": options.memory, "cuda_graph_max_bs_decode": 384},
-            "count": 1 if apart else options.gpus,
+            "count": generators,
         }
         layout = {**settings, "engines": engines, "placement": {"colocate": not apart}}
-        layout["trainer"] = {**settings["trainer"], "world_size": 1 if apart else options.gpus}
+        layout["trainer"] = {**settings["trainer"], "world_size": trainers}
         return laid_over(configuration(model, folder), layout)
     alone = {"model": {"path": str(model)}, "storage": {"root": str(folder / "runs")}}
     return {**alone, **settings, "reward": {"function": "benchmarks.gpu.shapes:coin"}}
@@ -183,7 +200,10 @@ def _planned(options: argparse.Namespace, model: Path, folder: Path, mode: str) 
     config = RunConfig.model_validate(_settings(options, model, folder, mode))
     listing = plan_from(config, str(folder / "runs"), "sync").listing
     p, shared = config.pipeline, config.placement.colocate
-    gpus, layout = (options.gpus, "colocated") if shared else (2, "1 + 1")
+    trainers, generators = _apart(options, mode) or (1, 1)  # on CPU one process each
+    gpus, layout = (
+        (options.gpus, "colocated") if shared else (trainers + generators, f"{trainers} + {generators}")
+    )
     wanted = (gpus, layout, p.ahead, p.staleness, p.select)
     found = [row[len(wanted)] for row in listing.rows if tuple(row[: len(wanted)]) == wanted]
     return float(found[0])
@@ -195,7 +215,8 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
     environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": _with_this_folder()}
     run = RunFolder(str(folder / "runs"), mode)
     with contextlib.ExitStack() as stack:
-        gpus = 2 if _is_apart(options, mode) else options.gpus
+        apart = _apart(options, mode)
+        gpus = sum(apart) if apart else options.gpus
         busy = stack.enter_context(Busy(gpus)) if options.shape else None
         try:
             command = [*millrace, "train", f"{mode}.yaml"]

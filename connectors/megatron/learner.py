@@ -29,7 +29,7 @@ from millrace.connectors.megatron.frozen_models import Reference, Teacher
 from millrace.connectors.megatron.packing import Row, oldest_age
 from millrace.connectors.megatron.policy_step import logprob_gap, policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
-from millrace.connectors.megatron.trainable_model import TrainableModel, model_from_hf
+from millrace.connectors.megatron.trainable_model import TrainableModel, bytes_of_weights, model_from_hf
 from millrace.core.algorithms.ages import measured
 from millrace.core.algorithms.credit import ScoredSamples, stored_or_shaped, token_credit
 from millrace.core.algorithms.kl_controller import KLController
@@ -355,9 +355,10 @@ class Learner:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what this rank saves."""
+        """What this rank saves of tensors."""
         models = [self.policy, *([self.critic.trainable] if self.critic is not None else [])]
-        return sum(model.checkpoint_bytes for model in models)
+        reference = bytes_of_weights(self.policy.inner) if "reference" in self.checkpoint_parts else 0
+        return sum(model.checkpoint_bytes for model in models) + reference
 
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Sharded state dict of all models."""

@@ -9,13 +9,17 @@ from typing import Any
 
 from megatron.core import parallel_state as mpu
 from torch import Tensor
+from torch.nn import Module
 
 from millrace.connectors.megatron.model.policy_model import CriticModel, PolicyModel, build_model
 from millrace.connectors.megatron.optim import fused_adamw
 from millrace.connectors.megatron.optim.ddp import wrap
 from millrace.connectors.megatron.optim.optimizer import make_optimizer, make_schedule
-from millrace.connectors.megatron.optim.optimizer_state import load_optimizer, optimizer_state
-from millrace.connectors.megatron.optim.parts import parts_of
+from millrace.connectors.megatron.optim.optimizer_state import (
+    bytes_of_optimizer,
+    load_optimizer,
+    optimizer_state,
+)
 from millrace.connectors.megatron.optim.step_numbers import step_numbers
 from millrace.connectors.megatron.weights.hf_folder import load_hf
 from millrace.core.config import RunConfig
@@ -39,6 +43,15 @@ def model_from_hf(
         inner.bfloat16()
     load_hf(inner, folder, hf, field)
     return inner
+
+
+def bytes_of_weights(inner: Module) -> int:
+    """Of a model's weights, those that this rank saves: the first of the data parallel ranks that hold them."""
+    first = {
+        True: mpu.get_data_parallel_rank(with_context_parallel=True) == 0,
+        False: mpu.get_expert_data_parallel_rank() == 0,
+    }
+    return sum(each.nbytes for each in inner.parameters() if first[getattr(each, "allreduce", True)])
 
 
 class TrainableModel:
@@ -103,16 +116,8 @@ class TrainableModel:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what this rank saves: main parameters and two moments of its share, and rank 0 the model."""
-        share: int = sum(
-            parameter.numel()
-            for part in parts_of(self.optimizer)
-            for group in part.optimizer.param_groups
-            for parameter in group["params"]
-        )
-        first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-        weights = sum(parameter.nbytes for parameter in self.inner.parameters()) if first else 0
-        return 12 * share + weights
+        """What this rank saves of tensors: main parameters and moments that it owns, and weights if no rank before it has them."""
+        return bytes_of_optimizer(self.optimizer) + bytes_of_weights(self.inner)
 
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Sharded state dict of model and optimizer.

@@ -31,7 +31,7 @@ from millrace.core.waits.heartbeat import bytes_moved
 
 END_S = 10.0  # for a process that was killed to be gone
 FILES = 4  # of a rank, written at once: while one is hashed, the disk writes another
-PREPARED_FOR = 1.05  # of what a rank saves: it owns parameters that lie on several ranks whole, or not at all
+ROOM = 64 * 2**20  # beside the tensors, each of which begins at a multiple of 256 bytes
 MODULE = "millrace.connectors.megatron.checkpoint.write_process"
 
 
@@ -189,7 +189,7 @@ def prepared_writer(learner: Learner, device: torch.device) -> BackgroundWriter 
     expected = config.saves_in_background and config.checkpoint.every < config.run.iterations
     if not expected or device.type != "cuda":
         return None
-    size = int(learner.checkpoint_bytes * PREPARED_FOR)
+    size = learner.checkpoint_bytes + ROOM
     on_every_rank(lambda: check_host_memory(size, config))  # before one of them takes its own
     writer = BackgroundWriter(config.part_limit)
     writer.prepare(size, pinned=True)

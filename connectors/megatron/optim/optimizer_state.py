@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from millrace.connectors.megatron import patches
 from millrace.connectors.megatron.optim import fused_adamw
-from millrace.connectors.megatron.optim.parameter_state import sharded_parameter_state
+from millrace.connectors.megatron.optim.parameter_state import KEYS, bytes_saved, sharded_parameter_state
 from millrace.connectors.megatron.optim.parts import parts_of
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -27,6 +29,23 @@ def optimizer_state(optimizer: Any, model_state: dict[str, Any], *, loading: boo
     for part in parts:
         _unshare_steps(part.optimizer)
     return state
+
+
+def bytes_of_optimizer(optimizer: Any) -> int:
+    """Of main parameters and moments, what this rank saves."""
+    return sum(
+        bytes_saved(part) if isinstance(part, DistributedOptimizer) else _bytes_if_first(part)
+        for part in parts_of(optimizer)
+    )
+
+
+def _bytes_if_first(part: Any) -> int:
+    """Where every data parallel rank has the whole state: all of it on the first. In fp32 main parameters are the model's."""
+    if mpu.get_data_parallel_rank(with_context_parallel=True):
+        return 0
+    keys = len(KEYS) - isinstance(part, FP32Optimizer)
+    parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+    return sum(keys * torch.float32.itemsize * parameter.numel() for parameter in parameters)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -1,15 +1,17 @@
 """Main parameters and moments of a distributed optimizer as they are saved and loaded: parameter by parameter, in its shape.
 
 A distributed optimizer cuts a bucket of parameters into one range a data parallel rank, so a parameter may lie on several
-ranks. The one that holds most of it is its owner and saves it. What a rank holds whole is saved from where it lies; the pieces
-of the others are sent to their owner. megatron-core's own way gathers all of it in each rank's host memory.
+ranks. One of these is its owner and saves it: the one that has least to save so far, so that all ranks save about as much.
+What a rank holds whole is saved from where it lies; the pieces of the others are sent to their owner. megatron-core's own way
+gathers all of it in each rank's host memory.
 
 Owns which rank saves what. Knows nothing of files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +52,32 @@ def pieces_of(start: int, end: int, bucket_start: int, share: int) -> list[Piece
     return pieces
 
 
-def owner_of(pieces: list[Piece]) -> int:
-    """The rank that saves a parameter: the first of those that hold most of it."""
-    return max(pieces, key=lambda piece: (piece.size, -piece.rank)).rank
+def owners_of(placed: Sequence[list[Piece]]) -> list[int]:
+    """The rank that saves each parameter, by the pieces of all of them; every rank finds the same.
+
+    A parameter on one rank is that rank's. The others follow from the largest to the smallest: each goes to the rank that
+    holds a piece of it and has the fewest elements so far. By who holds most of it, a bucket with one large parameter, which
+    is cut into equal pieces, would always be the first rank's: with 4 billion parameters over four ranks half of all.
+    """
+    elements = [pieces[-1].end for pieces in placed]
+    owned: Counter[int] = Counter()
+    owners = [0] * len(placed)
+    for number in sorted(range(len(placed)), key=lambda number: (len(placed[number]) > 1, -elements[number])):
+        owner = min((piece.rank for piece in placed[number]), key=lambda rank: (owned[rank], rank))
+        owners[number] = owner
+        owned[owner] += elements[number]
+    return owners
+
+
+def bytes_saved(optimizer: Any) -> int:
+    """Of main parameters and moments, what this rank owns."""
+    own = dist.get_rank(optimizer.data_parallel_group)
+    placed = list(_placed(optimizer))
+    owners = owners_of([pieces for _, pieces in placed])
+    owned: int = sum(
+        parameter.numel() for (parameter, _), owner in zip(placed, owners, strict=True) if owner == own
+    )
+    return len(KEYS) * torch.float32.itemsize * owned
 
 
 def sharded_parameter_state(
@@ -68,8 +93,9 @@ def sharded_parameter_state(
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     described = {entry.data: entry for entry in _leaves(sharded)}
     state: dict[int, dict[str, Any]] = {}
-    for number, (parameter, pieces) in enumerate(_placed(optimizer, group)):
-        owner = owner_of(pieces)
+    placed = list(_placed(optimizer))
+    owners = owners_of([pieces for _, pieces in placed])
+    for number, ((parameter, pieces), owner) in enumerate(zip(placed, owners, strict=True)):
         holds = any(piece.rank == own for piece in pieces)
         if not holds:
             continue
@@ -84,9 +110,9 @@ def sharded_parameter_state(
     return state
 
 
-def _placed(optimizer: Any, group: Any) -> Iterator[tuple[Any, list[Piece]]]:
+def _placed(optimizer: Any) -> Iterator[tuple[Any, list[Piece]]]:
     """Every parameter of the optimizer, in the order of its buffers, and where it lies."""
-    ranks = dist.get_world_size(group)
+    ranks = dist.get_world_size(optimizer.data_parallel_group)
     for buffer in optimizer.buffers:
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
             bucket = buffer.buckets[bucket_number]
