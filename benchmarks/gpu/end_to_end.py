@@ -13,7 +13,8 @@ or has one count. What is left is the orchestration: prompts, scoring that outla
 Prefect, MLflow, manifest. GPU-busy: mean of NVML's utilisation over the same iterations.
 
 --save-every also gives, of each checkpoint, how long the iteration waited for it, how long it was written meanwhile, and
-its bytes; and, once the run has ended, what `dd` writes to the same disk in as many streams as the ranks have files.
+its bytes; and, once the run has ended, what `dd` writes to the same disk, at most 16 GiB in as many streams as the ranks have
+files.
 JSON to stdout.
 """
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -68,10 +68,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = model_folder(options.shape, (options.models or Path(scratch)) / options.shape)
         for length in options.lengths:
-            report[str(length)] = _measured(options, model, Path(scratch), length)
-            if options.out:
-                options.out.write_text(json.dumps(report, indent=1) + "\n")
+            report[str(length)] = measured = _measured(options, model, Path(scratch), length)
+            _keep(report, options.out)
+            if "checkpoints" in measured:
+                measured |= _beside_dd(measured, Path(scratch), options.gpus)
+                _keep(report, options.out)
     print(json.dumps(report, indent=1))
+
+
+def _keep(report: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _measured(options: argparse.Namespace, model: Path, folder: Path, length: int) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def until_whole(process: subprocess.Popen[bytes], run: RunFolder, index: int) ->
 
 
 def _checkpoints(options: argparse.Namespace, run: RunFolder, folder: Path) -> dict[str, Any]:
-    """What checkpoints cost, and what `dd` makes of the same disk once the run's own files are out of its way."""
+    """What checkpoints cost."""
     records = [checkpoint_record(run, index) for index in range(options.iterations)]
     waits = {record["begun"]: record["seconds"] for record in records if record.get("begun")}
     counted = [record for record in records if record.get("committed")]
@@ -151,16 +158,15 @@ def _checkpoints(options: argparse.Namespace, run: RunFolder, folder: Path) -> d
         }
         for record in counted
     ]
-    shutil.rmtree(folder / "runs" / run.name / "checkpoints")
-    streams = FILES * options.gpus
-    rate = dd(folder, size, streams)
-    share = round(found[-1]["mib_s"] / rate, 3)
-    return {
-        "checkpoint_bytes": size,
-        "checkpoints": found,
-        "dd_mib_s": {str(streams): rate},
-        "share_of_dd": share,
-    }
+    return {"checkpoint_bytes": size, "checkpoints": found}
+
+
+def _beside_dd(measured: dict[str, Any], folder: Path, gpus: int) -> dict[str, Any]:
+    """What `dd` makes of the same disk, and the last checkpoint's share of it."""
+    streams = FILES * gpus
+    rate = dd(folder, measured["checkpoint_bytes"], streams)
+    share = round(measured["checkpoints"][-1]["mib_s"] / rate, 3)
+    return {"dd_mib_s": {str(streams): rate}, "share_of_dd": share}
 
 
 def checkpoint_record(run: RunFolder, index: int) -> Any:

@@ -27,9 +27,10 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import Store
 
-# A file's bytes are sent to the disk in pieces of this size. Left alone, Linux keeps written pages in memory for seconds.
-START_BYTES = 64 * 2**20
-SYNC_FILE_RANGE_WRITE = 2
+# A file goes to the disk in pieces of this size. At most two of them are in memory: what is written beside the checkpoint
+# would otherwise queue behind all of it, and its pages would push out others.
+PIECE = 4 * 2**20
+WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4  # of sync_file_range(2)
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,26 @@ class _HashedStream:
         self._stream: Any = stream
         self.sha256 = hashlib.sha256()
         self.size = self._started = 0
+        self._pending = slice(0, 0)  # a piece that the disk writes meanwhile
 
     def write(self, data: Any) -> int:
         """Write and hash."""
-        self.sha256.update(data)
-        written: int = self._stream.write(data)
-        self.size += written
-        if self.size - self._started >= START_BYTES:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE):
+            self._write(view[start : start + PIECE])
+        return len(view)
+
+    def _write(self, piece: memoryview) -> None:
+        self.sha256.update(piece)
+        self._stream.write(piece)
+        self.size += len(piece)
+        if self.size - self._started >= PIECE:
             self._stream.flush()
-            _start_writing(self._stream.fileno(), self._started, self.size - self._started)
-            self._started = self.size
-        return written
+            begun = slice(self._started, self.size)
+            _to_disk(self.fileno(), begun, WRITE)
+            _to_disk(self.fileno(), self._pending, WAIT_BEFORE | WRITE | WAIT_AFTER)
+            _forget(self.fileno(), self._pending)
+            self._pending, self._started = begun, self.size
 
     def tell(self) -> int:
         """Bytes written."""
@@ -143,8 +153,14 @@ class _HashedStream:
         return descriptor
 
 
-def _start_writing(descriptor: int, start: int, size: int) -> None:
-    """Have the disk begin with these bytes, without waiting. A hint: the sync at the file's end says what failed."""
-    if sys.platform == "linux":
-        where = (ctypes.c_int64(start), ctypes.c_int64(size))
-        ctypes.CDLL(None).sync_file_range(ctypes.c_int(descriptor), *where, SYNC_FILE_RANGE_WRITE)
+def _to_disk(descriptor: int, part: slice, how: int) -> None:
+    """Have the disk write these bytes. A hint: the sync at the file's end says what failed."""
+    if sys.platform == "linux" and part.stop > part.start:
+        where = (ctypes.c_int64(part.start), ctypes.c_int64(part.stop - part.start))
+        ctypes.CDLL(None).sync_file_range(ctypes.c_int(descriptor), *where, how)
+
+
+def _forget(descriptor: int, part: slice) -> None:
+    """Give back the memory of pages that are on the disk. A hint."""
+    if hasattr(os, "posix_fadvise") and part.stop > part.start:
+        os.posix_fadvise(descriptor, part.start, part.stop - part.start, os.POSIX_FADV_DONTNEED)
