@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -47,6 +48,8 @@ from millrace.tasks.shards.board import Board, Facts, Failed, ShardReplacedError
 from millrace.tasks.shards.keeper import BOARD
 from millrace.tasks.shards.mirror import Link, MirroredStream
 from millrace.tasks.stream import NOTHING, Kind
+
+TIDY_AFTER_S = 0.1  # for Ray to send the record
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
             yield ctx
     finally:
         runtime.sessions.close()  # its processes are heard in the event loop that this task has for itself
-        gc.collect()  # what this process's share of an iteration left
+        # What this process's share of an iteration left: when the driver has its record, which would else come later
+        threading.Timer(TIDY_AFTER_S, gc.collect).start()
 
 
 @contextlib.asynccontextmanager
@@ -234,6 +238,9 @@ def _build(facts: Facts) -> Runtime:
     store.fence = PassedLease(Store(store.url), facts.token)
     runtime.run_folder.owner.drive_as(facts.run_id)
     runtime.prompts.use_seed_name(facts.seed_name)
+    _ = (
+        runtime.prompts.tokenizer
+    )  # takes seconds to import, and any of the processes may be the next to generate
     use_few_heaps()
     collect_whole_when_asked()
     collect_garbage()
