@@ -239,6 +239,8 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
     start = "python -m benchmarks.gpu.end_to_end"
     keep = "placement.offload_engines=false placement.offload_trainer=false"
     long = "trainer.max_pack_tokens=16640 engines.sglang.mem_fraction_static=0.5"
+    four = f"{start} --shape 4b --lengths 2048 --samples 256 --gpus 4 --iterations 7 --save-every 3"
+    four += " --overrides placement.task_runner=ray trainer.max_pack_tokens=6400"
     cases = [
         ("2048", "0.6B, 128 × 2,048", f"{start} --lengths 2048"),
         ("512", "0.6B, 128 × 512", f"{start} --lengths 512 --iterations 6"),
@@ -254,6 +256,7 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
         ),
         ("1.7b 2048", "1.7B, 128 × 2,048", f"{start} --shape 1.7b --lengths 2048"),
         ("4b 2048", "4B, 64 × 2,048", f"{start} --shape 4b --lengths 2048 --samples 64"),
+        ("4b 2048, four GPUs", "4B on four GPUs, work in shards, 256 × 2,048", four),
     ]
     for key, shown, command in cases:
         target = "orchestration < 2 %, gap < 0.02" if "2,048" in shown else "gap < 0.02"
@@ -262,28 +265,35 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
             return _split(result, key)
 
         yield row("end_to_end", f"iteration, {shown} tokens", target, command, split)
+    what = "its checkpoints of 4B, 56 GB, written while the run goes on"
+    yield row("end_to_end", what, "wait ≤ 2 s, ≥ 0.8 of dd", four, _checkpoints_of_a_run)
 
 
 def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
     start = "python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192"
+    both = "--staleness 8 --modes both"
     cases = [
         ("one GPU", "sync", "--modes sync"),
         ("one GPU", "partial, max_staleness 3", "--modes partial"),
         ("one GPU", "partial, max_staleness 6", "--modes partial --staleness 6"),
         ("one GPU, 64 samples", "sync", "--prompts 8 --modes sync"),
         ("one GPU, 64 samples", "partial, max_staleness 8", "--prompts 8 --staleness 8 --modes partial"),
+        (
+            "one GPU, 64 samples",
+            "partial, max_staleness 8, reserve 1",
+            "--prompts 8 --staleness 8 --reserve 1 --modes partial",
+        ),
         ("one GPU, 128 samples", "sync", "--prompts 16 --modes sync"),
         ("one GPU, 128 samples", "partial, max_staleness 8", "--prompts 16 --staleness 8 --modes partial"),
         ("two GPUs", "sync, shared", "--gpus 2 --modes sync"),
         ("two GPUs", "both, apart, max_staleness 3", "--apart --modes both"),
         ("two GPUs, 64 samples", "sync, apart", "--apart --prompts 8 --modes sync"),
         ("two GPUs, 64 samples", "one ahead, apart", "--apart --prompts 8 --modes ahead"),
-        (
-            "two GPUs, 64 samples",
-            "both, apart, max_staleness 8",
-            "--apart --prompts 8 --staleness 8 --modes both",
-        ),
+        ("two GPUs, 64 samples", "both, apart, max_staleness 8", f"--apart --prompts 8 {both}"),
         ("two GPUs, 64 samples", "eager, apart", "--prompts 8 --modes eager"),
+        ("four GPUs", "sync, shared", "--gpus 4 --modes sync"),
+        ("four GPUs", "partial, shared, max_staleness 8", "--gpus 4 --staleness 8 --modes partial --kill"),
+        ("four GPUs", "both, 2 + 2 GPUs, max_staleness 8", f"--apart 2+2 {both} --kill --flush-tokens 1024"),
     ]
     for gpus, mode, options in cases:
 
@@ -292,7 +302,7 @@ def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
             return _tail(found) if found else None
 
         what = f"answers of lognormal lengths to 8,192, 1.7B, {gpus}, {mode}"
-        target = "≥ 1.4 times sync" if mode.startswith("partial") else ""
+        target = "≥ 1.4 times sync" if mode.startswith(("partial", "both")) else ""
         yield row("long_tails", what, target, f"{start} {options}", tail)
 
 
@@ -302,11 +312,24 @@ def _checkpoint(result: Any) -> str:
     return f"{waits}; {later['mib_s']:,.0f} MiB/s, {result['share_of_dd']:.2f} of dd's"
 
 
+def _checkpoints_of_a_run(result: Any) -> str | None:
+    if not (case := result.get("4b 2048, four GPUs")):
+        return None
+    waits = " and ".join(
+        f"{one['checkpoint_s']:.2f}" for one in case["iterations"] if one["checkpoint_s"] > 1
+    )
+    rate = case["checkpoints"][-1]["mib_s"]
+    return f"the run waits {waits} s; {rate:,.0f} MiB/s, {case['share_of_dd']:.2f} of dd's"
+
+
 def _tail(case: Any) -> str:
     shown = f"{case['samples_s']:.1f} samples/s, {case['times_sync']:.2f} times sync"
     if case.get("share_by_age"):
         mean_age = sum(int(age) * share for age, share in case["share_by_age"].items())
         shown += f"; tokens are {mean_age:.2f} versions old"
+    if "kill" in case:
+        lost, held = case["kill"]["lost"], case["kill"]["tokens"]
+        shown += f"; a kill -9 lost {lost:,} of {held:,} tokens under way"
     if "gpu_busy" in case:
         shown += f"; GPU busy {', '.join(f'{share:.0%}' for share in case['gpu_busy'])}"
     return shown
