@@ -1,20 +1,24 @@
 """What an actor answers: its result, the error that millrace raised in it, or that it is lost.
 
-Owns which of Ray's errors mean that an actor is gone or out of reach. Knows nothing of what it was asked.
+Owns which of Ray's errors mean that an actor is gone or out of reach, and that nobody waits for a cluster that is gone. Knows
+nothing of what it was asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import ray
 from ray.exceptions import RayError, RayTaskError
 
 from millrace.connectors.ray.client import BROKEN, CUT_OFF, awaited, connection, first_line
-from millrace.connectors.ray.cluster import joined
+from millrace.connectors.ray.cluster import head_died, joined
 from millrace.core.errors import ActorLostError, MillraceError
 
 OTHER_CLUSTER = "from a different cluster"
+LOOK_S = 2.0  # from one look for the cluster to the next
 
 
 async def answer(name: str, submit: Callable[[], Awaitable[Any]], made_in: object | None) -> Any:
@@ -22,7 +26,7 @@ async def answer(name: str, submit: Callable[[], Awaitable[Any]], made_in: objec
     if connection() is not made_in:  # the client server that knew the handle is gone
         raise ActorLostError(f"actor {name} is out of reach: {CUT_OFF}")
     try:
-        return await _submitted(name, submit)
+        return await in_cluster(f"actor {name}", _submitted(name, submit))
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, MillraceError):
@@ -32,6 +36,31 @@ async def answer(name: str, submit: Callable[[], Awaitable[Any]], made_in: objec
         raise ActorLostError(f"actor {name} died: {first_line(error)}") from None
     except BROKEN:
         raise ActorLostError(f"actor {name} is out of reach: {CUT_OFF}") from None
+
+
+async def in_cluster(who: str, asked: Awaitable[Any]) -> Any:
+    """What was asked of Ray. Raises ActorLostError where the local head dies meanwhile, or this process leaves its cluster.
+
+    Of an actor that is still starting when the head dies Ray would say nothing, and end this process after a minute.
+    """
+    home, pending = _cluster(), asyncio.ensure_future(asked)
+    try:
+        while not (await asyncio.wait([pending], timeout=LOOK_S))[0]:
+            if home is None or _cluster() != home:
+                raise ActorLostError(f"{who} died with its cluster")
+        return pending.result()
+    finally:
+        pending.cancel()
+
+
+def _cluster() -> object:
+    """The cluster that this process is in; None where its local head died, or it has left it."""
+    if not joined() or head_died():
+        return None
+    try:
+        return connection() or ray.get_runtime_context().gcs_address
+    except AttributeError:  # it leaves just now
+        return None
 
 
 def _submitted(name: str, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:

@@ -72,10 +72,13 @@ def start_or_join(address: str | None, namespace: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
-    from ray._private import auto_init_hook, ray_constants
+    from ray._private import auto_init_hook, ray_constants, worker
 
     # Else whatever asks Ray for something while a head is replaced starts another, which no record knows.
     auto_init_hook.enable_auto_connect = False
+    # Ray's thread that prints what nodes report, beside what is raised of it. It begins by asking the head; where that dies
+    # meanwhile, leaving waits for the thread, and Ray ends the process after a minute.
+    worker.listen_error_messages = _listen_to_nothing  # type: ignore[assignment]
     # The constant that LOOPBACK_ONLY sets was read when ray was first imported, before the address was known.
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -101,6 +104,10 @@ def start_or_join(address: str | None, namespace: str) -> None:
                 type(error).__name__,
                 library_log(),
             )
+
+
+def _listen_to_nothing(*_: object) -> None:
+    """In place of Ray's listener."""
 
 
 def _connect(address: str, namespace: str) -> None:
@@ -165,7 +172,7 @@ def asked(what: str) -> Iterator[None]:
     left = f"{what}: the Ray cluster was left meanwhile"
     if not joined():
         raise ActorLostError(left)
-    if _head_died():
+    if head_died():
         raise ActorLostError(f"{what}: the local Ray head died")
     try:
         yield
@@ -177,7 +184,7 @@ def asked(what: str) -> Iterator[None]:
         raise ActorLostError(f"{what}: {client.CUT_OFF}: {client.first_line(error)}") from None
 
 
-def _head_died() -> bool:
+def head_died() -> bool:
     """Whether this process is connected to a local head that is recorded and has lost a process."""
     import ray
 
@@ -300,6 +307,7 @@ def _start() -> str:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": _python_path(),
     }
+    environment.pop("RAY_RAYLET_PID", None)  # a driver's, see millrace/__init__.py
     environment = head_token.added(environment)
     environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
     environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")

@@ -18,6 +18,7 @@ from prefect_ray.context import remote_options
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from millrace.connectors.ray.answers import in_cluster
 from millrace.connectors.ray.client import BROKEN, CUT_OFF, awaited, first_line
 from millrace.connectors.ray.cluster import asked
 from millrace.core.errors import ActorLostError, MillraceError
@@ -63,8 +64,7 @@ async def run_on_ray(
 
     future = await asyncio.to_thread(flow.copy().run, submit)
     try:
-        ended = awaited(future.wrapped_future)
-        state: State[Result] = await ended
+        state: State[Result] = await in_cluster("its process", awaited(future.wrapped_future))
     except RayTaskError as error:  # what a task raises is in its state
         raise NotBegunError(f"{type(error.cause).__name__}: {error.cause}", remedy=REMEDY) from None
     except RayError as error:

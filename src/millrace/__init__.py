@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 # iteration pays for its pages again. Arrow's allocator reads it as pyarrow is imported, so it stands before all else.
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
+# Process id of the node that a process of Ray's belongs to: its core ends the process without a word where it loses the node and
+# finds this one dead. Without the variable, which Ray sets for its own processes, it asks whether the parent is process 1: so it is
+# for a driver in the background whose shell has ended. Ray reads it as it is imported.
+os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+
 _MODULES = {
     "millrace.connectors.workers.sandbox": [
         "SandboxLimits",

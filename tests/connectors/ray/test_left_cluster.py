@@ -7,14 +7,17 @@ import contextlib
 import inspect
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -92,6 +95,13 @@ async def _raised(
     return None
 
 
+def kill_head() -> None:
+    for pid in json.loads((home() / "ray.json").read_text())["pids"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cluster.lost(None))
+
+
 def test_everything_that_asks_is_in_the_table() -> None:
     assert _public(actors) | _public(placement) == {*ASKS, *ASK_NOTHING}
 
@@ -100,15 +110,32 @@ def test_everything_that_asks_is_in_the_table() -> None:
 async def test_where_the_head_died_it_is_told_so_and_nobody_waits_for_ray(joined: str) -> None:
     group = actors.ActorGroup([actors.make("counter", 0, 1, Counter, SETTINGS)])
     assert await group.call(Counter.add, 4) == [5]
-    for pid in json.loads((home() / "ray.json").read_text())["pids"]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cluster.lost(None))
+    kill_head()
     for name, ask in ASKS.items():
         if not name.startswith("actors.Actor"):  # an actor may live and answer a moment longer
             assert await _raised(ask, group) is ActorLostError, name
     cluster.start_or_join(None, joined)
     assert actors.find("counter", 0, Counter) is None
+
+
+class Starting:
+    """Never made: its constructor takes longer than any test."""
+
+    def __init__(self, config: Any, index: int, count: int) -> None:
+        time.sleep(600)
+
+    def state(self) -> Any:
+        raise AssertionError
+
+
+async def test_a_call_of_an_actor_that_still_starts_ends_when_the_head_dies(joined: str) -> None:
+    """Ray says nothing of it, and would end this process after a minute."""
+    call = asyncio.create_task(actors.make("starting", 0, 1, Starting, SETTINGS).call(Starting.state))
+    await asyncio.sleep(1)
+    kill_head()
+    with pytest.raises(ActorLostError, match="starting-0 died with its cluster"):
+        await asyncio.wait_for(call, 30)
+    cluster.start_or_join(None, joined)
 
 
 async def test_it_is_told_that_the_part_is_lost_and_starts_no_other_ray(joined: str) -> None:
@@ -153,3 +180,32 @@ def test_a_process_may_free_references_while_it_leaves(ray_home: Path) -> None:
     """Ray would end it with 1 and no word, at the first reference that goes while its core goes down."""
     done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "left twice"), done.stderr
+
+
+ORPHAN = """
+import contextlib, json, os, signal, time
+from millrace.connectors.ray import cluster
+from millrace.connectors.storage.local import home
+
+deadline = time.monotonic() + 30
+while os.getppid() != 1 and time.monotonic() < deadline:
+    time.sleep(0.05)
+cluster.start_or_join(None, "orphan")
+for pid in json.loads((home() / "ray.json").read_text())["pids"]:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+while not cluster.lost(None):
+    time.sleep(0.05)
+cluster.start_or_join(None, "orphan")
+cluster.leave()
+print("joined again, parent", os.getppid())
+"""
+
+
+def test_a_process_whose_shell_has_ended_outlives_the_head(ray_home: Path, tmp_path: Path) -> None:
+    """A run in the background: Ray would end it with 1 and no word as it leaves the dead head."""
+    said = tmp_path / "said"
+    start = f"{shlex.join([sys.executable, '-c', ORPHAN])} > {shlex.quote(str(said))} 2>&1 & echo $!"
+    pid = int(subprocess.run(["sh", "-c", start], capture_output=True, text=True, check=True).stdout)
+    wait_until(lambda: not psutil.pid_exists(pid), pause_s=0.1)
+    assert "joined again, parent 1\n" in said.read_text(), said.read_text()
