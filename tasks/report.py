@@ -223,7 +223,7 @@ def _name(ctx: IterationContext) -> str:
 def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
     """The figures of the iteration's log line."""
     line = SUPERVISED_LINE if supervised else LINE
-    shown = [f"{label} {_figure(metrics[name])}" for label, name in line if name in metrics]
+    shown = [f"{label} {_shown(name, metrics)}" for label, name in line if name in metrics]
     for name, value in metrics.items():
         if name.startswith("eval/") and name.endswith("/reward_mean"):
             unscored = metrics.get(name.replace("/reward_mean", "/unscored"), 0)
@@ -233,6 +233,12 @@ def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
             perplexity = metrics[name.replace("/loss", "/perplexity")]
             shown.append(f"{name[5:-5]} loss {value:.4g} (perplexity {perplexity:.4g})")
     return ", ".join(shown)
+
+
+def _shown(name: str, metrics: dict[str, float]) -> str:
+    if name == "train/logprob_gap_mean" and metrics.get("train/logprob_gap_share") == 0:
+        return "not measured"  # all tokens are of older weights
+    return _figure(metrics[name])
 
 
 def _figure(value: float) -> str:

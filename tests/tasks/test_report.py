@@ -44,6 +44,21 @@ def test_the_log_line_has_the_figures_that_there_are() -> None:
     assert unscored == "reward 0.25, sums 0.500 (2 unscored, counted as wrong)"
 
 
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        ({}, "0.001"),
+        ({"train/logprob_gap_share": 0.3}, "0.001"),
+        (
+            {"train/logprob_gap_share": 0.0},
+            "not measured",
+        ),
+    ],
+)
+def test_a_gap_of_no_token_is_not_shown_as_none(share: dict[str, float], shown: str) -> None:
+    assert _headline({"train/logprob_gap_mean": 0.001, **share}) == f"log-prob gap {shown}"
+
+
 def test_a_supervised_iterations_line_has_loss_and_tokens() -> None:
     metrics = {"train/loss": 0.523, "train/grad_norm": 1.5, "train/tokens": 12345.0, "time/train_step_s": 2.0}
     assert _headline(metrics, supervised=True) == (
