@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from millrace.connectors.ray.client import BROKEN, CUT_OFF, awaited, connection, first_line
-from millrace.connectors.ray.cluster import head_died, joined
+from millrace.connectors.ray.cluster import gcs_address, head_died, joined
 from millrace.core.errors import ActorLostError, MillraceError
 
 OTHER_CLUSTER = "from a different cluster"
@@ -43,24 +42,14 @@ async def in_cluster(who: str, asked: Awaitable[Any]) -> Any:
 
     Of an actor that is still starting when the head dies Ray would say nothing, and end this process after a minute.
     """
-    home, pending = _cluster(), asyncio.ensure_future(asked)
+    home, pending = connection() or gcs_address(), asyncio.ensure_future(asked)
     try:
         while not (await asyncio.wait([pending], timeout=LOOK_S))[0]:
-            if home is None or _cluster() != home:
+            if home is None or home != (connection() or gcs_address()) or head_died():
                 raise ActorLostError(f"{who} died with its cluster")
         return pending.result()
     finally:
         pending.cancel()
-
-
-def _cluster() -> object:
-    """The cluster that this process is in; None where its local head died, or it has left it."""
-    if not joined() or head_died():
-        return None
-    try:
-        return connection() or ray.get_runtime_context().gcs_address
-    except AttributeError:  # it leaves just now
-        return None
 
 
 def _submitted(name: str, submit: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:

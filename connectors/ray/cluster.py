@@ -78,7 +78,7 @@ def start_or_join(address: str | None, namespace: str) -> None:
     auto_init_hook.enable_auto_connect = False
     # Ray's thread that prints what nodes report, beside what is raised of it. It begins by asking the head; where that dies
     # meanwhile, leaving waits for the thread, and Ray ends the process after a minute.
-    worker.listen_error_messages = _listen_to_nothing  # type: ignore[assignment]
+    worker.listen_error_messages = lambda worker, threads_stopped: None
     # The constant that LOOPBACK_ONLY sets was read when ray was first imported, before the address was known.
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -104,10 +104,6 @@ def start_or_join(address: str | None, namespace: str) -> None:
                 type(error).__name__,
                 library_log(),
             )
-
-
-def _listen_to_nothing(*_: object) -> None:
-    """In place of Ray's listener."""
 
 
 def _connect(address: str, namespace: str) -> None:
@@ -186,20 +182,26 @@ def asked(what: str) -> Iterator[None]:
 
 def head_died() -> bool:
     """Whether this process is connected to a local head that is recorded and has lost a process."""
+    record = None if client.connection() else _read()
+    return bool(record and record["address"] == gcs_address() and not _alive(record))
+
+
+def gcs_address() -> str | None:
+    """Of the cluster that this process has joined as one of its nodes; None where it has left it, or leaves it just now."""
     import ray
 
-    record = None if client.connection() else _read()
-    return bool(record and record["address"] == ray.get_runtime_context().gcs_address and not _alive(record))
+    try:
+        return str(ray.get_runtime_context().gcs_address) if joined() else None
+    except AttributeError:  # Ray takes what it has of a cluster away piece by piece
+        return None
 
 
 def lost(address: str | None) -> bool:
     """Whether the local head that this process is connected to has died; a configured cluster looks after itself."""
     if address is not None or not joined():
         return False
-    import ray
-
     record = _read()
-    return not (record and record["address"] == ray.get_runtime_context().gcs_address and _alive(record))
+    return not (record and record["address"] == gcs_address() and _alive(record))
 
 
 def leave() -> None:
