@@ -76,7 +76,7 @@ class HostMemory:
 
     def _pin(self) -> None:
         assert self._view is not None
-        torch.frombuffer(self._view, dtype=torch.uint8).zero_()  # by several threads, the pages come sooner
+        torch.frombuffer(self._view, dtype=torch.uint8).zero_()  # takes its pages
         address = _address(self._view)
         torch.cuda.cudart().cudaHostRegister(address, self.size, 0)
         self._pinned = address
