@@ -33,13 +33,20 @@ class Cluster:
         self._fence: Fence | None = None
         self._joining = asyncio.Lock()
         self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
+        self._killed = False  # the actors, for the run ends
 
     def use(self, identity: str, fence: Fence) -> None:
         """Work in the namespace of this run alone, and end actors only while the fence lets this process."""
         self.identity, self._fence = identity, fence
 
     async def join(self) -> None:
-        """Be connected. A local head that died is started again; the actors it had are lost and rebuilt."""
+        """Be connected. A local head that died is started again; the actors it had are lost and rebuilt.
+
+        Raises CancelledError once the actors were killed: an asyncio.TaskGroup in which one of them fails forgets that it was
+        cancelled, and the task of the iteration would be tried again and make new ones.
+        """
+        if self._killed:
+            raise asyncio.CancelledError
         address = self.config.placement.ray_address
         limit = self.config.run_limit
         async with locked(self._joining, "the Ray cluster, which another task joins", limit):
@@ -81,7 +88,8 @@ class Cluster:
         return await asyncio.to_thread(self._reservation.places, role)
 
     def kill_actors(self) -> None:
-        """Kill the run's actors at once, whatever they do, unless they are another driver's by now."""
+        """Kill the run's actors at once, whatever they do, unless they are another driver's by now. No others are made."""
+        self._killed = True
         if self._reaches_actors():
             with contextlib.suppress(LeaseHeldError, ActorLostError):
                 if self._fence:
