@@ -238,9 +238,7 @@ def _build(facts: Facts) -> Runtime:
     store.fence = PassedLease(Store(store.url), facts.token)
     runtime.run_folder.owner.drive_as(facts.run_id)
     runtime.prompts.use_seed_name(facts.seed_name)
-    _ = (
-        runtime.prompts.tokenizer
-    )  # takes seconds to import, and any of the processes may be the next to generate
+    _ = runtime.prompts.tokenizer  # takes seconds to import, and any process may be the next to generate
     use_few_heaps()
     collect_whole_when_asked()
     collect_garbage()

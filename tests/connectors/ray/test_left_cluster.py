@@ -131,9 +131,7 @@ class Starting:
 async def test_a_call_of_an_actor_that_still_starts_ends_when_the_head_dies(joined: str) -> None:
     """Ray says nothing of it, and would end this process after a minute."""
     call = asyncio.create_task(actors.make("starting", 0, 1, Starting, SETTINGS).call(Starting.state))
-    await asyncio.sleep(
-        0.2
-    )  # its process has not begun to make it, as a rule: where it has, Ray does say something
+    await asyncio.sleep(0.2)  # as a rule its process has not begun to make it: else Ray does say something
     kill_head()
     with pytest.raises(ActorLostError, match="actor starting-0 died"):
         await asyncio.wait_for(call, 30)
