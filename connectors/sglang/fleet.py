@@ -79,10 +79,8 @@ class Fleet:
         still starting when the error is raised.
         """
         self._model = model
-        results = await asyncio.gather(
-            *(self._ensure_one(index) for index in self._health), return_exceptions=True
-        )
-        for result in results:
+        ensuring = (self._ensure_one(index) for index in self._health)
+        for result in await asyncio.gather(*ensuring, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
         if self._router:
@@ -103,8 +101,11 @@ class Fleet:
                     self._record_event(index, Event.STARTED)
                     if self._make_room:
                         await self._make_room()
-                    with starting(log, f"engine-{index}"):
-                        state = await handle.start(self._model)
+                    try:
+                        with starting(log, f"engine-{index}"):
+                            state = await handle.start(self._model)
+                    except EngineLostError:  # killed as it started: that counts as any other death
+                        continue
                     if not await self._answers(index, state):
                         continue
                 self._released[index] = state.get("released", [])
@@ -165,9 +166,8 @@ class Fleet:
         self._lost.pop(index, None)
         self._record_event(index, Event.ANSWERED)
         if version is not None and not (new and self.config.engines.kind == "external"):
-            self._record_event(
-                index, Event.CONFIRMED, version
-            )  # an external engine's number may be another run's
+            # an external engine's number may be another run's
+            self._record_event(index, Event.CONFIRMED, version)
         return True
 
     async def _drop(self, index: int, died: bool = True) -> None:

@@ -36,7 +36,7 @@ from millrace.connectors.storage.store import split_url
 from millrace.core.config import RunConfig
 from millrace.core.config.plan import visible_gpus
 from millrace.core.contracts.handles import ServerState
-from millrace.core.errors import EngineError
+from millrace.core.errors import EngineError, EngineLostError
 from millrace.core.waits.heartbeat import beat
 
 PR_SET_PDEATHSIG = 1
@@ -83,8 +83,8 @@ class _ServerHolder:
         """Start the server and wait until it answers at its port, which may be known only later.
 
         A port that was free when it was chosen may be taken once the server binds it, and servers choose some themselves:
-        such a start is made again with other ports. Raises EngineError with the end of its log if it dies for another
-        reason or stays silent for engines.start_timeout_s.
+        such a start is made again with other ports. Raises EngineLostError if it is killed, EngineError with the end of its log
+        if it dies for another reason or stays silent for engines.start_timeout_s.
         """
         for left in reversed(range(PORT_TRIES)):
             if self._started(what, *launch(), may_try_again=left > 0):
@@ -126,7 +126,8 @@ class _ServerHolder:
                 patience = (
                     f"did not answer in engines.start_timeout_s = {self.config.engines.start_timeout_s:g}"
                 )
-                raise EngineError(
+                killed = code is not None and code < 0  # by a signal: nothing in its log says why
+                raise (EngineLostError if killed else EngineError)(
                     f"{what} {patience if code is None else f'ended with {code}'}; the end of {self.log}:\n{self._tail()}",
                     remedy="correct what the log names, or raise engines.start_timeout_s if it was still loading, and start "
                     "the same command again: what finished is kept",

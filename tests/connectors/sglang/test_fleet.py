@@ -159,6 +159,24 @@ async def test_an_engine_killed_while_weights_are_published_is_rebuilt_with_them
     assert fleet.restarts == 1
 
 
+async def test_an_engine_killed_as_it_starts_is_started_again(
+    make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
+) -> None:
+    """It was not answered with an error, which would count as that of the sample that asked for engines first."""
+    fleet = make_fleet()
+    await serving(fleet, tiny_model, 31)
+    died = handles[0].server._process
+    died.kill()
+    died.wait()
+    ensuring = asyncio.create_task(fleet.ensure(str(tiny_model)))
+    while (starts := handles[0].server._process) in (died, None):  # noqa: ASYNC110 - another thread sets it
+        await asyncio.sleep(0.005)
+    starts.kill()
+    await ensuring
+    assert fleet.restarts == 2
+    assert fleet.unconfirmed(31) == [0]
+
+
 async def test_weights_come_by_url_to_every_engine_and_no_copy_stays(
     make_fleet: MakeFleet, tiny_model: Path, other_model: Path, handles: list[LocalHandle]
 ) -> None:
