@@ -69,7 +69,6 @@ ROWS = {
         "time.sleep": COUNTED,
         "with _lock": "held over a wait for room in the cluster: placement.wait_s",
     },
-    "connectors/ray/task_runs.py": {"await ended": SHARD},
     "connectors/rewards/posting.py": {"asyncio.sleep": COUNTED},
     "connectors/rewards/served_teacher.py": {
         "async with self._free": "over requests with algorithm.teacher_server.timeout_s and attempts",
