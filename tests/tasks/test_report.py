@@ -49,10 +49,7 @@ def test_the_log_line_has_the_figures_that_there_are() -> None:
     [
         ({}, "0.001"),
         ({"train/logprob_gap_share": 0.3}, "0.001"),
-        (
-            {"train/logprob_gap_share": 0.0},
-            "not measured",
-        ),
+        ({"train/logprob_gap_share": 0.0}, "not measured"),
     ],
 )
 def test_a_gap_of_no_token_is_not_shown_as_none(share: dict[str, float], shown: str) -> None:
