@@ -13,6 +13,7 @@ from collections import Counter
 
 from prefect import task
 
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.buffer.buffer import Buffer, reach
 from millrace.core.buffer.choice import chosen
 from millrace.core.contracts import schema
@@ -22,6 +23,7 @@ from millrace.core.contracts.sample import DrawnGroup
 from millrace.core.contracts.task_records import ReusedGroup, SamplePromptsRecord
 from millrace.core.curriculum.parts import source_and_level
 from millrace.core.ledger import Draw
+from millrace.core.pipeline.selection import drawn
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import Read
 from millrace.tasks.kill_points import kill_point
@@ -84,14 +86,22 @@ def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:
 def wanted(ctx: IterationContext, reused: int = 0) -> int:
     """How many groups generate from the start. reused: groups of the batch that are not drawn.
 
-    With pipeline.select=finish more than the batch needs; what the newest committed iteration deferred is under way already, and
-    takes the place of as many.
+    With pipeline.select=finish more than the batch needs; what was deferred is under way already, and takes the place of as many.
     """
     pipeline, prompts = ctx.config.pipeline, ctx.config.rollout.prompts
     if pipeline.select == "draw":
         return prompts - reused
-    deferred = len(ctx.runtime.prompts.deferred_before(ctx.index))
-    return max(0, prompts + round(pipeline.reserve * prompts) - deferred)
+    known = ctx.runtime.prompts.newest_before(ctx.index)
+    open_before = [_released(ctx, index) for index in range(known + 1, ctx.index)]
+    return drawn(prompts, pipeline.reserve, len(ctx.runtime.prompts.deferred_by(known)), open_before)
+
+
+def _released(ctx: IterationContext, index: int) -> int:
+    """Groups that an iteration which is open began of its own draw."""
+    record = IterationFiles(ctx.run_folder, index).record("sample_prompts")
+    assert record is not None, "iterations draw in turn"
+    released: int = record["released"]
+    return released
 
 
 def draw_groups(

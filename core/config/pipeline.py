@@ -42,8 +42,7 @@ class Pipeline(Section):
         0.25,
         gt=0,
         le=1,
-        description="With select=finish, groups that generate beyond those of the batch, in multiples of rollout.prompts. At most "
-        "1 / (ahead + 1).",
+        description="With select=finish, groups that generate beyond those of the batch, in multiples of rollout.prompts.",
     )
     on_update: OnUpdate = Field(
         "resend",

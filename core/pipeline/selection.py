@@ -30,6 +30,17 @@ class Choice:
     returned: list[str]  # may not be deferred: drawn again, without their tokens
 
 
+def drawn(batch: int, reserve: float, deferred: int, open_before: Sequence[int] = ()) -> int:
+    """How many groups an iteration draws, so that `batch` and a share of it in reserve are under way with those deferred to it.
+
+    deferred: by the newest iteration whose cut is known. open_before: what each iteration since then drew; it trains `batch`
+    groups, and is taken to defer all others. Without them, iterations ahead would draw for one another's places in turns.
+    """
+    for groups in open_before:
+        deferred = max(0, deferred + groups - batch)
+    return max(0, batch + round(reserve * batch) - deferred)
+
+
 def choose(candidates: Sequence[Candidate], need: int, limit: int) -> Choice | None:
     """The cut, once there is one; None before. limit: how many times a group may be deferred.
 

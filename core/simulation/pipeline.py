@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from millrace.core.pipeline.selection import Candidate, choose
+from millrace.core.pipeline.selection import Candidate, choose, drawn
 from millrace.core.simulation.engines import Answer, Engine
 from millrace.core.simulation.recorded import Group, Seconds, Speed
 
@@ -71,6 +71,7 @@ class _Group:
 class _Iteration:
     groups: list[_Group] = field(default_factory=list)
     deferred: list[_Group] = field(default_factory=list)  # to the next one
+    begun: int = 0  # groups that it drew, without those for dropped ones
     finished: int = 0  # groups that are whole
     open: bool = False
     drawn: bool = False
@@ -192,13 +193,15 @@ class _Replay:
 
     def _generate(self, index: int) -> None:
         """Release the groups of an iteration, and take in what was deferred to it."""
-        iteration, wanted = self._iterations[index], self._batch
-        if self._mode.select == "finish":
-            committed = index - self._mode.ahead - 1
-            deferred = len(self._iterations[committed].deferred) if committed >= 0 else 0
-            wanted = max(0, wanted + round(self._mode.reserve * wanted) - deferred)
-        iteration.drawn = True
-        for _ in range(wanted):
+        iteration, mode = self._iterations[index], self._mode
+        begun = self._batch
+        if mode.select == "finish":
+            known = max(-1, index - mode.ahead - 1)
+            deferred = len(self._iterations[known].deferred) if known >= 0 else 0
+            open_before = [each.begun for each in self._iterations[known + 1 : index]]
+            begun = drawn(self._batch, mode.reserve, deferred, open_before)
+        iteration.drawn, iteration.begun = True, begun
+        for _ in range(begun):
             self._release(index)
         if index and self._iterations[index - 1].generated:
             self._join(index)

@@ -110,10 +110,13 @@ class Prompts:
             )
         return self._ledger.extend(self._run_folder.history(since=self._ledger.iterations))
 
-    def deferred_before(self, iteration: int) -> list[Key]:
-        """Groups that the newest iteration deferred which must be committed before this one is drawn."""
-        newest = iteration - 1 - self.ahead.at(iteration)
-        manifest = self._run_folder.manifest(newest) if newest >= 0 else None
+    def newest_before(self, iteration: int) -> int:
+        """The newest iteration that must be committed before this one is drawn; below zero if none must."""
+        return max(-1, iteration - 1 - self.ahead.at(iteration))
+
+    def deferred_by(self, iteration: int) -> list[Key]:
+        """Groups that a committed iteration deferred."""
+        manifest = self._run_folder.manifest(iteration) if iteration >= 0 else None
         return manifest.history.deferred_keys() if manifest and manifest.history else []
 
     def ledger_before(self, iteration: int) -> Ledger:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.core.pipeline.selection import Candidate, Choice, choose
+from millrace.core.pipeline.selection import Candidate, Choice, choose, drawn
 
 KEEP, DROP = True, False
 
@@ -53,11 +53,11 @@ def test_over_iterations_no_group_is_deferred_too_often_and_none_is_lost(
 ) -> None:
     """Groups are whole in any order; some are dropped. Each is trained, dropped or deferred, at most `limit` times."""
     waiting: dict[str, int] = {}
-    drawn = 0
+    begun = 0
     for _ in range(6):
         fresh = max(0, need + min(reserve, need) - len(waiting))
-        groups = {**waiting, **{f"g{drawn + at}": 0 for at in range(fresh)}}
-        drawn += fresh
+        groups = {**waiting, **{f"g{begun + at}": 0 for at in range(fresh)}}
+        begun += fresh
         order = data.draw(st.permutations(list(groups)))
         kept = {name: data.draw(st.integers(0, 3)) > 0 for name in groups}
         finished: dict[str, int] = {}
@@ -77,3 +77,23 @@ def test_over_iterations_no_group_is_deferred_too_often_and_none_is_lost(
         assert all(name in finished and kept[name] for name in choice.trained)
         waiting = {name: groups[name] + 1 for name in choice.deferred}
         assert all(times <= limit for times in waiting.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 16), st.floats(0.01, 1), st.integers(0, 4), st.data())
+def test_as_many_groups_are_under_way_in_each_iteration_however_far_ahead(
+    batch: int, reserve: float, ahead: int, data: Any
+) -> None:
+    """Each iteration draws before those right before it have made their cuts. Some trained a smaller batch, and deferred less."""
+    most = batch + round(reserve * batch)
+    draws: list[int] = []
+    deferred: list[int] = []
+    for index in range(12):
+        known = index - ahead
+        draws.append(drawn(batch, reserve, deferred[known - 1] if known > 0 else 0, draws[max(0, known) :]))
+        under_way = draws[-1] + (deferred[-1] if deferred else 0)
+        returned = data.draw(st.sampled_from([0, 0, 0, 1, 2]))
+        deferred.append(max(0, under_way - batch - returned))
+        assert under_way <= most, "no more is deferred than the next batch takes"
+        if not any(deferred[at] < most - batch for at in range(index)):
+            assert under_way == most

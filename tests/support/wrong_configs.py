@@ -62,8 +62,6 @@ WRONG: list[tuple[str, list[str], str]] = [
      ["pipeline.select=finish", "pipeline.max_staleness=1", "algorithm.correction.max_token_age=0",
       "algorithm.preset=gspo"],
      "algorithm.correction.max_token_age"),
-    ("more deferred than a batch takes",
-     ["pipeline.select=finish", "pipeline.ahead=1", "pipeline.reserve=0.75", WEIGHED], "pipeline.reserve"),
     ("a deferred dialogue", ["pipeline.select=finish", "rollout.session.function=play:play"],
      "pipeline.select"),
     ("supervised and ahead", ["algorithm.preset=sft", "rollout.samples_per_prompt=1", "pipeline.ahead=1"],

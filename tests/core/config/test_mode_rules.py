@@ -21,7 +21,7 @@ BOUNDS = ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (3, 8))
 def test_these_modes_agree(bounds: tuple[int, int], select: str, on_update: str) -> None:
     ahead, staleness = bounds
     mode = [f"pipeline.ahead={ahead}", f"pipeline.max_staleness={staleness}", f"pipeline.select={select}"]
-    mode += [f"pipeline.reserve={1 / (ahead + 1)}", f"pipeline.on_update={on_update}", WEIGHED]
+    mode += ["pipeline.reserve=1", f"pipeline.on_update={on_update}", WEIGHED]
     assert fields(*mode) == []
 
 
@@ -30,16 +30,6 @@ def test_a_bound_on_age_is_at_least_what_running_ahead_makes(ahead: int) -> None
     mode = [f"pipeline.ahead={ahead}", WEIGHED]
     assert fields(*mode) == fields(*mode, f"pipeline.max_staleness={ahead}") == []
     assert fields(*mode, f"pipeline.max_staleness={ahead - 1}") == ["pipeline.max_staleness"]
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_no_more_is_deferred_than_the_next_batch_takes(ahead: int) -> None:
-    mode = [FINISH, f"pipeline.ahead={ahead}", WEIGHED]
-    most = 1 / (ahead + 1)
-    assert fields(*mode, f"pipeline.reserve={most}") == []
-    more = most + 0.01
-    assert fields(*mode, f"pipeline.reserve={more}") == ["pipeline.reserve"]
-    assert fields(f"pipeline.ahead={ahead}", WEIGHED, f"pipeline.reserve={min(1, more)}") == []
 
 
 @pytest.mark.parametrize(

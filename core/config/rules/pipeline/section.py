@@ -24,14 +24,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield from unweighed(config.algorithm, f"with {field} tokens are made by older weights")
     if p.min_ess is not None:
         yield from _min_ess(config)
-    most = 1 / (p.ahead + 1)
-    if p.select == "finish" and p.reserve > most:
-        yield Problem(
-            "pipeline.reserve",
-            p.reserve,
-            "more groups could be deferred than the next batch takes",
-            f"set it to {most:.3g} or less",
-        )
     if p.select == "finish" and config.rollout.session:
         yield Problem(
             "pipeline.select",
