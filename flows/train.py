@@ -24,7 +24,7 @@ from millrace.tasks.checkpoint import checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import publish
+from millrace.tasks.publish import count_beside, publish
 from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
@@ -32,6 +32,8 @@ from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.sample_prompts import sample_prompts
 from millrace.tasks.samples.batch.eager_passes import pass_early
 from millrace.tasks.samples.joined_groups import receive_deferred
+from millrace.tasks.shards.attempts import RunShard
+from millrace.tasks.shards.early import begin_shards
 from millrace.tasks.shards.sharded import open_shards
 from millrace.tasks.shards.sharded_evaluation import open_evaluation
 from millrace.tasks.sync_weights import sync_weights
@@ -54,6 +56,11 @@ async def train(config: RunConfig) -> DriveResult:
 
 async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     """One pass of the eight tasks over iteration `index`."""
+    async with begin_shards(runtime, index) as run_shard:
+        await _pass(runtime, index, slot, run_shard)
+
+
+async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: RunShard) -> None:
     await slot.may_work()
     if index == 0:
         await evaluate_untrained(runtime)
@@ -66,8 +73,9 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     with only_first_error():
         async with asyncio.TaskGroup() as beside:  # which ends before engines get other weights
             evaluated = beside.create_task(_evaluate_in_background(ctx, slot))
-            await _fill_batch(ctx, slot)
+            await _fill_batch(ctx, slot, run_shard)
             await slot.reach(Stage.GENERATED)
+            beside.create_task(count_beside(ctx))
             await slot.may_train()
             if config.placement.colocate:  # engines sleep while the trainer works
                 await evaluated
@@ -91,11 +99,11 @@ async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
     await slot.reach(Stage.DONE)
 
 
-async def _fill_batch(ctx: IterationContext, slot: IterationSlot) -> None:
+async def _fill_batch(ctx: IterationContext, slot: IterationSlot, run_shard: RunShard) -> None:
     """Generate, score and filter groups until the batch is fixed."""
     ctx.open_stream()
     await take_back_failures(ctx)
-    async with open_shards(ctx):
+    async with open_shards(ctx, run_shard):
         with only_first_error():
             async with asyncio.TaskGroup() as streaming:
                 streaming.create_task(receive_deferred(ctx, slot.may_join))

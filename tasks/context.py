@@ -13,6 +13,7 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.account.account import Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import (
@@ -84,6 +85,7 @@ class IterationContext:
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
         self.records: IterationRecords = {}  # committed so far
+        self.counted: tuple[dict[str, float | None], Account] | None = None  # figures of the fixed batch
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
         self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each, on one clock
         self.parts: dict[str, list[FileRecord]] = {

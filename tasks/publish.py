@@ -6,6 +6,7 @@ Reads what the other tasks wrote; logs metrics to MLflow and artifacts to Prefec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
     StepMetrics,
 )
+from millrace.core.errors import MillraceError
 from millrace.core.metrics import (
     curriculum_metrics,
     group_metrics,
@@ -112,40 +114,51 @@ def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
     return {"version": record["version"], "done": record["done"], "metrics": metrics}
 
 
+async def count_beside(ctx: IterationContext) -> None:
+    """Count the fixed batch while it is trained. What cannot be read now is read again by `publish`."""
+    with contextlib.suppress(MillraceError):
+        ctx.counted = await asyncio.to_thread(_count, ctx)
+
+
 def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
-    """Every figure of the iteration, and its account, from one reading of its parts."""
+    """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest. And its account."""
+    records = ctx.records
+    generated, account = ctx.counted or _count(ctx)
+    check_closes(account, IterationFiles(ctx.run_folder, ctx.index), ctx.run_folder)
+    metrics = {
+        **generated,
+        **_train_metrics(records["train_step"]["steps"]),
+        **_time_metrics(ctx),
+        **_sync_metrics(ctx),
+        **account.metrics(),
+    }
+    if "evaluate" in records:
+        metrics.update(report.evaluation_metrics(records["evaluate"]))
+    return {name: float(value) for name, value in metrics.items() if value is not None}, account
+
+
+def _count(ctx: IterationContext) -> tuple[dict[str, float | None], Account]:
+    """The figures of what was generated, scored and chosen, and the account, from one reading of the parts."""
     records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
     rollouts, turns = (_parts(ctx, kind, records["rollout"], READ[kind]) for kind in ("rollouts", "turns"))
+    rewards = _parts(ctx, "rewards", records["reward"], READ["rewards"])
     verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
-    check_closes(account, files, ctx.run_folder)
-    return {**iteration_metrics(ctx, rollouts, turns), **account.metrics()}, account
-
-
-def iteration_metrics(ctx: IterationContext, rollouts: pa.Table, turns: pa.Table) -> dict[str, float]:
-    """Every figure of the iteration but those of its account, by name: the same names in MLflow, the artifacts and the manifest."""
-    records = ctx.records
-    rewards = _parts(ctx, "rewards", records["reward"], READ["rewards"])
-    metrics = {
+    generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
+    rollout_s = records["rollout"]["seconds"]
+    metrics: dict[str, float | None] = {
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
         **teacher_metrics(rewards),
         **session_metrics(rollouts, turns),
-        **_train_metrics(records["train_step"]["steps"]),
-        **_time_metrics(ctx),
-        **_sync_metrics(ctx),
         **_filter_metrics(ctx.fresh_groups, records["filter"]),
         **curriculum_metrics(records["sample_prompts"]),
         **reuse_metrics(records["sample_prompts"], ctx.config.rollout.prompts),
+        "rollout/tokens_per_second": generated / rollout_s if rollout_s else 0.0,
+        "staleness/mean": staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0),
     }
-    generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
-    rollout_s = records["rollout"]["seconds"]
-    metrics["rollout/tokens_per_second"] = generated / rollout_s if rollout_s else 0.0
-    metrics["staleness/mean"] = staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0)
-    if "evaluate" in records:
-        metrics.update(report.evaluation_metrics(records["evaluate"]))
-    return {name: float(value) for name, value in metrics.items() if value is not None}
+    return metrics, account
 
 
 def _parts(

@@ -24,23 +24,24 @@ from millrace.core.pipeline.sharding import PlacedShare, shares
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import after_tries
-from millrace.tasks.shards.board import Topic, Work, Writer
+from millrace.tasks.shards.board import Seat, ShardCall, Topic, Work, Writer
 from millrace.tasks.shards.conversation import Conversation
-from millrace.tasks.shards.shard import ShardCall
 from millrace.tasks.stream import Kind, Stream
 
 log = logging.getLogger(__name__)
 STARTS = 3  # of a shard, in one try of its task
 Record = TypeVar("Record")
-RunShard = Callable[[Task[[ShardCall], Any], ShardCall, str | None], Awaitable[Any]]
+RunShard = Callable[[Task[[Any], Any], ShardCall, str | None], Awaitable[Any]]
 """Runs a shard to its end on a node, or raises ActorLostError where it dies."""
+RunAny = Callable[[Task[[Any], Any], ShardCall | Seat, str | None], Coroutine[Any, Any, Any]]
+"""The same, also for a shard that waits for its call."""
 
 
-def on_ray() -> RunShard:
+def on_ray() -> RunAny:
     """Runs shards as tasks of the flow run that this is called in. Called outside of its tasks: see run_on_ray."""
     flow = copy_context()
 
-    async def run(task: Task[[ShardCall], Any], call: ShardCall, node: str | None) -> Any:
+    async def run(task: Task[[Any], Any], call: ShardCall | Seat, node: str | None) -> Any:
         return await run_on_ray(task, call, flow, node)
 
     return run
@@ -100,7 +101,7 @@ class Attempts:
     async def run(
         self,
         talk: Conversation,
-        task: Task[[ShardCall], Coroutine[Any, Any, Record]],
+        task: Task[[Any], Coroutine[Any, Any, Record]],
         work: Work,
         kinds: Sequence[Kind],
     ) -> list[Record]:
@@ -126,7 +127,7 @@ class Attempts:
     async def _shard(
         self,
         talk: Conversation,
-        task: Task[[ShardCall], Coroutine[Any, Any, Record]],
+        task: Task[[Any], Coroutine[Any, Any, Record]],
         work: Work,
         kinds: Sequence[Kind],
         number: int,

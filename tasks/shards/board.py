@@ -15,6 +15,9 @@ from typing import Any, Literal
 from millrace.connectors.sglang.dispatcher import EngineAddress
 from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import MillraceError
+from millrace.core.pipeline.sharding import Share
+from millrace.core.staleness import VersionRange
+from millrace.core.waits.deadline import Limit
 from millrace.tasks.context import Evaluation
 from millrace.tasks.stream import Kind
 
@@ -55,6 +58,27 @@ class Writer:
     work: Work
     shard: int
     attempt: int
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """What a shard is asked to do: references only."""
+
+    token: int  # of the driver's lease
+    topic: Topic
+    writer: Writer
+    share: Share
+    versions: VersionRange  # of the weights that generate
+    limit: Limit  # of the board: how long nothing may move in a call
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a shard that was begun early waits for its call. No two of a driver have one number."""
+
+    token: int  # of the driver's lease
+    number: int
+    limit: Limit  # of the board: how long nothing may move in a call
 
 
 @dataclass(frozen=True)
@@ -176,6 +200,7 @@ class Board:
         self._facts: Facts | None = None
         self._topics: dict[Topic, list[Notice]] = {}
         self._attempts: dict[tuple[Topic, Work, int], int] = {}
+        self._calls: dict[int, ShardCall | None] = {}  # by the number of the seat, until it is heard
 
     def state(self) -> dict[str, Any]:
         """Nothing of its own."""
@@ -187,6 +212,7 @@ class Board:
             self._facts = facts
             self._topics.clear()
             self._attempts.clear()
+            self._calls.clear()
             self._changed.notify_all()
 
     def facts(self, token: int) -> Facts:
@@ -214,6 +240,28 @@ class Board:
         with self._changed:
             self._of(topic)
             self._attempts[topic, writer.work, writer.shard] = writer.attempt
+
+    def call_to(self, seat: Seat, call: ShardCall | None) -> None:
+        """Give the shard at a seat its call; None if there will be none."""
+        with self._changed:
+            self._calls[seat.number] = call
+            self._changed.notify_all()
+
+    def called(self, seat: Seat, timeout_s: float) -> ShardCall | None:
+        """The call for a seat; waits so long for it. Raises ShardReplacedError if there will be none."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self.facts(seat.token)
+                if seat.number in self._calls:
+                    call = self._calls.pop(seat.number)
+                    if call is None:
+                        raise ShardReplacedError("there is no work for this shard")
+                    return call
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
 
     def tell(self, token: int, topic: Topic, notices: Sequence[Notice], writer: Writer | None = None) -> None:
         """Append notices. writer: the shard that does so. Raises ShardReplacedError for one that does not count any more."""

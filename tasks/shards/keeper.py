@@ -23,7 +23,7 @@ from millrace.core.config.placement import is_clients
 from millrace.core.errors import ActorLostError
 from millrace.tasks.runtime.cluster import Cluster
 from millrace.tasks.runtime.prompts import Prompts
-from millrace.tasks.shards.board import Board, Facts, Work
+from millrace.tasks.shards.board import Board, Facts, Seat, ShardCall, Work
 from millrace.tasks.shards.senders import Senders
 
 BOARD = "board"  # role of its actor
@@ -70,6 +70,17 @@ class BoardKeeper:
                 self._board = board
             return self._board
 
+    @property
+    def is_there(self) -> bool:
+        """Whether an iteration of this driver had shards."""
+        return self._board is not None
+
+    async def call_to(self, seat: Seat, call: ShardCall | None) -> None:
+        """Give the shard at a seat its call; None if there will be none. Raises ActorLostError without a board."""
+        if self._board is None:
+            raise ActorLostError("the board of the run is gone")
+        await self._board.call(Board.call_to, seat, call)
+
     @contextlib.asynccontextmanager
     async def weights_change(self) -> AsyncIterator[None]:
         """Within, engines may be given other weights: no shard sends a request."""
@@ -109,11 +120,11 @@ class BoardKeeper:
         return [place.node for place in await self._cluster.places("engine")]
 
     async def _make(self) -> actors.Actor[Board]:
-        """A board with a thread for each call that waits: of each open iteration one a shard of each kind of work, and one for
-        each of its two topics."""
+        """A board with a thread for each call that waits: of each iteration that is open or waits for one, one a shard of each kind
+        of work, and one for each of its two topics."""
         config = self._config
         shards = config.rollout.shards or len(set(await self.nodes())) or 1
-        threads = (config.pipeline.ahead + 1) * (len(get_args(Work)) * shards + 2) + SPARE_THREADS
+        threads = (config.pipeline.ahead + 2) * (len(get_args(Work)) * shards + 2) + SPARE_THREADS
         limit = config.part_limit
         return actors.make(
             BOARD, 0, 1, Board, self._cluster.settings, placement.here(), limit=limit, threads=threads

@@ -12,7 +12,6 @@ import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import pyarrow as pa
@@ -35,44 +34,30 @@ from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
 from millrace.core.errors import only_first_error
 from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import search_in
-from millrace.core.pipeline.sharding import Share
 from millrace.core.staleness import VersionRange
-from millrace.core.waits.deadline import Limit
 from millrace.tasks.context import Evaluation, IterationContext
 from millrace.tasks.reward import score_landing
 from millrace.tasks.rollout import generate
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.samples.held_out import KIND, make_share
 from millrace.tasks.samples.joined_groups import deferred_to
-from millrace.tasks.shards.board import Board, Facts, Failed, ShardReplacedError, Topic, Writer
+from millrace.tasks.shards.board import Board, Facts, Failed, Seat, ShardCall, ShardReplacedError
 from millrace.tasks.shards.keeper import BOARD
-from millrace.tasks.shards.mirror import Link, MirroredStream
+from millrace.tasks.shards.mirror import LOOK_S, Link, MirroredStream
 from millrace.tasks.stream import NOTHING, Kind
 
 TIDY_AFTER_S = 0.1  # for Ray to send the record
 
 
-@dataclass(frozen=True)
-class ShardCall:
-    """What a shard is asked to do: references only."""
-
-    token: int  # of the driver's lease
-    topic: Topic
-    writer: Writer
-    share: Share
-    versions: VersionRange  # of the weights that generate
-    limit: Limit  # of the board: how long nothing may move in a call
-
-
 @task(name="rollout_shard", cache_policy=NO_CACHE)
-async def rollout_shard(call: ShardCall) -> RolloutRecord:
+async def rollout_shard(call: ShardCall | Seat) -> RolloutRecord:
     """Generate a share of the iteration's groups until the filter has settled; the record names no parts."""
     async with _context(call) as ctx:
         return await make_rollouts(ctx)
 
 
 @task(name="reward_shard", cache_policy=NO_CACHE)
-async def reward_shard(call: ShardCall) -> RewardRecord:
+async def reward_shard(call: ShardCall | Seat) -> RewardRecord:
     """Score the samples of a share of the groups until the filter has settled; the record names no parts."""
     async with _context(call) as ctx:
         return await make_rewards(ctx)
@@ -170,12 +155,13 @@ class ShardContext(IterationContext):
 
 
 @contextlib.asynccontextmanager
-async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
-    """The shard's context in a worker process of Ray's."""
-    board = actors.find(BOARD, 0, Board, limit=call.limit)
+async def _context(asked: ShardCall | Seat) -> AsyncIterator[ShardContext]:
+    """The shard's context in a worker process of Ray's. At a seat, once there is a call for it."""
+    board = actors.find(BOARD, 0, Board, limit=asked.limit)
     if board is None:
         raise ShardReplacedError("the board of the run is gone")
-    runtime = await _runtime(board, call.token)
+    runtime = await _runtime(board, asked.token)
+    call = await called_to(board, asked) if isinstance(asked, Seat) else asked
     try:
         async with shard_context(call, board, runtime, node_address()) as ctx:
             yield ctx
@@ -183,6 +169,14 @@ async def _context(call: ShardCall) -> AsyncIterator[ShardContext]:
         runtime.sessions.close()  # its processes are heard in the event loop that this task has for itself
         # What this process's share of an iteration left: when the driver has its record, which would else come later
         threading.Timer(TIDY_AFTER_S, gc.collect).start()
+
+
+async def called_to(board: actors.Actor[Board], seat: Seat) -> ShardCall:
+    """Wait at a seat for its call. Raises ShardReplacedError where there will be none."""
+    while True:
+        call = await board.call(Board.called, seat, LOOK_S)
+        if call is not None:
+            return call
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ from millrace.core.pipeline.sharding import in_shards
 from millrace.tasks.context import IterationContext
 from millrace.tasks.reward import OUTCOME, reward_budget
 from millrace.tasks.rollout import FAILURE, defer, rollout_budget
-from millrace.tasks.shards.attempts import Attempts, RunShard, on_ray
+from millrace.tasks.shards.attempts import Attempts, RunShard
 from millrace.tasks.shards.board import Batch
 from millrace.tasks.shards.shard import reward_shard, rollout_shard
 from millrace.tasks.stream import Kind
@@ -31,12 +31,12 @@ WRITTEN: tuple[Kind, ...] = ("rollouts", "turns")  # by shards that generate
 
 
 @contextlib.asynccontextmanager
-async def open_shards(ctx: IterationContext) -> AsyncIterator[None]:
-    """Within, rollout and reward of the iteration work in shards, where the configuration says so."""
+async def open_shards(ctx: IterationContext, run: RunShard) -> AsyncIterator[None]:
+    """Within, rollout and reward of the iteration work in shards, where the configuration says so. run: runs one."""
     if not in_shards(ctx.config) or not await can_begin(ctx):
         yield
         return
-    sharded = ShardedIteration(ctx, on_ray())
+    sharded = ShardedIteration(ctx, run)
     ctx.shards = sharded
     try:
         yield

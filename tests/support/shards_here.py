@@ -25,10 +25,9 @@ from millrace.core.errors import ActorLostError, EngineLostError
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
-from millrace.tasks.shards.board import Board, Facts
+from millrace.tasks.shards.board import Board, Facts, ShardCall
 from millrace.tasks.shards.keeper import BoardKeeper
 from millrace.tasks.shards.shard import (
-    ShardCall,
     ShardContext,
     make_evaluation,
     make_rewards,
@@ -214,7 +213,7 @@ class Place:
         rows = read_parts((ctx or self.ctx).folder, "rollouts", "rollouts", columns=["sample_id"])
         return Counter(rows.column("sample_id").to_pylist())
 
-    async def run_shard(self, task: Task[[ShardCall], Any], call: ShardCall, _node: str | None) -> Any:
+    async def run_shard(self, task: Task[[Any], Any], call: ShardCall, _node: str | None) -> Any:
         number = call.writer.shard
         self.starts[number] += 1
         self.running[number] = asyncio.create_task(self._work(task.name, call))

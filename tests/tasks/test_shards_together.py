@@ -14,8 +14,7 @@ from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import ActorLostError, BudgetError, EngineError
 from millrace.core.staleness import Ahead, VersionRange
-from millrace.tasks.shards.board import ShardReplacedError
-from millrace.tasks.shards.shard import ShardCall
+from millrace.tasks.shards.board import ShardCall, ShardReplacedError
 from millrace.tasks.shards.sharded import ShardedIteration
 from tests.support.local_board import LocalBoard
 from tests.support.shards_here import GROUPS, SAMPLES, VERSION, Engine, Place, rows, until
