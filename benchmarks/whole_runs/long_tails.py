@@ -7,7 +7,8 @@
     python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192 --modes apart eager   # the same, plain and eager
     python -m benchmarks.whole_runs.long_tails --kill [--flush-tokens 128]   # and what a kill -9 of the driver loses
 
-Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode.
+Lengths are lognormal (--median, --sigma, --longest), one of a prompt, and the same prompts in the same order for every mode: as
+many as the iterations that count train in turns, drawn again and again.
 Weights are random, so that answers run to their length. On CPU engines and trainer are apart, one process each. Where they
 share GPUs, the modes that run ahead are left out. The modes `apart` (plain) and `eager` have a GPU for each side if nothing else is said.
 
@@ -141,15 +142,19 @@ def _lengths(options: argparse.Namespace, count: int) -> list[int]:
     ]
 
 
+def _turn(options: argparse.Namespace) -> int:
+    """Prompts of the iterations that count: they are drawn again and again, so that each mode has the same lengths in them."""
+    return int(options.prompts * (options.iterations - WARM_UP))
+
+
 def _rows(options: argparse.Namespace) -> str:
     """Prompts, each with the length of its answers, as JSON lines."""
-    count = 2 * options.prompts * (options.iterations + 4)  # with those that are open at its end
     return "".join(
         json.dumps(
             {"prompt": f"{number}+{number}=", "label": "0", "sampling": {"max_new_tokens": length}},
         )
         + "\n"
-        for number, length in enumerate(_lengths(options, count))
+        for number, length in enumerate(_lengths(options, _turn(options)))
     )
 
 
@@ -202,7 +207,7 @@ def _planned(options: argparse.Namespace, model: Path, folder: Path, mode: str) 
     p, shared = config.pipeline, config.placement.colocate
     trainers, generators = _apart(options, mode) or (1, 1)  # on CPU one process each
     gpus, layout = (
-        (options.gpus, "colocated") if shared else (trainers + generators, f"{trainers} + {generators}")
+        (options.gpus, "colocated") if shared else (trainers + generators, f"{generators} + {trainers}")
     )
     wanted = (gpus, layout, p.ahead, p.staleness, p.select)
     found = [row[len(wanted)] for row in listing.rows if tuple(row[: len(wanted)]) == wanted]
@@ -257,7 +262,7 @@ def _figures(options: argparse.Namespace, run: RunFolder, busy: Busy | None) -> 
         .read_table("batch.parquet", "batch", columns=["response_length"])["response_length"]
         .to_pylist()
     ]
-    drawn = sorted(_lengths(options, 2 * options.prompts * options.iterations))
+    drawn = sorted(_lengths(options, _turn(options)))
     ages = sorted({name for row in metrics for name in row if name.startswith("train/share_age_")})
     return {
         "iteration_s": round(seconds / len(metrics), 3),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,11 +82,17 @@ def plan_from(config: RunConfig, root: str, run: str) -> Plan:
 
 
 def recorded_run(config: RunConfig, folder: RunFolder) -> Recorded:
-    """What a run recorded, in the shape that a replay takes."""
+    """What a run recorded, in the shape that a replay takes.
+
+    Without the first two iterations of each driver, which import and compile, as far as enough others are there.
+    """
     _check_plain(config, folder)
     done = folder.first_open_iteration()
     found = [_read(folder, index) for index in range(max(0, done - NEWEST), done)]
     steady = [each for each in found if each.iteration_s is not None]
+    settled = [each for before, each in pairwise(found) if None not in (before.iteration_s, each.iteration_s)]
+    if len(settled) >= LEAST:
+        steady = settled
     if len(steady) < LEAST:
         raise StorageError(
             f"{len(steady)} iterations follow another one of the same driver",
