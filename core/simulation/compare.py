@@ -65,7 +65,7 @@ def calibrated(recorded: Recorded, generation_s: float) -> Recorded:
 def ways(recorded: Recorded, batch: int, wanted: Mode | None = None) -> Iterator[Row]:
     """Replay every layout that engines of the recorded size fit, under every pipeline. wanted: one more pipeline.
 
-    The trainer's seconds are in proportion to samples over GPUs. Seconds in which engines wake are those of shared GPUs alone.
+    The trainer's seconds are in proportion to samples over GPUs. Seconds in which GPUs are handed over are those of shared ones alone.
     """
     machine, more = recorded.machine, batch / recorded.batch
     train = recorded.seconds.train * more * machine.trainer_gpus

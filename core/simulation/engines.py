@@ -35,6 +35,7 @@ class Engine:
         self._tokens = 0.0  # that the running requests have
         self._running: list[tuple[float, int, Answer]] = []  # by the work at which each is whole
         self._waiting: list[tuple[tuple[int, int], Answer]] = []
+        self._reading_s = 0.0  # until it makes tokens
         self._count = 0
         self._paused = 0
         self.version = 0
@@ -53,17 +54,19 @@ class Engine:
     def pass_time(self, seconds: float) -> None:
         """Let time pass, in which no request becomes whole."""
         if self._running and not self._paused:
-            made = self._speed.made_in(seconds, len(self._running), self._tokens)
+            self.busy_s += seconds
+            read = min(seconds, self._reading_s)
+            self._reading_s -= read
+            made = self._speed.made_in(seconds - read, len(self._running), self._tokens)
             self._work += made
             self._tokens += made * len(self._running)
-            self.busy_s += seconds
 
     def next_s(self) -> float:
         """Seconds until a request is whole; infinite if none runs."""
         if not self._running or self._paused:
             return math.inf
         left = max(0.0, self._running[0][0] - self._work)
-        return self._speed.time_of(left, len(self._running), self._tokens)
+        return self._reading_s + self._speed.time_of(left, len(self._running), self._tokens)
 
     def take_whole(self) -> list[Answer]:
         """The requests that are whole now. Waiting ones take their places."""
@@ -82,10 +85,11 @@ class Engine:
         """Stand still until `serve` or `go_on`."""
         self._paused += 1
 
-    def serve(self, version: int) -> None:
-        """Go on with new weights."""
+    def serve(self, version: int, recompute: bool) -> None:
+        """Go on with new weights. recompute: they read again what the running requests have."""
         for _, _, answer in self._running:
             self._note(answer)
+        self._read(self._tokens if recompute else 0.0)
         self.version = version
         self._paused -= 1
 
@@ -110,8 +114,13 @@ class Engine:
             _, answer = heapq.heappop(self._waiting)
             answer.begun = self._work
             self._tokens += answer.done
+            self._read(answer.done)
             self._count += 1
             heapq.heappush(self._running, (self._work + answer.left, self._count, answer))
+
+    def _read(self, tokens: float) -> None:
+        """Read tokens before any are made: one takes as long as that of one more running request."""
+        self._reading_s += self._speed.each * tokens
 
     def _note(self, answer: Answer) -> None:
         """Count what a running request made since it began, or since weights last changed."""

@@ -33,13 +33,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mode:
-    """The pipeline section. drain: weights wait for the requests under way (on_update=finish)."""
+    """The pipeline section. drain: weights wait for the requests under way (on_update=finish). recompute: what these have is read
+    again under new weights (on_update=resend and retract)."""
 
     ahead: int = 0
     staleness: int = 0
     select: Literal["draw", "finish"] = "draw"
     reserve: float = 0.25
     drain: bool = False
+    recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ class _Replay:
 
     def _served(self, index: int) -> None:
         for engine in self._engines:
-            engine.serve(index + 1)
+            engine.serve(index + 1, self._mode.recompute)
         self._later(self._layout.seconds.checkpoint, partial(self._left_trainer, index))
 
     def _left_trainer(self, index: int) -> None:

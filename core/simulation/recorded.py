@@ -26,7 +26,7 @@ class Group:
 class Seconds:
     """Seconds of the phases of one iteration besides generation.
 
-    draw: prompts. ready: until engines serve the weights. score: from the last answer to the batch. rest: what no task accounts for.
+    draw: prompts. ready: until engines have the GPUs back and serve the weights, and the trainer has them again. score: from the last answer to the batch. rest: what no task accounts for.
     """
 
     draw: float = 0.0

@@ -60,7 +60,8 @@ def plan_from(config: RunConfig, root: str, run: str) -> Plan:
     recorded = recorded_run(RunConfig.model_validate(settings_of(record)), RunFolder(root, run))
     again = replay(recorded.groups, recorded.batch, recorded.layout, Mode())
     p = config.pipeline
-    wanted = Mode(p.ahead, p.staleness, p.select, p.reserve, p.on_update == "finish" and p.ahead > 0)
+    drain, recompute = p.on_update == "finish" and p.ahead > 0, p.on_update != "keep"
+    wanted = Mode(p.ahead, p.staleness, p.select, p.reserve, drain, recompute)
     rows = list(ways(recorded, config.rollout.prompts, wanted))
     listed: list[Sequence[Any]] = [
         (
@@ -76,7 +77,7 @@ def plan_from(config: RunConfig, root: str, run: str) -> Plan:
         "recorded on": f"{machine.engines} engines of {machine.engine_gpus} GPUs, {machine.trainer_gpus} trainer ranks, "
         + ("shared" if machine.colocated else "apart"),
         "of it": f"training {s.train:.2f} s, sync {s.sync:.2f} s, checkpoints {s.checkpoint:.2f} s, evaluation "
-        f"{s.evaluate:.2f} s, engines' wake {s.ready:.2f} s, no task {s.rest:.2f} s",
+        f"{s.evaluate:.2f} s, handing GPUs over {s.ready:.2f} s, no task {s.rest:.2f} s",
     }
     return Plan(Listing(COLUMNS, listed, facts), verdicts(rows))
 
@@ -165,6 +166,9 @@ def _read(folder: RunFolder, index: int) -> _Iteration:
     lengths: dict[str, list[int]] = {row["group_id"]: [] for row in verdict_rows}
     for row in rows:
         lengths[row["group_id"]].append(row["response_length"])
+    trained, handed = files.record("train_step") or {}, metrics.get("time/sync_offload_s", 0.0)
+    handed += metrics.get("time/sync_wake_s", 0.0)
+    taken = trained.get("rest_s", 0.0) + sum(step["seconds"]["reload"] for step in trained.get("steps", []))
     same = before and before.tasks.get("driver") == manifest.tasks.get("driver")
     return _Iteration(
         groups=[Group(tuple(each), name in kept) for name, each in lengths.items() if any(each)],
@@ -172,13 +176,13 @@ def _read(folder: RunFolder, index: int) -> _Iteration:
         span=span,
         seconds=Seconds(
             draw=metrics.get("time/sample_prompts_s", 0.0),
-            ready=engines_s,
+            ready=engines_s + taken + handed,
             score=max(
                 0.0,
                 max(metrics.get(f"time/{task}_s", 0.0) for task in ("rollout", "filter")) - engines_s - span,
             ),
-            train=metrics.get("time/train_step_s", 0.0),
-            sync=metrics.get("time/sync_weights_s", 0.0),
+            train=metrics.get("time/train_step_s", 0.0) - taken,
+            sync=metrics.get("time/sync_weights_s", 0.0) - handed,
             checkpoint=metrics.get("time/checkpoint_s", 0.0),
             evaluate=metrics.get("time/evaluate_s", 0.0),
         ),
