@@ -108,7 +108,7 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     line = f"{_name(ctx)}: {_headline(metrics, config.algorithm.supervised)}"
     log.info("%s", line)
     runtime.tracking.page.line(line)
-    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, number)
+    logged = runtime.tracking.log_metrics(metrics, number)
     text = iteration_text(
         f"{config.run.name}: {_name(ctx)}",
         metrics,
@@ -117,18 +117,23 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         _links(runtime, ctx),
     )
     calls: list[Awaitable[Any]] = [
+        logged,
         acreate_markdown_artifact(text, key=_key(runtime, "iteration"), description=_name(ctx).capitalize()),
         _show_run(runtime, number),
     ]
     if config.tracking.samples and not config.algorithm.supervised:
-        rows = await asyncio.to_thread(sample_rows, ctx.folder, config.tracking.samples)
-        calls.append(
-            acreate_table_artifact(rows, key=_key(runtime, "samples"), description=f"Samples of {_name(ctx)}")
-        )
+        calls.append(_show_samples(ctx))
     await asyncio.gather(*calls)
     last = number == config.run.iterations
     if last or (due(number, config.checkpoint.every) and runtime.tracking.picture_is_old()):
         await _show_curves(runtime, number)
+
+
+async def _show_samples(ctx: IterationContext) -> None:
+    rows = await asyncio.to_thread(sample_rows, ctx.folder, ctx.config.tracking.samples)
+    await acreate_table_artifact(
+        rows, key=_key(ctx.runtime, "samples"), description=f"Samples of {_name(ctx)}"
+    )
 
 
 async def _show_run(runtime: Runtime, done: int) -> None:
@@ -136,8 +141,10 @@ async def _show_run(runtime: Runtime, done: int) -> None:
     config, tracking = runtime.config, runtime.tracking
     text = run_text(f"{config.run.name}: {done} of {config.run.iterations}", tracking.curves, _links(runtime))
     progress = 100 * done / config.run.iterations
-    await tracking.page.show(_key(runtime, "progress"), "progress", progress, "Iterations complete")
-    await tracking.page.show(_key(runtime, "run"), "markdown", text, f"The run {config.run.name} so far")
+    await asyncio.gather(
+        tracking.page.show(_key(runtime, "progress"), "progress", progress, "Iterations complete"),
+        tracking.page.show(_key(runtime, "run"), "markdown", text, f"The run {config.run.name} so far"),
+    )
 
 
 async def _show_curves(runtime: Runtime, number: int) -> None:
@@ -271,7 +278,7 @@ async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
     """Log an evaluation that is no part of the iteration whose weights it is of."""
     metrics, done = evaluation_metrics(record), record["done"]
     log.info("%s: %s", f"after iteration {done}" if done else "before training", _headline(metrics))
-    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, done)
+    await runtime.tracking.log_metrics(metrics, done)
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
@@ -294,7 +301,7 @@ async def held_out_loss(runtime: Runtime, record: HeldOutRecord) -> None:
     """Log held-out losses that belong to no iteration."""
     metrics = held_out_metrics(record)
     log.info("before training: %s", _headline(metrics, supervised=True))
-    await asyncio.to_thread(runtime.tracking.log_metrics, metrics, record["done"])
+    await runtime.tracking.log_metrics(metrics, record["done"])
 
 
 def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from millrace.connectors.mlflow.tracker import MlflowTracker
@@ -59,10 +59,10 @@ class Tracking:
         assert tracker is None or isinstance(tracker, MlflowTracker)
         return tracker
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add an iteration's figures to every tracker and to the curves."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> Awaitable[None]:
+        """Add an iteration's figures to the curves, and then, where it is awaited, to every tracker."""
         self.curves.add(metrics, step)
-        self._each(lambda tracker: tracker.log_metrics(metrics, step))
+        return asyncio.to_thread(self._each, lambda tracker: tracker.log_metrics(metrics, step))
 
     def describe(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Keep configuration and tags in every tracker."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
 Place = tuple[int, int]  # number of a source, row there
 PIECE_TOKENS = 1 << 20  # of a piece, unless one row has more
 PIECE_ROWS = 4096
+AT_ONCE = 8  # tables that are read
 KEPT_BYTES = 256 << 20  # of decoded tables
 
 
@@ -46,9 +48,11 @@ class RowSources:
         by_source: dict[int, list[int]] = {}
         for at, (source, _) in enumerate(places):
             by_source.setdefault(source, []).append(at)
-        taken = [
-            self._table(source).take([places[at][1] for at in here]) for source, here in by_source.items()
-        ]
+        taken: list[pa.Table] = []
+        wanted = list(by_source)
+        for first in range(0, len(wanted), AT_ONCE):
+            for source, table in self._tables(wanted[first : first + AT_ONCE]):
+                taken.append(table.take([places[at][1] for at in by_source[source]]))
         if len(taken) == 1:
             return taken[0]
         order = [0] * len(places)
@@ -57,9 +61,13 @@ class RowSources:
         rows = pa.concat_tables(taken)
         return rows if order == sorted(order) else rows.combine_chunks().take(order)
 
-    def _table(self, source: int) -> pa.Table:
-        table = self._kept.pop(source, None)
-        self._kept[source] = table = self._reads[source]() if table is None else table
+    def _tables(self, sources: list[int]) -> list[tuple[int, pa.Table]]:
+        """The tables of a few sources; those that are not kept are read at once."""
+        missing = [source for source in sources if source not in self._kept]
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            read = dict(zip(missing, threads.map(lambda source: self._reads[source](), missing), strict=True))
+        found = [(source, read[source] if source in read else self._kept.pop(source)) for source in sources]
+        self._kept |= found
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
-        return table
+        return found
