@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.kept import KeptResults
+from benchmarks.tail_figures import long_tail_rows
 
 GPUS = ("h100", "h200")
 SYNC_TARGETS = {"0.6b": "< 0.15 s", "1.7b": "", "4b": "< 0.6 s"}
@@ -215,7 +216,7 @@ def gpu_rows(kept: KeptResults) -> Iterator[Row]:
             return f"{result[key]['ratio']:.2f}"
 
         yield row("two_ways", what, "", f"{start} {options}", ratio)
-    yield from _long_tail_rows(row)
+    yield from long_tail_rows(row)
     what = "checkpoint of 1.7B, 24 GB, written while the trainer goes on"
     command = "python -m benchmarks.gpu.checkpoint --shape 1.7b"
     yield row("checkpoint", what, "wait ≤ 2 s, ≥ 0.8 of dd", command, _checkpoint)
@@ -241,6 +242,7 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
     long = "trainer.max_pack_tokens=16640 engines.sglang.mem_fraction_static=0.5"
     four = f"{start} --shape 4b --lengths 2048 --samples 256 --gpus 4 --iterations 7 --save-every 3"
     four += " --overrides placement.task_runner=ray trainer.max_pack_tokens=6400"
+    two = f"{start} --shape 1.7b --lengths 2048 --samples 256 --gpus 2 --overrides placement.task_runner=ray"
     cases = [
         ("2048", "0.6B, 128 × 2,048", f"{start} --lengths 2048"),
         ("512", "0.6B, 128 × 512", f"{start} --lengths 512 --iterations 6"),
@@ -256,6 +258,7 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
         ),
         ("1.7b 2048", "1.7B, 128 × 2,048", f"{start} --shape 1.7b --lengths 2048"),
         ("4b 2048", "4B, 64 × 2,048", f"{start} --shape 4b --lengths 2048 --samples 64"),
+        ("1.7b 2048, two GPUs", "1.7B on two GPUs, work in shards, 256 × 2,048", two),
         ("4b 2048, four GPUs", "4B on four GPUs, work in shards, 256 × 2,048", four),
     ]
     for key, shown, command in cases:
@@ -267,43 +270,6 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
         yield row("end_to_end", f"iteration, {shown} tokens", target, command, split)
     what = "its checkpoints of 4B, 56 GB, written while the run goes on"
     yield row("end_to_end", what, "wait ≤ 2 s, ≥ 0.8 of dd", four, _checkpoints_of_a_run)
-
-
-def _long_tail_rows(row: Callable[..., Row]) -> Iterator[Row]:
-    start = "python -m benchmarks.whole_runs.long_tails --shape 1.7b --median 600 --longest 8192"
-    both = "--staleness 8 --modes both"
-    cases = [
-        ("one GPU", "sync", "--modes sync"),
-        ("one GPU", "partial, max_staleness 3", "--modes partial"),
-        ("one GPU", "partial, max_staleness 6", "--modes partial --staleness 6"),
-        ("one GPU, 64 samples", "sync", "--prompts 8 --modes sync"),
-        ("one GPU, 64 samples", "partial, max_staleness 8", "--prompts 8 --staleness 8 --modes partial"),
-        (
-            "one GPU, 64 samples",
-            "partial, max_staleness 8, reserve 1",
-            "--prompts 8 --staleness 8 --reserve 1 --modes partial",
-        ),
-        ("one GPU, 128 samples", "sync", "--prompts 16 --modes sync"),
-        ("one GPU, 128 samples", "partial, max_staleness 8", "--prompts 16 --staleness 8 --modes partial"),
-        ("two GPUs", "sync, shared", "--gpus 2 --modes sync"),
-        ("two GPUs", "both, apart, max_staleness 3", "--apart --modes both"),
-        ("two GPUs, 64 samples", "sync, apart", "--apart --prompts 8 --modes sync"),
-        ("two GPUs, 64 samples", "one ahead, apart", "--apart --prompts 8 --modes ahead"),
-        ("two GPUs, 64 samples", "both, apart, max_staleness 8", f"--apart --prompts 8 {both}"),
-        ("two GPUs, 64 samples", "eager, apart", "--prompts 8 --modes eager"),
-        ("four GPUs", "sync, shared", "--gpus 4 --modes sync"),
-        ("four GPUs", "partial, shared, max_staleness 8", "--gpus 4 --staleness 8 --modes partial --kill"),
-        ("four GPUs", "both, 2 + 2 GPUs, max_staleness 8", f"--apart 2+2 {both} --kill --flush-tokens 1024"),
-    ]
-    for gpus, mode, options in cases:
-
-        def tail(result: Any, gpus: str = gpus, mode: str = mode) -> str | None:
-            found = result.get(gpus, {}).get(mode)
-            return _tail(found) if found else None
-
-        what = f"answers of lognormal lengths to 8,192, 1.7B, {gpus}, {mode}"
-        target = "≥ 1.4 times sync" if mode.startswith(("partial", "both")) else ""
-        yield row("long_tails", what, target, f"{start} {options}", tail)
 
 
 def _checkpoint(result: Any) -> str:
@@ -320,19 +286,6 @@ def _checkpoints_of_a_run(result: Any) -> str | None:
     )
     rate = case["checkpoints"][-1]["mib_s"]
     return f"the run waits {waits} s; {rate:,.0f} MiB/s, {case['share_of_dd']:.2f} of dd's"
-
-
-def _tail(case: Any) -> str:
-    shown = f"{case['samples_s']:.1f} samples/s, {case['times_sync']:.2f} times sync"
-    if case.get("share_by_age"):
-        mean_age = sum(int(age) * share for age, share in case["share_by_age"].items())
-        shown += f"; tokens are {mean_age:.2f} versions old"
-    if "kill" in case:
-        lost, held = case["kill"]["lost"], case["kill"]["tokens"]
-        shown += f"; a kill -9 lost {lost:,} of {held:,} tokens under way"
-    if "gpu_busy" in case:
-        shown += f"; GPU busy {', '.join(f'{share:.0%}' for share in case['gpu_busy'])}"
-    return shown
 
 
 def _sync(result: Any, shape: str) -> str | None:

@@ -19,6 +19,7 @@ NOT_BENCHMARKS = {
     "shards",
     "batch_rows",
     "figures",
+    "tail_figures",
     "kept",
     "killed_driver",
     "page",
