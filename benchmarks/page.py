@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.figures import Row, cpu_rows, gpu_rows
+from benchmarks.figures.rows import Row, cpu_rows, gpu_rows
 from benchmarks.kept import KeptResults
 
 ROOT = Path(__file__).parents[1]
@@ -18,8 +18,8 @@ NOT_BENCHMARKS = {
     "generating",
     "shards",
     "batch_rows",
-    "figures",
-    "tail_figures",
+    "rows",
+    "tails",
     "kept",
     "killed_driver",
     "page",
@@ -28,7 +28,7 @@ NOT_BENCHMARKS = {
 }
 
 HEAD = """\
-<!-- Made by `python -m benchmarks.page` from benchmarks/results; edit those files or benchmarks/figures.py. -->
+<!-- Made by `python -m benchmarks.page` from benchmarks/results; edit those files or benchmarks/figures. -->
 
 # Performance
 

@@ -100,7 +100,7 @@ def _released(ctx: IterationContext, index: int) -> int:
     """Groups that an iteration which is open began of its own draw."""
     record = IterationFiles(ctx.run_folder, index).record("sample_prompts")
     assert record is not None, "iterations draw in turn"
-    released: int = record["released"]
+    released: int = record.get("released", ctx.fresh_groups)
     return released
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.figures import cpu_rows, gpu_rows
+from benchmarks.figures.rows import cpu_rows, gpu_rows
 from benchmarks.gpu.shapes import configuration
 from benchmarks.kept import RESULTS, KeptResults
 from benchmarks.page import PAGE, benchmark_modules, page

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+from benchmarks.figures.tails import long_tail_rows
 from benchmarks.kept import KeptResults
-from benchmarks.tail_figures import long_tail_rows
 
 GPUS = ("h100", "h200")
 SYNC_TARGETS = {"0.6b": "< 0.15 s", "1.7b": "", "4b": "< 0.6 s"}
