@@ -68,7 +68,7 @@ class EarlyShards:
     async def run(self, task: Task[[Any], Any], call: ShardCall, node: str | None) -> Any:
         """Give a call to the shard that waits for it, and run it to its end. Where none does, run one on the node."""
         if self._beginning:
-            await self._beginning
+            await asyncio.shield(self._beginning)
         key = call.writer.work, call.writer.shard
         if key not in self._waiting:
             return await self._run(task, call, node)

@@ -30,6 +30,26 @@ def test_a_run_in_shards_trains_the_same_samples_to_the_same_weights(
     out = workplace.train(tmp_path, *IN_SHARDS)
     assert "3 iterations complete, 3 of them now" in out
     assert_like(tmp_path / "a", whole)
+    # those of the second iteration began before it: the third comes after an evaluation
+    parent = json.loads((tmp_path / "a" / "run.json").read_text())["attempts"][-1]["flow_run_id"]
+    began = {
+        number: [
+            workplace.ask(
+                "/task_runs/filter",
+                {
+                    "flow_runs": {
+                        "parent_flow_run_id": {"any_": [parent]},
+                        "name": {"any_": [f"a, iteration {number}"]},
+                    },
+                    "task_runs": {"name": {"like_": f"{task}-"}},
+                },
+            )[0]["start_time"]
+            for task in ("rollout_shard", "reward_shard", "sample_prompts")
+        ]
+        for number in (2, 3)
+    }
+    assert max(began[2][:2]) < began[2][2], began
+    assert min(began[3][:2]) > began[3][2], began
 
 
 @pytest.mark.slow

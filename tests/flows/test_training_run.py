@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from millrace.core.contracts.ids import derived_seed
 from tests.soak.points import TASKS
-from tests.support.flow_runs import MALFORMED, Workplace, basic, final_weights, trained
+from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
 from tests.support.metric_names import unexplained
 
 
@@ -109,29 +108,20 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
 
 
 def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: Path) -> None:
-    runs = ask(workplace, "/flow_runs/filter", {"flow_runs": {"name": {"like_": "a, iteration "}}})
+    runs = workplace.ask("/flow_runs/filter", {"flow_runs": {"name": {"like_": "a, iteration "}}})
     assert {run["name"] for run in runs if run["state_type"] == "COMPLETED"} >= {
         "a, iteration 1",
         "a, iteration 2",
         "a, iteration 3",
     }
     assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
-    kinds = {artifact["type"] for artifact in ask(workplace, "/artifacts/filter", {})}
+    kinds = {artifact["type"] for artifact in workplace.ask("/artifacts/filter", {})}
     assert {"progress", "table", "markdown", "image"} <= kinds
     record = json.loads((whole / "run.json").read_text())
     query = {"logs": {"flow_run_id": {"any_": [record["attempts"][-1]["flow_run_id"]]}}}
-    lines = [line["message"] for line in ask(workplace, "/logs/filter", query)]
+    lines = [line["message"] for line in workplace.ask("/logs/filter", query)]
     assert "run a is complete: 3 iterations" in lines
     assert any(line.startswith("iteration 3 of 3: reward") for line in lines)
-
-
-def ask(workplace: Workplace, path: str, body: dict[str, Any]) -> Any:
-    from urllib.request import Request, urlopen
-
-    headers = {"Content-Type": "application/json", **basic(workplace.login)}
-    request = Request(f"{workplace.api}{path}", json.dumps(body).encode(), headers)
-    with urlopen(request, timeout=120) as answer:
-        return json.load(answer)
 
 
 def test_malformed_prompts_are_quarantined_with_their_reasons_and_counted(

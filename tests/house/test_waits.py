@@ -185,7 +185,7 @@ ROWS = {
         "self._moved.wait_for": "notices that the board has already: each call that reads them has a deadline",
         "stream.wait": BACKGROUND,
     },
-    "tasks/shards/early.py": {"await self._beginning": INSIDE, "await running": SHARD},
+    "tasks/shards/early.py": {"asyncio.shield(self._beginning)": INSIDE, "await running": SHARD},
     "tasks/shards/senders.py": {
         "async with self._changed": HELD,
         "async with self.ready": HELD,

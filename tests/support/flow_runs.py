@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import yaml
 
@@ -52,6 +53,13 @@ class Workplace:
     def login(self) -> str:
         """What the workplace's Prefect server asks for."""
         return (self.folder / "home" / "prefect-auth").read_text()
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """What the workplace's Prefect server answers."""
+        headers = {"Content-Type": "application/json", **basic(self.login)}
+        request = Request(f"{self.api}{path}", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=120) as answer:
+            return json.load(answer)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start a millrace command."""
