@@ -60,6 +60,7 @@ class EarlyShards:
         self._keeper, self._run = keeper, run
         self._waiting: dict[tuple[Work, int], tuple[Seat, asyncio.Task[Any]]] = {}
         self._beginning: asyncio.Task[None] | None = None
+        self._nodes = contextlib.AsyncExitStack()  # known until this is closed
 
     def begin(self, config: RunConfig) -> None:
         """Begin to begin them."""
@@ -92,12 +93,14 @@ class EarlyShards:
         for each in running:
             each.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self._nodes.aclose()
 
     async def _begin(self, config: RunConfig) -> None:
         try:
-            placed = shares(await self._keeper.nodes(), config.rollout.shards)
+            nodes = await self._nodes.enter_async_context(self._keeper.known_nodes())
         except ActorLostError:
             return  # whoever runs them asks again
+        placed = shares(nodes, config.rollout.shards)
         for work, task in TASKS.items():
             for number, each in enumerate(placed):
                 seat = Seat(self._keeper.token, next(self._keeper.attempts), config.part_limit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextvars import Context
 from itertools import count
 from typing import get_args
@@ -48,6 +48,7 @@ class BoardKeeper:
         self.senders: list[Senders] = []  # of each topic that is open
         # numbers of attempts: a shard that starts late must not pass for one of a later board
         self.attempts = count(1)
+        self._nodes: list[str] | None = None  # where they are known
         self._asked: dict[str, str | None] = {}  # by node: why Prefect cannot begin a task there
 
     def drive_as(self, token: int, run_id: str) -> None:
@@ -114,6 +115,22 @@ class BoardKeeper:
 
     async def nodes(self) -> list[str]:
         """The nodes of the engines, one each; none where engines run outside the run."""
+        return await self._look_up_nodes() if self._nodes is None else self._nodes
+
+    @contextlib.asynccontextmanager
+    async def known_nodes(self) -> AsyncIterator[Sequence[str]]:
+        """The nodes of the engines, which nobody within looks up again: Ray's head is asked five times for them.
+
+        The next one may be entered before this one is left.
+        """
+        self._nodes = mine = await self._look_up_nodes()
+        try:
+            yield mine
+        finally:
+            if self._nodes is mine:
+                self._nodes = None
+
+    async def _look_up_nodes(self) -> list[str]:
         if self._config.engines.kind == "external":
             return []
         await self._cluster.join()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,12 +33,15 @@ class Keeper:
     def __init__(self, board: LocalBoard) -> None:
         self.token, self.attempts, self.is_there = TOKEN, count(1), True
         self.here = board
-        self.fails = False
+        self.fails, self.known = False, 0
 
-    async def nodes(self) -> list[str]:
+    @contextlib.asynccontextmanager
+    async def known_nodes(self) -> AsyncIterator[list[str]]:
         if self.fails:
             raise ActorLostError("no cluster")
-        return ["a", "b"]
+        self.known += 1
+        yield ["a", "b"]
+        self.known -= 1
 
     async def call_to(self, seat: Seat, call: ShardCall | None) -> None:
         await self.here.call(Board.call_to, seat, call)
@@ -89,8 +94,10 @@ async def test_each_shard_hears_its_own_call(place: Place, config: RunConfig) ->
     calls = [call(work, shard) for work in TASKS for shard in (1, 0)]
     found = await asyncio.gather(*(place.early.run(TASKS[each.writer.work], each, None) for each in calls))
     assert found == [("waited", each) for each in calls]
+    assert place.keeper.known == 1
     await place.early.close()
     assert place.ended == []
+    assert place.keeper.known == 0
 
 
 @pytest.mark.timeout(30)
@@ -171,3 +178,26 @@ def test_which_iterations_have_shards_that_begin_early(
     place.keeper.is_there = there
     made = make_config(**{"placement": {"task_runner": "ray"}, **sections})
     assert begins_early(made, cast(BoardKeeper, place.keeper), index) is early
+
+
+async def test_nodes_are_looked_up_once_an_iteration(make_config: Callable[..., RunConfig]) -> None:
+    class Cluster:
+        asked = 0
+
+        async def join(self) -> None:
+            pass
+
+        async def places(self, role: str) -> list[Any]:
+            self.asked += 1
+            return [SimpleNamespace(node=f"{role} {self.asked}")]
+
+    cluster = Cluster()
+    keeper = BoardKeeper(make_config(), cast(Any, cluster), cast(Any, None))
+    assert await keeper.nodes() == ["engine 1"]
+    first, second = keeper.known_nodes(), keeper.known_nodes()
+    assert await first.__aenter__() == await keeper.nodes() == ["engine 2"]
+    assert await second.__aenter__() == ["engine 3"]
+    await first.__aexit__(None, None, None)  # the next iteration begins before one ends
+    assert await keeper.nodes() == ["engine 3"]
+    await second.__aexit__(None, None, None)
+    assert await keeper.nodes() == ["engine 4"]
