@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak import victims
-from tests.support.flow_runs import Workplace, generated
+from tests.support.flow_runs import PATIENCE_S, Workplace, generated, wait_until
 from tests.support.shard_runs import IN_SHARDS, Held, assert_like, evaluated
 
 MANY = {
@@ -32,24 +32,26 @@ def test_a_run_in_shards_trains_the_same_samples_to_the_same_weights(
     assert_like(tmp_path / "a", whole)
     # those of the second iteration began before it: the third comes after an evaluation
     parent = json.loads((tmp_path / "a" / "run.json").read_text())["attempts"][-1]["flow_run_id"]
-    began = {
-        number: [
-            workplace.ask(
-                "/task_runs/filter",
-                {
-                    "flow_runs": {
-                        "parent_flow_run_id": {"any_": [parent]},
-                        "name": {"any_": [f"a, iteration {number}"]},
-                    },
-                    "task_runs": {"name": {"like_": f"{task}-"}},
-                },
-            )[0]["start_time"]
-            for task in ("rollout_shard", "reward_shard", "sample_prompts")
-        ]
-        for number in (2, 3)
-    }
+    began = {number: _began(workplace, parent, number) for number in (2, 3)}
     assert max(began[2][:2]) < began[2][2], began
     assert min(began[3][:2]) > began[3][2], began
+
+
+def _began(workplace: Workplace, parent: str, number: int) -> list[str]:
+    """When the first shard of each kind and the draw of an iteration began, as Prefect's server has it some time after."""
+    found: list[dict[str, str]] = []
+
+    def are_there() -> bool:
+        run = {"parent_flow_run_id": {"any_": [parent]}, "name": {"any_": [f"a, iteration {number}"]}}
+        rows = workplace.ask("/task_runs/filter", {"flow_runs": run})
+        began = sorted(
+            (row["start_time"], row["name"].rpartition("-")[0]) for row in rows if row["start_time"]
+        )
+        found[:] = [{name: at for at, name in reversed(began)}]
+        return {"rollout_shard", "reward_shard", "sample_prompts"} <= found[0].keys()
+
+    wait_until(are_there, pause_s=0.2)
+    return [found[0][name] for name in ("rollout_shard", "reward_shard", "sample_prompts")]
 
 
 @pytest.mark.slow
@@ -63,6 +65,25 @@ def test_a_shard_that_is_killed_is_started_again_and_makes_the_rest(
     assert f"of {task}: its process died" in out
     assert "3 iterations complete, 3 of them now" in out
     assert_like(run.root / "a", whole)
+
+
+@pytest.mark.slow
+def test_shards_that_are_killed_while_they_wait_for_their_iteration_are_started_again(
+    workplace: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    """The first iteration is held before its manifest: those of the second one have begun."""
+    held, home = tmp_path / "held", Path(workplace.environment["MILLRACE_HOME"])
+    stop = {"MILLRACE_KILL_POINT": "0/publish/in", "MILLRACE_KILL_POINT_FILE": str(held)}
+    process = workplace.start("train", "run.yaml", f"storage.root={tmp_path / 'runs'}", *IN_SHARDS, **stop)
+    wait_until(lambda: held.exists() or process.poll() is not None)
+    wait_until(lambda: len(victims.processes("shard", process.pid, home)) == 4)  # two of each kind of work
+    assert len(victims.kill("shard", process.pid, home)) == 4
+    held.unlink()
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, out
+    assert out.count("its process died") == 4, out
+    assert "3 iterations complete, 3 of them now" in out
+    assert_like(tmp_path / "runs" / "a", whole)
 
 
 @pytest.mark.slow
