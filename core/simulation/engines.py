@@ -89,7 +89,8 @@ class Engine:
         """Go on with new weights. recompute: they read again what the running requests have."""
         for _, _, answer in self._running:
             self._note(answer)
-        self._read(self._tokens if recompute else 0.0)
+        if recompute:
+            self._read(self._tokens)
         self.version = version
         self._paused -= 1
 

@@ -20,11 +20,11 @@ from millrace.core.retention import due
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.attempts import RunAny, RunShard, on_ray
 from millrace.tasks.shards.board import Seat, ShardCall, Work
+from millrace.tasks.shards.conversation import LAST_WORDS_S
 from millrace.tasks.shards.keeper import BoardKeeper
 from millrace.tasks.shards.shard import reward_shard, rollout_shard
 
 TASKS: Mapping[Work, Task[[Any], Any]] = {"rollout": rollout_shard, "reward": reward_shard}
-LAST_WORDS_S = 5.0  # for telling a shard that there is no work for it
 
 
 @contextlib.asynccontextmanager
@@ -63,7 +63,7 @@ class EarlyShards:
         self._nodes = contextlib.AsyncExitStack()  # known until this is closed
 
     def begin(self, config: RunConfig) -> None:
-        """Begin to begin them."""
+        """Begin them in the background."""
         self._beginning = asyncio.create_task(self._begin(config))
 
     async def run(self, task: Task[[Any], Any], call: ShardCall, node: str | None) -> Any:

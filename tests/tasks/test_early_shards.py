@@ -105,7 +105,7 @@ async def test_one_that_died_is_begun_again_on_its_node(place: Place, config: Ru
     place.early.begin(config)
     await place.all_wait(4)
     first, second = call(attempt=100), call(attempt=101)
-    seat, running = place.early._waiting["rollout", 0]
+    _, running = place.early._waiting["rollout", 0]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await place.early.run(TASKS["rollout"], first, "a")
