@@ -73,17 +73,18 @@ class Fleet:
     # life
 
     async def ensure(self, model: str) -> None:
-        """Have every engine's process running and answering, and the router's.
+        """Have every engine's process running and answering, and the router's; none is suspect then.
 
-        Raises BudgetError when the restart budget is spent. If one engine fails the others are waited for: no engine is
-        still starting when the error is raised.
+        Raises BudgetError when the restart budget is spent. If one fails the others are waited for: none still starts then.
         """
         self._model = model
         ensuring = (self._ensure_one(index) for index in self._health)
         for result in await asyncio.gather(*ensuring, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-        if self._router:
+        if any(health.state is State.SUSPECT for health in self._health.values()):
+            await self.ensure(model)  # one that lost a request meanwhile may be well, and go on with the rest
+        elif self._router:
             await self._router.ensure({client.url: client.key for client in self._clients.values()})
 
     async def _ensure_one(self, index: int) -> None:
@@ -212,8 +213,7 @@ class Fleet:
         `source`: a Hugging Face folder or its URL, or another way to load. An engine lost on the way is restarted and tried
         again, within the restart budget. Raises StorageError, with no engine touched, if a URL cannot be read.
         """
-        left = only if only is not None else sorted(self._clients)
-        seconds = dict.fromkeys(PHASES, 0.0)
+        left, seconds = sorted(self._clients) if only is None else only, dict.fromkeys(PHASES, 0.0)
         for _ in range(self.config.engines.restarts + 2):
             if not isinstance(source, str):
                 load = source

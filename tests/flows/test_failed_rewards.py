@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.flows.test_own_files import project_of
-from tests.flows.test_training_run import ask
 from tests.support.flow_runs import Workplace
 
 RAISES = """
@@ -51,7 +50,7 @@ def test_the_same_command_goes_on_after_a_reward_that_raised_was_corrected(
     assert told, out
     assert told[1] == told[2] == "4"  # the first that is one too many ends it
     of_iteration = {"flow_runs": {"name": {"any_": ["raises, iteration 1"]}}}
-    tasks = ask(workplace, "/task_runs/filter", of_iteration)
+    tasks = workplace.ask("/task_runs/filter", of_iteration)
     assert {task["name"].partition("-")[0]: task["run_count"] for task in tasks}["reward"] == 1
     before = rewards(root / "raises")
     assert before[told[3]]["scoring"] == "failed"

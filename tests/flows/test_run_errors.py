@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.flows.test_training_run import ask
 from tests.support.flow_runs import PATIENCE_S, Workplace
 
 RUNS = """
@@ -75,8 +74,8 @@ def test_an_error_is_told_once_on_the_terminal_and_once_in_the_log_of_each_flow_
     assert said.count("KeyError: 'a bug'") == (kind == "bug"), said
     assert "Finished in state" not in said
     name = f"{kind}-under-a-{under}"
-    (run,) = ask(workplace, "/flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
-    logs = ask(workplace, "/logs/filter", {"logs": {"flow_run_id": {"any_": [run["id"]]}}})
+    (run,) = workplace.ask("/flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+    logs = workplace.ask("/logs/filter", {"logs": {"flow_run_id": {"any_": [run["id"]]}}})
     told = [entry["message"] for entry in logs if entry["level"] >= 40]
     assert len(told) == 1, told
     assert ("Traceback" in told[0]) == (kind == "bug")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.flows.test_training_run import ask
 from tests.support.flow_runs import Workplace, wait_until
 
 OWN = """
@@ -53,7 +52,7 @@ def root(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path
 def flow_runs(workplace: Workplace, root: Path) -> list[dict[str, Any]]:
     """The flow runs of both starts and of their iterations, as they began."""
     of_run = {"flow_runs": {"tags": {"all_": ["run:own"]}}, "sort": "START_TIME_ASC"}
-    found: list[dict[str, Any]] = ask(workplace, "/flow_runs/filter", of_run)
+    found: list[dict[str, Any]] = workplace.ask("/flow_runs/filter", of_run)
     return found
 
 
@@ -63,7 +62,7 @@ def log_of(workplace: Workplace, run: dict[str, Any], holds: Callable[[list[str]
 
     def there() -> bool:
         query = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
-        lines[:] = [line["message"] for line in ask(workplace, "/logs/filter", query)]
+        lines[:] = [line["message"] for line in workplace.ask("/logs/filter", query)]
         return holds(lines)
 
     wait_until(there, patience_s=60)
@@ -77,7 +76,7 @@ def test_every_flow_run_has_tags_and_no_task_run_has(
     assert [run["name"] for run in flow_runs] == names
     assert all(set(run["tags"]) == TAGS for run in flow_runs)
     ids = [run["id"] for run in flow_runs if run["name"] != "own"]
-    tasks = ask(workplace, "/task_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
+    tasks = workplace.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": ids}}})
     assert {"rollout", "publish"} <= {task["name"].rpartition("-")[0] for task in tasks}
     assert all(task["tags"] == [] for task in tasks)
 
@@ -105,7 +104,7 @@ def test_the_run_and_each_iteration_have_their_artifacts(
 ) -> None:
     def artifacts(run: dict[str, Any]) -> dict[str, Any]:
         query = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}}
-        found = [item for item in ask(workplace, "/artifacts/filter", query) if item["key"]]
+        found = [item for item in workplace.ask("/artifacts/filter", query) if item["key"]]
         kinds = [item["key"].rpartition("-")[2] for item in found]
         assert len(set(kinds)) == len(kinds)
         return dict(zip(kinds, found, strict=True))

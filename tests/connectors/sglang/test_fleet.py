@@ -13,7 +13,7 @@ import pytest
 from millrace.connectors.sglang.engine_weights import differing_tensors
 from millrace.core.errors import BudgetError, EngineError, EngineLostError, MissingFileError
 from tests.support.engine_process import reference_logprobs
-from tests.support.fleets import LONG, PROMPT, SHORT, MakeFleet, generate, serving
+from tests.support.fleets import LONG, PROMPT, SHORT, MakeFleet, generate, serving, until_generating
 from tests.support.local_handle import LocalHandle
 
 
@@ -146,6 +146,29 @@ async def test_room_is_made_before_a_server_starts_and_only_then(
     server.wait(timeout=20)
     await fleet.ensure(str(tiny_model))
     assert alive == [[True, False]]
+
+
+async def test_an_engine_that_is_suspected_while_another_starts_keeps_its_requests(
+    make_fleet: MakeFleet, tiny_model: Path, handles: list[LocalHandle]
+) -> None:
+    """Behind a router a lost request makes all suspect; one that comes late does so when the others were asked already."""
+
+    killed = False
+
+    async def make_room() -> None:
+        if killed:
+            fleet.mark_suspect(fleet._clients[1], EngineLostError("a late request on engine-0"))
+
+    fleet = make_fleet(make_room)
+    dispatcher = await serving(fleet, tiny_model, 27)
+    running = asyncio.create_task(generate(dispatcher, 4, LONG))
+    await until_generating(dispatcher)
+    refits, killed = fleet._clients[1].refits, True
+    handles[0].signal(signal.SIGKILL)
+    await running
+    assert fleet.restarts == 1
+    assert dispatcher.retries == 2
+    assert fleet._clients[1].refits == refits
 
 
 async def test_an_engine_killed_while_weights_are_published_is_rebuilt_with_them(
