@@ -221,7 +221,7 @@ class Blocks:
 def make_batch(ctx: IterationContext, samples: int) -> tuple[Store, str]:
     """The batch of all samples in drawing order, as the filter task stores it."""
     groups = [scored_group(number) for number in range(samples // GROUP)]
-    kept = read_kept(ctx.folder, list_parts(ctx.folder, "rollouts"), groups, lambda group: list(group.scores))
+    kept = read_kept(ctx.landed, list_parts(ctx.folder, "rollouts"), groups, lambda group: list(group.scores))
     ones, steps = [1.0] * samples, dict.fromkeys((score.sample_id for score in kept.scores), 1)
     assert len(kept.scores) == samples, "every sample is in a part"
     pieces = partial(batch_pieces, kept, SampleCredit(ones, ones), steps)

@@ -10,7 +10,7 @@ from prefect import flow
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.retention import due
+from millrace.core.pipeline.evaluations import evaluates_after
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
@@ -46,9 +46,7 @@ async def sft_iteration(runtime: Runtime, index: int, slot: IterationSlot) -> No
     await run_recorded(train_step, ctx)
     await run_recorded(checkpoint, ctx)
     await slot.reach(Stage.TRAINED)
-    config = runtime.config
-    last = index + 1 == config.run.iterations
-    if config.evaluation.sets and (last or due(index + 1, config.evaluation.every)):
+    if evaluates_after(runtime.config, index + 1):
         await run_recorded(held_out_loss, ctx)
     await run_recorded(publish_supervised, ctx)
     await slot.reach(Stage.DONE)

@@ -15,6 +15,7 @@ from prefect import Task, flow
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.errors import ConfigError, only_first_error
+from millrace.core.pipeline.evaluations import evaluates_after
 from millrace.core.retention import due
 from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.driver.drive import DriveResult, drive
@@ -89,9 +90,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
     if not config.trainer_offloads:  # engines go on while it is saved
         await run_recorded(checkpoint, ctx)
     await slot.reach(Stage.LEFT_TRAINER)
-    last = index + 1 == config.run.iterations
-    is_due = due(index + 1, config.evaluation.every) and not config.evaluates_in_background
-    if config.evaluation.sets and (last or is_due):
+    if evaluates_after(config, index + 1):
         await _evaluate(ctx, evaluate)
     await slot.reach(Stage.LEFT_ENGINES)
     await slot.may_publish()
@@ -101,7 +100,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
 
 async def _fill_batch(ctx: IterationContext, slot: IterationSlot, run_shard: RunShard) -> None:
     """Generate, score and filter groups until the batch is fixed."""
-    ctx.open_stream()
+    stream = ctx.open_stream()
     await take_back_failures(ctx)
     async with open_shards(ctx, run_shard):
         with only_first_error():
@@ -110,6 +109,7 @@ async def _fill_batch(ctx: IterationContext, slot: IterationSlot, run_shard: Run
                 streaming.create_task(run_recorded(rollout, ctx))
                 streaming.create_task(run_recorded(reward, ctx))
                 streaming.create_task(_until_filled(ctx))
+                streaming.create_task(ctx.landed.follow(stream))
                 if ctx.eager:
                     streaming.create_task(pass_early(ctx))
                 streaming.create_task(report.rollout_progress(ctx))

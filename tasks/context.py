@@ -25,6 +25,7 @@ from millrace.core.contracts.task_records import (
 )
 from millrace.core.pipeline.sharding import WHOLE
 from millrace.core.staleness import VersionRange
+from millrace.tasks.samples.batch.landed_parts import LandedParts
 from millrace.tasks.stream import STREAMED, Kind, Stream
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class IterationContext:
         self.mine: frozenset[str] | None = None  # groups that this process scores; None: all
         self.run_folder: RunFolder = runtime.run_folder
         self.folder: Store = self.run_folder.iteration(index)
+        self.landed = LandedParts(self.folder)
         self.records: IterationRecords = {}  # committed so far
         self.counted: tuple[dict[str, float | None], Account] | None = None  # figures of the fixed batch
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
@@ -95,12 +97,13 @@ class IterationContext:
             "evaluations": [],
         }  # while their task runs
 
-    def open_stream(self) -> None:
-        """Begin the notifications between the tasks that stream."""
+    def open_stream(self) -> Stream:
+        """Begin the notifications between the tasks that stream; returns them."""
         record = self.records["sample_prompts"]
         self.stream = Stream(
             record.get("released", self.fresh_groups), joined=None, limit=self.config.run_limit
         )
+        return self.stream
 
     def read_prompts(self, columns: list[str] | None = None) -> pa.Table:
         """The groups that were drawn, in their order. Raises CorruptFileError if they are not those that were recorded."""

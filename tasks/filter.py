@@ -12,12 +12,14 @@ Shaping and advantages run in a worker process: neither torch nor the user's fun
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from prefect import task
 
+from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import way_out
 from millrace.core.algorithms.credit import SampleCredit, load_libraries
 from millrace.core.contracts import schema
@@ -157,11 +159,15 @@ def _write(
     again = reused_samples(kept.reused.values(), steps)
     if again:
         counts[REUSED] = len(again)
-    table = schema.to_table(judged + again, "verdicts")
-    entries = [ctx.folder.write_table("verdicts.parquet", table, "verdicts")]
     check_ages(ctx, kept)
+    table = schema.to_table(judged + again, "verdicts")
     pieces = partial(batch_pieces, kept, credit, steps)
-    entries.append(ctx.folder.write_pieces("batch.parquet", pieces, "batch"))
+    write: list[Callable[[], FileEntry]] = [
+        lambda: ctx.folder.write_table("verdicts.parquet", table, "verdicts"),
+        lambda: ctx.folder.write_pieces("batch.parquet", pieces, "batch"),
+    ]
+    entries = in_threads(lambda file: file(), write)
+    ctx.landed.forget()
     deferred = sum(group.cut == "deferred" for group in groups)
     record: FilterRecord = {
         "files": [entry.record() for entry in entries],

@@ -15,8 +15,8 @@ from prefect import Task
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError
+from millrace.core.pipeline.evaluations import evaluates_after
 from millrace.core.pipeline.sharding import in_shards, shares
-from millrace.core.retention import due
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.attempts import RunAny, RunShard, on_ray
 from millrace.tasks.shards.board import Seat, ShardCall, Work
@@ -47,9 +47,8 @@ def begins_early(config: RunConfig, keeper: BoardKeeper, index: int) -> bool:
 
     With iterations ahead an engine has work meanwhile; those of an evaluation would find no process of Ray's that is ready.
     """
-    evaluation = config.evaluation
-    evaluates = evaluation.sets and not config.evaluates_in_background and due(index, evaluation.every)
-    return in_shards(config) and keeper.is_there and not config.pipeline.ahead and not evaluates
+    may = in_shards(config) and keeper.is_there and not config.pipeline.ahead
+    return may and not evaluates_after(config, index)
 
 
 class EarlyShards:

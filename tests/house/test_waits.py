@@ -163,6 +163,7 @@ ROWS = {
     "tasks/runtime/engines.py": {"self._cluster.join": INSIDE},
     "tasks/runtime/trainer.py": {"self._cluster.join": INSIDE},
     "tasks/samples/batch/eager_passes.py": {"stream.wait": INSIDE},
+    "tasks/samples/batch/landed_parts.py": {"stream.wait": INSIDE},
     "tasks/samples/choosing.py": {"ctx.stream.wait": INSIDE},
     "tasks/samples/generation.py": {"async with self._places": REQUEST, "async with self._ready": HELD},
     "tasks/samples/part_writer.py": {

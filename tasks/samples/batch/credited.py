@@ -30,7 +30,7 @@ def read_chosen(ctx: IterationContext, groups: list[ScoredGroup]) -> KeptGroups:
     else:
         assert ctx.stream is not None
         paths = ctx.stream.parts("rollouts")
-    return read_kept(ctx.folder, paths, groups, partial(sample_ids, ctx))
+    return read_kept(ctx.landed, paths, groups, partial(sample_ids, ctx))
 
 
 def sample_ids(ctx: IterationContext, group: ScoredGroup) -> list[str]:

@@ -12,13 +12,13 @@ from functools import partial
 import pyarrow as pa
 
 from millrace.connectors.storage.files import in_threads
-from millrace.connectors.storage.store import Store
 from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.buffer.choice import spread
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.staleness import admissible, oldest_versions
 from millrace.tasks.context import IterationContext
+from millrace.tasks.samples.batch.landed_parts import LandedParts
 from millrace.tasks.samples.batch.reused_groups import Reuse
 from millrace.tasks.samples.batch.row_sources import Place, RowSources
 from millrace.tasks.samples.scored_group import ScoredGroup
@@ -42,22 +42,22 @@ class KeptGroups:
 
 
 def read_kept(
-    folder: Store,
+    landed: LandedParts,
     paths: Sequence[str],
     groups: list[ScoredGroup],
     ids_of: Callable[[ScoredGroup], list[str]],
 ) -> KeptGroups:
     """The kept groups with the scored samples of theirs that generated something.
 
-    paths: the parts of samples. ids_of: a group's samples, in order.
+    landed: reads parts. paths: those of samples. ids_of: a group's samples, in order.
     """
     sources = RowSources()
-    tables = in_threads(lambda path: folder.read_table(path, "rollouts", columns=ASKED), paths)
+    tables = in_threads(lambda path: landed.read(path, ASKED), paths)
     places: dict[str, Place] = {}
     where: dict[str, int] = {}  # among the rows of all parts
     first = 0
     for path, table in zip(paths, tables, strict=True):
-        source = sources.add(partial(folder.read_table, path, "rollouts"))
+        source = sources.add(partial(landed.read, path))
         named = zip(table.column("sample_id").to_pylist(), table.column("turns").to_pylist(), strict=True)
         for at, (sid, turns) in enumerate(named):
             if turns:  # what generated nothing is not trained

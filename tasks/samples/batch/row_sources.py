@@ -15,7 +15,7 @@ Place = tuple[int, int]  # number of a source, row there
 PIECE_TOKENS = 1 << 20  # of a piece, unless one row has more
 PIECE_ROWS = 4096
 AT_ONCE = 8  # tables that are read
-KEPT_BYTES = 256 << 20  # of decoded tables
+KEPT_BYTES = 128 << 20  # of decoded tables
 
 
 class RowSources:

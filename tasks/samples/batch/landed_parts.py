@@ -1,0 +1,53 @@
+"""Parts of samples, read as they land: few are left to read once the batch is known, while GPUs wait.
+
+Owns which of them stay decoded. Knows nothing of groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pyarrow as pa
+
+from millrace.connectors.storage.store import Store
+from millrace.core.errors import CorruptFileError, MissingFileError
+from millrace.tasks.stream import Stream
+
+KEPT_BYTES = 128 << 20  # of decoded parts; those beyond are read when they are asked for
+
+
+class LandedParts:
+    """The parts of an iteration's samples."""
+
+    def __init__(self, folder: Store) -> None:
+        self._folder = folder
+        self._kept: dict[str, pa.Table] = {}
+
+    def read(self, path: str, columns: list[str] | None = None) -> pa.Table:
+        """A part, or some columns of it. Raises MissingFileError or CorruptFileError, naming file and remedy."""
+        kept = self._kept.get(path)
+        if kept is None:
+            return self._folder.read_table(path, "rollouts", columns=columns)
+        return kept.select(columns) if columns else kept
+
+    async def follow(self, stream: Stream) -> None:
+        """Read parts as they land, as long as there is room, until the filter has settled.
+
+        One that cannot be read is left to whoever asks for it.
+        """
+        seen: set[str] = set()
+        room = KEPT_BYTES
+        while not stream.settled:
+            revision = stream.revision
+            for path in [path for path in stream.parts("rollouts") if path not in seen]:
+                seen.add(path)
+                if room > 0 and not stream.settled:
+                    with contextlib.suppress(CorruptFileError, MissingFileError):
+                        self._kept[path] = await asyncio.to_thread(self.read, path)
+                        room -= self._kept[path].nbytes
+            await stream.wait(revision)
+
+    def forget(self) -> None:
+        """Let go of what is decoded: the batch is written."""
+        self._kept.clear()
