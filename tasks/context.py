@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 PROMPTS = "prompts.parquet"
 
 
+@dataclass
+class BatchFigures:
+    """What is known of an iteration's fixed batch."""
+
+    metrics: dict[str, float | None]
+    account: Account
+    without_advantage: int | None  # samples, where the advantages of all are 0
+    shown: bool = False  # on Prefect's page
+
+
 class Sharded(Protocol):
     """Has shards do an iteration's rollout and reward."""
 
@@ -87,7 +97,7 @@ class IterationContext:
         self.folder: Store = self.run_folder.iteration(index)
         self.landed = LandedParts(self.folder)
         self.records: IterationRecords = {}  # committed so far
-        self.counted: tuple[dict[str, float | None], Account] | None = None  # figures of the fixed batch
+        self.counted: BatchFigures | None = None
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
         self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each, on one clock
         self.parts: dict[str, list[FileRecord]] = {

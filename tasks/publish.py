@@ -16,7 +16,6 @@ from prefect import task
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, manifest_from_records
 from millrace.connectors.storage.parts import read_parts
-from millrace.core.account.account import Account
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.task_records import (
     EvaluatedMetrics,
@@ -27,6 +26,7 @@ from millrace.core.contracts.task_records import (
     StepMetrics,
 )
 from millrace.core.errors import MillraceError
+from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.metrics import (
     curriculum_metrics,
     group_metrics,
@@ -37,7 +37,7 @@ from millrace.core.metrics import (
     teacher_metrics,
 )
 from millrace.tasks import report
-from millrace.tasks.context import IterationContext
+from millrace.tasks.context import BatchFigures, IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
@@ -60,9 +60,11 @@ SUPERVISED = (
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish(ctx: IterationContext) -> PublishRecord:
     """Log the iteration, then commit its manifest. Raises StorageError if the account of its tokens does not close."""
-    metrics, account = await asyncio.to_thread(_figures, ctx)
-    await asyncio.gather(report.iteration(ctx, metrics), report.tokens(ctx, account))
-    await report.warn_without_gradient(ctx)
+    metrics, counted = await asyncio.to_thread(_figures, ctx)
+    if not counted.shown:
+        await report.batch(ctx, counted.account)
+    await report.iteration(ctx, metrics)
+    report.warn_without_gradient(ctx, counted.without_advantage)
     await kill_point(ctx.index, "publish", "in")
     return await asyncio.to_thread(_commit, ctx, metrics)
 
@@ -115,34 +117,37 @@ def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
 
 
 async def count_beside(ctx: IterationContext) -> None:
-    """Count the fixed batch while it is trained. What cannot be read now is read again by `publish`."""
-    with contextlib.suppress(MillraceError):
+    """Count the fixed batch and show it while it is trained. What fails here is done again by `publish`."""
+    with contextlib.suppress(MillraceError, *report.NOT_SHOWN):
         ctx.counted = await asyncio.to_thread(_count, ctx)
+        await report.batch(ctx, ctx.counted.account)
+        ctx.counted.shown = True
 
 
-def _figures(ctx: IterationContext) -> tuple[dict[str, float], Account]:
-    """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest. And its account."""
+def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:
+    """Every figure of the iteration, by name: the same names in MLflow, the artifacts and the manifest. And what of them is the batch's."""
     records = ctx.records
-    generated, account = ctx.counted or _count(ctx)
-    check_closes(account, IterationFiles(ctx.run_folder, ctx.index), ctx.run_folder)
+    counted = ctx.counted or _count(ctx)
+    check_closes(counted.account, IterationFiles(ctx.run_folder, ctx.index), ctx.run_folder)
     metrics = {
-        **generated,
+        **counted.metrics,
         **_train_metrics(records["train_step"]["steps"]),
         **_time_metrics(ctx),
         **_sync_metrics(ctx),
-        **account.metrics(),
+        **counted.account.metrics(),
     }
     if "evaluate" in records:
         metrics.update(report.evaluation_metrics(records["evaluate"]))
-    return {name: float(value) for name, value in metrics.items() if value is not None}, account
+    return {name: float(value) for name, value in metrics.items() if value is not None}, counted
 
 
-def _count(ctx: IterationContext) -> tuple[dict[str, float | None], Account]:
+def _count(ctx: IterationContext) -> BatchFigures:
     """The figures of what was generated, scored and chosen, and the account, from one reading of the parts."""
     records, files = ctx.records, IterationFiles(ctx.run_folder, ctx.index)
     rollouts, turns = (_parts(ctx, kind, records["rollout"], READ[kind]) for kind in ("rollouts", "turns"))
     rewards = _parts(ctx, "rewards", records["reward"], READ["rewards"])
-    verdicts, batch = (files.read_table(kind, COLUMNS[kind]) for kind in ("verdicts", "batch"))
+    verdicts = files.read_table("verdicts", COLUMNS["verdicts"])
+    batch = files.read_table("batch", [*COLUMNS["batch"], "advantage"])
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
     generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
@@ -158,7 +163,13 @@ def _count(ctx: IterationContext) -> tuple[dict[str, float | None], Account]:
         "rollout/tokens_per_second": generated / rollout_s if rollout_s else 0.0,
         "staleness/mean": staleness_metrics(rollouts, ctx.version_before).get("staleness/mean", 0.0),
     }
-    return metrics, account
+    return BatchFigures(metrics, account, _without_advantage(batch.column("advantage")))
+
+
+def _without_advantage(advantages: pa.ChunkedArray) -> int | None:
+    """How many samples there are, where the advantages of all are 0; None where they are not, or the trainer computes them by token."""
+    largest = pc.max(pc.abs(advantages)).as_py()
+    return len(advantages) if largest is not None and largest <= ZERO_VARIANCE else None
 
 
 def _parts(

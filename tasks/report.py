@@ -12,11 +12,9 @@ import logging
 import re
 import shlex
 import time
-from collections.abc import Awaitable
-from typing import Any, cast
+from typing import cast
 
 import httpx
-import pyarrow.compute as pc
 from prefect.artifacts import (
     acreate_image_artifact,
     acreate_link_artifact,
@@ -35,7 +33,6 @@ from millrace.core.account.account import Account
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.contracts.tracker import run_tags
-from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.pages.pictures import curves_png
@@ -46,6 +43,7 @@ from millrace.tasks.runtime.runtime import Runtime
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 5.0  # of a rollout
+NOT_SHOWN = (httpx.HTTPError, PrefectException)  # what Prefect's server has not taken
 REWARDS_BY_GROUP = (
     "select group_id, count(*) as samples, min(reward) as least, max(reward) as most, any_value(prompt) as prompt "
     "from batches where iteration = {iteration} group by group_id order by most desc, group_id"
@@ -103,7 +101,7 @@ async def close_tracking(runtime: Runtime) -> None:
 
 
 async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
-    """Log one iteration: metrics to the trackers, summary, samples and curves to Prefect's pages."""
+    """Log one iteration: metrics to the trackers, summary and curves to Prefect's pages."""
     runtime, config, number = ctx.runtime, ctx.config, iteration_number(ctx.index)
     line = f"{_name(ctx)}: {_headline(metrics, config.algorithm.supervised)}"
     log.info("%s", line)
@@ -116,24 +114,30 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         runtime.tracking.curves,
         _links(runtime, ctx),
     )
-    calls: list[Awaitable[Any]] = [
+    await asyncio.gather(
         logged,
         acreate_markdown_artifact(text, key=_key(runtime, "iteration"), description=_name(ctx).capitalize()),
         _show_run(runtime, number),
-    ]
-    if config.tracking.samples and not config.algorithm.supervised:
-        calls.append(_show_samples(ctx))
-    await asyncio.gather(*calls)
+    )
     last = number == config.run.iterations
     if last or (due(number, config.checkpoint.every) and runtime.tracking.picture_is_old()):
         await _show_curves(runtime, number)
 
 
-async def _show_samples(ctx: IterationContext) -> None:
-    rows = await asyncio.to_thread(sample_rows, ctx.folder, ctx.config.tracking.samples)
-    await acreate_table_artifact(
-        rows, key=_key(ctx.runtime, "samples"), description=f"Samples of {_name(ctx)}"
-    )
+async def batch(ctx: IterationContext, account: Account) -> None:
+    """What became of the iteration's tokens, and some of its samples, as tables on its page."""
+    runtime = ctx.runtime
+    calls = [
+        acreate_table_artifact(
+            account.rows(), key=_key(runtime, "tokens"), description=f"Tokens of {_name(ctx)}"
+        )
+    ]
+    if ctx.config.tracking.samples:
+        rows = await asyncio.to_thread(sample_rows, ctx.folder, ctx.config.tracking.samples)
+        calls.append(
+            acreate_table_artifact(rows, key=_key(runtime, "samples"), description=f"Samples of {_name(ctx)}")
+        )
+    await asyncio.gather(*calls)
 
 
 async def _show_run(runtime: Runtime, done: int) -> None:
@@ -182,7 +186,7 @@ async def rollout_progress(ctx: IterationContext) -> None:
                 )
             else:
                 await aupdate_progress_artifact(artifact, progress=percent, description=about)
-        except (httpx.HTTPError, PrefectException) as error:
+        except NOT_SHOWN as error:
             log.warning("the progress of %s is not shown: %s", _name(ctx), error)
     if artifact is not None:
         await aupdate_progress_artifact(artifact, progress=100.0, description=f"Rollout of {_name(ctx)}")
@@ -215,14 +219,6 @@ def _hint(runtime: Runtime, name: str) -> str:
     return ""
 
 
-async def tokens(ctx: IterationContext, account: Account) -> None:
-    """What became of the iteration's tokens, as a table."""
-    runtime = ctx.runtime
-    await acreate_table_artifact(
-        account.rows(), key=_key(runtime, "tokens"), description=f"Tokens of {_name(ctx)}"
-    )
-
-
 def _name(ctx: IterationContext) -> str:
     return f"iteration {iteration_number(ctx.index)} of {ctx.config.run.iterations}"
 
@@ -252,9 +248,12 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-async def warn_without_gradient(ctx: IterationContext) -> None:
-    """Warn if the rewards of the iteration give no gradient, with the query that shows why."""
-    reason = await asyncio.to_thread(_without_gradient, ctx)
+def warn_without_gradient(ctx: IterationContext, without_advantage: int | None) -> None:
+    """Warn if the rewards of the iteration give no gradient, with the query that shows why.
+
+    without_advantage: samples of its batch, where the advantages of all are 0.
+    """
+    reason = _without_gradient(ctx, without_advantage)
     if reason:
         run, root = ctx.config.run.name, shlex.quote(ctx.config.storage.root)
         query = REWARDS_BY_GROUP.format(iteration=iteration_number(ctx.index))
@@ -264,12 +263,10 @@ async def warn_without_gradient(ctx: IterationContext) -> None:
         )
 
 
-def _without_gradient(ctx: IterationContext) -> str:
+def _without_gradient(ctx: IterationContext, without_advantage: int | None) -> str:
     """Why an iteration learns nothing from its rewards; empty if it does."""
-    (advantages,) = ctx.folder.read_table("batch.parquet", "batch", columns=["advantage"]).itercolumns()
-    largest = pc.max(pc.abs(advantages)).as_py()  # None where the trainer computes them by token
-    if largest is not None and largest <= ZERO_VARIANCE:
-        return f"all {len(advantages)} advantages are 0, as they are where the rewards of a group are equal"
+    if without_advantage is not None:
+        return f"all {without_advantage} advantages are 0, as they are where the rewards of a group are equal"
     moved = any(step["grad_norm"] for step in ctx.records["train_step"]["steps"])
     return "" if moved else "the gradient norm of every step is 0"
 

@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.parts import write_part
@@ -17,7 +19,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import _figures
+from millrace.tasks.publish import _figures, _without_advantage, count_beside
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
@@ -75,9 +77,9 @@ async def test_every_generated_token_is_accounted_for(
     ctx, _ = filtered
     if not named:
         del ctx.records["rollout"]["files"]
-    metrics, account = _figures(ctx)
+    metrics, counted = _figures(ctx)
     assert metrics["tokens/generated"] == metrics["tokens/trained"] == metrics["rollout/tokens"] == 8 * TOKENS
-    assert account.problems() == []
+    assert counted.account.problems() == []
 
 
 async def test_a_part_that_the_record_does_not_name_keeps_it_from_closing(
@@ -87,3 +89,27 @@ async def test_a_part_that_the_record_does_not_name_keeps_it_from_closing(
     ctx.records["rollout"]["files"] = parts[:1]
     with pytest.raises(StorageError, match="the account of iteration 2 does not close"):
         _figures(ctx)
+
+
+async def test_what_is_counted_beside_training_is_what_publish_counts(
+    filtered: tuple[IterationContext, list[FileRecord]],
+) -> None:
+    """Also where no server takes the tables: publish shows them then."""
+    ctx, _ = filtered
+    ctx.runtime._run_id = "1" * 32
+    metrics, counted = _figures(ctx)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
+        await count_beside(ctx)
+    assert ctx.counted is not None
+    assert not ctx.counted.shown
+    again, beside = _figures(ctx)
+    assert beside is ctx.counted
+    assert (again, beside.account.rows()) == (metrics, counted.account.rows())
+
+
+@pytest.mark.parametrize(
+    ("advantages", "samples"),
+    [([0.0, 0.0], 2), ([1e-9, -1e-9], 2), ([0.0, 0.5], None), ([None, None], None), ([], None)],
+)
+def test_advantages_that_are_all_zero_are_told(advantages: list[float | None], samples: int | None) -> None:
+    assert _without_advantage(pa.chunked_array([pa.array(advantages, pa.float32())])) == samples
