@@ -7,7 +7,7 @@ follow one another in flows/driver/.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prefect import Task, flow
@@ -38,7 +38,7 @@ from millrace.tasks.shards.early import begin_shards
 from millrace.tasks.shards.sharded import open_shards
 from millrace.tasks.shards.sharded_evaluation import open_evaluation
 from millrace.tasks.sync_weights import sync_weights
-from millrace.tasks.train_step import train_step
+from millrace.tasks.train_step import hand_over, train_step
 
 EvaluateTask = Task[[IterationContext], Coroutine[Any, Any, EvaluateRecord]]
 
@@ -74,7 +74,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
     with only_first_error():
         async with asyncio.TaskGroup() as beside:  # which ends before engines get other weights
             evaluated = beside.create_task(_evaluate_in_background(ctx, slot))
-            await _fill_batch(ctx, slot, run_shard)
+            await _fill_batch(ctx, slot, run_shard, lambda: beside.create_task(hand_over(ctx, evaluated)))
             await slot.reach(Stage.GENERATED)
             beside.create_task(count_beside(ctx))
             await slot.may_train()
@@ -98,7 +98,9 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
     await slot.reach(Stage.DONE)
 
 
-async def _fill_batch(ctx: IterationContext, slot: IterationSlot, run_shard: RunShard) -> None:
+async def _fill_batch(
+    ctx: IterationContext, slot: IterationSlot, run_shard: RunShard, on_generated: Callable[[], object]
+) -> None:
     """Generate, score and filter groups until the batch is fixed."""
     stream = ctx.open_stream()
     await take_back_failures(ctx)
@@ -106,13 +108,18 @@ async def _fill_batch(ctx: IterationContext, slot: IterationSlot, run_shard: Run
         with only_first_error():
             async with asyncio.TaskGroup() as streaming:
                 streaming.create_task(receive_deferred(ctx, slot.may_join))
-                streaming.create_task(run_recorded(rollout, ctx))
+                streaming.create_task(_generate(ctx, on_generated))
                 streaming.create_task(run_recorded(reward, ctx))
                 streaming.create_task(_until_filled(ctx))
                 streaming.create_task(ctx.landed.follow(stream))
                 if ctx.eager:
                     streaming.create_task(pass_early(ctx))
                 streaming.create_task(report.rollout_progress(ctx))
+
+
+async def _generate(ctx: IterationContext, then: Callable[[], object]) -> None:
+    await run_recorded(rollout, ctx)
+    then()
 
 
 async def _until_filled(ctx: IterationContext) -> None:

@@ -48,8 +48,23 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
         "rest_s": sleep_s,
         "seconds": time.perf_counter() - started,
     }
+    if ctx.handed_s is not None:
+        made["handed_s"] = ctx.handed_s
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
     return {**made, "files": [entry.record()], "batch": batch}
+
+
+async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> None:
+    """Once nothing is generated any more, hand shared GPUs to the trainer, beside what is left of the batch.
+
+    evaluated: an evaluation that engines must have made before.
+    """
+    if not ctx.config.placement.colocate:
+        return
+    await asyncio.wait([evaluated])
+    started = time.perf_counter()
+    if await ctx.runtime.memory.hand_to_trainer():
+        ctx.handed_s = time.perf_counter() - started
 
 
 def _chunks(ctx: IterationContext) -> list[int] | None:

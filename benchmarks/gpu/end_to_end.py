@@ -10,7 +10,8 @@ trainer's state, in the second the driver tidies up what its imports left.
 Generation: at least one request is out, less the wait for engines. Training: what the ranks report. Memory: engines rest,
 the trainer offloads and reloads, the KV cache comes back. Sync: weights to the engine. Checkpoint: the task that begins one
 or has one count. What is left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records,
-Prefect, MLflow, manifest. GPU-busy: mean of NVML's utilisation over the same iterations.
+Prefect, MLflow, manifest. What goes on beside one of the others does not count: scoring beside generation, the batch's last
+lines beside memory. GPU-busy: mean of NVML's utilisation over the same iterations.
 
 --save-every also gives, of each checkpoint, how long the iteration waited for it, how long it was written meanwhile, and
 its bytes; and, once the run has ended, what `dd` writes to the same disk, at most 16 GiB in as many streams as the ranks have
@@ -187,6 +188,7 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     phases = {f"{name}_s": sum(one["seconds"][name] for one in step["steps"]) for name in PHASES}
     engines_s = _metric(folder.read_json("results/rollout.json"), "engines_s")
     offload = manifest.tasks["metrics"].get("time/sync_offload_s", 0.0)
+    handed = step.get("handed_s", step["rest_s"])  # beside what is left of the batch, if it can
     record = checkpoint_record(run, index)
     saving = record["seconds"] if record.get("begun") or record.get("committed") or record["saved"] else 0.0
     generation, training = whole["generation"] - engines_s, whole["training"] - phases["reload_s"]
@@ -194,14 +196,15 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
         "iteration_s": whole["iteration"],
         "generation_s": generation,
         "training_s": training,
-        "memory_s": engines_s + step["rest_s"] + phases["reload_s"] + offload,
+        "memory_s": engines_s + handed + phases["reload_s"] + offload,
+        "handed_s": handed,
         "rest_s": step["rest_s"],
         **phases,
         "offload_s": offload,
         "engines_s": engines_s,
         "sync_s": whole["sync"] - offload,
         "checkpoint_s": saving,
-        "orchestration_s": whole["overhead"] - step["rest_s"] - saving,
+        "orchestration_s": whole["overhead"] - handed - saving,
         "rollout_tokens_s": sum(lengths.to_pylist()) / generation,
         "train_tokens_s": sum(one["tokens"] for one in step["steps"]) / training,
         "logprob_gap_mean": manifest.tasks["metrics"]["train/logprob_gap_mean"],

@@ -346,6 +346,11 @@ class TrainerRank(RankWeights):
         self.chunks.drop()
         return self.offload_state.offload()
 
+    def reload(self) -> None:
+        """Take GPU memory back, before a call that needs it does. Raises TrainerMemoryError if there is not enough."""
+        with self._working("reload"):
+            pass
+
     def shutdown(self) -> None:
         """Leave the other ranks."""
         from millrace.connectors.megatron.process import distributed as world

@@ -117,6 +117,7 @@ class StepFile(TypedDict):
     version: int  # after the last step
     steps: list[StepMetrics]
     rest_s: float  # until the engines had left GPU memory to the trainer
+    handed_s: NotRequired[float]  # that it took in all, where it began while the batch was written
     seconds: float
 
 

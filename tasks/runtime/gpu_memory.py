@@ -75,6 +75,20 @@ class GpuMemory:
             await self._take_for_trainer()
             yield self._trainer
 
+    async def hand_to_trainer(self) -> bool:
+        """Where engines hold shared GPUs, have them sleep and the ranks take their memory back; whether they did.
+
+        For when nothing is generated any more, ahead of the task that trains: it waits for this.
+        """
+        if not self._shared:
+            return False
+        async with self._turn():
+            if self._owner.holder is not Holder.ENGINES:
+                return False
+            await self._take_for_trainer()
+            await self._trainer.reload()
+            return True
+
     @property
     def trainer(self) -> Trainer:
         """The trainer, for what takes no GPU memory."""

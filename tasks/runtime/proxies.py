@@ -219,6 +219,10 @@ class TrainerProxy:
         """Leave GPU memory to engines: all but the weights goes to the host. Returns the bytes that rank 0 freed."""
         return (await self._ranks.call(TrainerRank.offload))[0]
 
+    async def reload(self) -> None:
+        """Take GPU memory back that was left to engines, before a call that needs it does."""
+        await self._ranks.call(TrainerRank.reload)
+
 
 def server_state(state: dict[str, Any]) -> ServerState:
     """The part of an actor's state that the server's holder reports."""

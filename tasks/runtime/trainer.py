@@ -142,6 +142,14 @@ class Trainer:
             log.warning("%s", error)
         await self.end()  # a driver that died left them half built, or some are lost
 
+    async def reload(self) -> None:
+        """Have ranks that this driver knows take their GPU memory back. Lost ones are left to whoever asks for a version."""
+        try:
+            if self._built:
+                await self._built.reload()
+        except ActorLostError as error:
+            log.warning("%s", error)
+
     def _alone(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Within, no other task finds, builds or ends ranks."""
         return locked(self._lock, "the trainer, which another task brings up", self.config.run_limit)

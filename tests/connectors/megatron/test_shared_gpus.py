@@ -203,3 +203,31 @@ async def test_a_rank_lost_beside_a_serving_engine_comes_back_and_the_engine_wit
     assert await released() == []
     answer = await engines.generate([10, 20, 30], GREEDY, rid="c", session=None)
     assert answer.weight_versions[0][1] == 0
+
+
+async def test_gpus_are_handed_to_the_trainer_before_it_is_asked_where_engines_hold_them(
+    drivers: Any, asleep_at_build: list[list[str]], tmp_path: Path
+) -> None:
+    driver = await drivers()
+    assert not await driver.memory.hand_to_trainer()  # no part of the run is there yet
+    await driver.memory.for_engines(VersionRange.only(0))
+    assert await released() == []
+    assert await driver.memory.hand_to_trainer()
+    assert await released() == BOTH
+    assert not await driver.memory.hand_to_trainer()  # the trainer has them
+    await step(driver, tmp_path, 1)
+    await driver.memory.update_engines(1)
+    assert not await driver.memory.hand_to_trainer()  # between the two: a checkpoint may follow
+    assert await released() == ["kv_cache"]
+    await driver.memory.for_engines(VersionRange.only(1))
+    await kill("trainer")
+    assert await driver.memory.hand_to_trainer()
+    assert await released() == BOTH
+    assert len(asleep_at_build) == 1  # a lost rank is left to the step, which knows from where to build it
+    await driver.memory.for_engines(VersionRange.only(0))
+    await kill("engine")
+    assert await driver.memory.hand_to_trainer()
+    answer = await (await driver.memory.for_engines(VersionRange.only(0))).generate(
+        [10, 20, 30], GREEDY, rid="h", session=None
+    )
+    assert answer.weight_versions[0][1] == 0
