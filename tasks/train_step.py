@@ -8,6 +8,7 @@ lost trainer from checkpoint and replay, and a rank answers from memory if it ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 
@@ -15,6 +16,7 @@ from prefect import task
 
 from millrace.connectors.storage.run_folder import EAGER
 from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
+from millrace.core.errors import MillraceError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
@@ -57,14 +59,15 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
 async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> None:
     """Once nothing is generated any more, hand shared GPUs to the trainer, beside what is left of the batch.
 
-    evaluated: an evaluation that engines must have made before.
+    What fails is done again by `train_step`. evaluated: an evaluation that engines must have made before.
     """
     if not ctx.config.placement.colocate:
         return
     await asyncio.wait([evaluated])
     started = time.perf_counter()
-    if await ctx.runtime.memory.hand_to_trainer():
-        ctx.handed_s = time.perf_counter() - started
+    with contextlib.suppress(MillraceError):
+        if await ctx.runtime.memory.hand_to_trainer():
+            ctx.handed_s = time.perf_counter() - started
 
 
 def _chunks(ctx: IterationContext) -> list[int] | None:
