@@ -21,7 +21,7 @@ from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report
-from millrace.tasks.checkpoint import checkpoint
+from millrace.tasks.checkpoint import begins_after, checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
@@ -83,12 +83,7 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
             await run_recorded(train_step, ctx)
             await slot.reach(Stage.TRAINED)
             await slot.may_sync()
-    if config.trainer_offloads:  # to save it after the sync, the trainer would take its memory back
-        await run_recorded(checkpoint, ctx)
-    await run_recorded(sync_weights, ctx)
-    await slot.reach(Stage.SERVED)
-    if not config.trainer_offloads:  # engines go on while it is saved
-        await run_recorded(checkpoint, ctx)
+    await _save_and_serve(ctx, slot)
     await slot.reach(Stage.LEFT_TRAINER)
     if evaluates_after(config, index + 1):
         await _evaluate(ctx, evaluate)
@@ -96,6 +91,21 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
     await slot.may_publish()
     await run_recorded(publish, ctx)
     await slot.reach(Stage.DONE)
+
+
+async def _save_and_serve(ctx: IterationContext, slot: IterationSlot) -> None:
+    """Save what is due, and have the engines serve the new weights."""
+    is_due = begins_after(ctx.config, ctx.index + 1)
+    if is_due and ctx.config.trainer_offloads:  # to save it later, the trainer would take its memory back
+        await run_recorded(checkpoint, ctx)
+    with only_first_error():
+        async with asyncio.TaskGroup() as beside:
+            if not is_due:  # what was written meanwhile counts from now on
+                beside.create_task(run_recorded(checkpoint, ctx))
+            await run_recorded(sync_weights, ctx)
+            await slot.reach(Stage.SERVED)
+    if is_due and not ctx.config.trainer_offloads:  # engines go on while it is saved
+        await run_recorded(checkpoint, ctx)
 
 
 async def _fill_batch(

@@ -17,6 +17,7 @@ from prefect import task
 from millrace.connectors.storage.checkpoint_files import unfinished_checkpoints
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
+from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
 from millrace.core.evaluation.figures import LOWEST_IS_BEST
 from millrace.core.retention import checkpoints_to_drop, due
@@ -37,17 +38,29 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     last = done == config.run.iterations
     record: CheckpointRecord = {"saved": None, "exported": None, "dropped": [], "seconds": 0.0}
     started = time.perf_counter()
-    is_due = due(done, config.checkpoint.every) or last
+    is_due = _saves_after(config, done)
     again = await _commit_written(ctx, record, wait=is_due)
     if is_due or again:
         background = config.saves_in_background and not last and not again
         await _save(ctx, record, done, background=background)
-    if (config.checkpoint.export_every and due(done, config.checkpoint.export_every)) or (
-        last and config.checkpoint.export_last
-    ):
+    if _exports_after(config, done):
         record["exported"], record["export_files"] = await _export(ctx, done)
     record["seconds"] = time.perf_counter() - started
     return record
+
+
+def begins_after(config: RunConfig, done: int) -> bool:
+    """Whether a checkpoint or an export is due after so many iterations. Where none is, one may have been written meanwhile."""
+    return _saves_after(config, done) or _exports_after(config, done)
+
+
+def _saves_after(config: RunConfig, done: int) -> bool:
+    return due(done, config.checkpoint.every) or done == config.run.iterations
+
+
+def _exports_after(config: RunConfig, done: int) -> bool:
+    every, last = config.checkpoint.export_every, done == config.run.iterations
+    return bool(every and due(done, every)) or (last and config.checkpoint.export_last)
 
 
 async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, background: bool) -> None:

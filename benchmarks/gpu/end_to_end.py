@@ -8,10 +8,10 @@ iterations after the second (with two, of the second): in the first kernels are 
 trainer's state, in the second the driver tidies up what its imports left.
 
 Generation: at least one request is out, less the wait for engines. Training: what the ranks report. Memory: engines rest,
-the trainer offloads and reloads, the KV cache comes back. Sync: weights to the engine. Checkpoint: the task that begins one
-or has one count. What is left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records,
-Prefect, MLflow, manifest. What goes on beside one of the others does not count: scoring beside generation, the batch's last
-lines beside memory. GPU-busy: mean of NVML's utilisation over the same iterations.
+the trainer offloads and reloads, the KV cache comes back. Sync: weights to the engine. Checkpoint: the task that begins
+one. What is left is the orchestration: prompts, scoring that outlasts generation, filter, Parquet, records, Prefect, MLflow,
+manifest. What goes on beside one of the others does not count: scoring beside generation, the writing of the batch beside
+memory. GPU-busy: mean of NVML's utilisation over the same iterations.
 
 --save-every also gives, of each checkpoint, how long the iteration waited for it, how long it was written meanwhile, and
 its bytes; and, once the run has ended, what `dd` writes to the same disk, at most 16 GiB in as many streams as the ranks have
@@ -190,7 +190,9 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     offload = manifest.tasks["metrics"].get("time/sync_offload_s", 0.0)
     handed = step.get("handed_s", step["rest_s"])  # beside what is left of the batch, if it can
     record = checkpoint_record(run, index)
-    saving = record["seconds"] if record.get("begun") or record.get("committed") or record["saved"] else 0.0
+    saving = (
+        record["seconds"] if record.get("begun") or record["saved"] else 0.0
+    )  # else it is beside the sync
     generation, training = whole["generation"] - engines_s, whole["training"] - phases["reload_s"]
     return {
         "iteration_s": whole["iteration"],

@@ -198,6 +198,7 @@ ROWS = {
         "self._changed.wait_for": "the driver's answer: engines are made ready there with limits of their own",
     },
     "tasks/stream.py": {"async with self._changed": HELD, "self._changed.wait_for": INSIDE},
+    "tasks/train_step.py": {"asyncio.wait": "a task of this iteration: requests and scores have limits"},
 }
 
 

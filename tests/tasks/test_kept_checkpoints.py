@@ -11,7 +11,7 @@ import pytest
 
 from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.core.config import RunConfig
-from millrace.tasks.checkpoint import _retain
+from millrace.tasks.checkpoint import _retain, begins_after
 
 MEANS = {1: 0.4, 2: 0.9, 3: 0.1, 4: 0.2}  # by iterations trained
 
@@ -43,3 +43,19 @@ def test_the_best_stays_whichever_iteration_evaluates_it(
             evaluate(folder, done - 1, background)  # before the sync, and so before this save
         _retain(ctx)
         assert set(folder.complete_checkpoints()) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "after"),
+    [
+        ({"every": 2}, [2, 4, 5]),
+        ({"every": 100}, [5]),
+        ({"every": 4, "export_every": 3}, [3, 4, 5]),
+        ({"every": 1}, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_checkpoint_or_an_export_begins_after_these_iterations(
+    make_config: Callable[..., RunConfig], checkpoint: dict[str, Any], after: list[int]
+) -> None:
+    config = make_config(run={"iterations": 5}, checkpoint=checkpoint)
+    assert [done for done in range(1, 6) if begins_after(config, done)] == after
