@@ -10,7 +10,7 @@ from prefect import flow
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.core.pipeline.evaluations import evaluates_after
+from millrace.core.pipeline.periodic import evaluates_after
 from millrace.flows.driver.drive import DriveResult, drive
 from millrace.flows.driver.iteration_slots import IterationSlot, Stage
 from millrace.tasks import report

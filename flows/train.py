@@ -15,7 +15,7 @@ from prefect import Task, flow
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import EvaluateRecord
 from millrace.core.errors import ConfigError, only_first_error
-from millrace.core.pipeline.evaluations import evaluates_after
+from millrace.core.pipeline.periodic import evaluates_after
 from millrace.core.retention import due
 from millrace.flows.driver.ahead_guard import lower_ahead
 from millrace.flows.driver.drive import DriveResult, drive

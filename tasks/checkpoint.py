@@ -20,7 +20,8 @@ from millrace.connectors.storage.run_folder import COMPLETE, RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
 from millrace.core.evaluation.figures import LOWEST_IS_BEST
-from millrace.core.retention import checkpoints_to_drop, due
+from millrace.core.pipeline.periodic import exports_after, saves_after
+from millrace.core.retention import checkpoints_to_drop
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.report import evaluation_metrics, held_out_metrics
@@ -38,12 +39,12 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
     last = done == config.run.iterations
     record: CheckpointRecord = {"saved": None, "exported": None, "dropped": [], "seconds": 0.0}
     started = time.perf_counter()
-    is_due = _saves_after(config, done)
+    is_due = saves_after(config, done)
     again = await _commit_written(ctx, record, wait=is_due)
     if is_due or again:
         background = config.saves_in_background and not last and not again
         await _save(ctx, record, done, background=background)
-    if _exports_after(config, done):
+    if exports_after(config, done):
         record["exported"], record["export_files"] = await _export(ctx, done)
     record["seconds"] = time.perf_counter() - started
     return record
@@ -51,16 +52,7 @@ async def checkpoint(ctx: IterationContext) -> CheckpointRecord:
 
 def begins_after(config: RunConfig, done: int) -> bool:
     """Whether a checkpoint or an export is due after so many iterations. Where none is, one may have been written meanwhile."""
-    return _saves_after(config, done) or _exports_after(config, done)
-
-
-def _saves_after(config: RunConfig, done: int) -> bool:
-    return due(done, config.checkpoint.every) or done == config.run.iterations
-
-
-def _exports_after(config: RunConfig, done: int) -> bool:
-    every, last = config.checkpoint.export_every, done == config.run.iterations
-    return bool(every and due(done, every)) or (last and config.checkpoint.export_last)
+    return saves_after(config, done) or exports_after(config, done)
 
 
 async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, background: bool) -> None:

@@ -190,9 +190,8 @@ def split(run: RunFolder, index: int) -> dict[str, float]:
     offload = manifest.tasks["metrics"].get("time/sync_offload_s", 0.0)
     handed = step.get("handed_s", step["rest_s"])  # beside what is left of the batch, if it can
     record = checkpoint_record(run, index)
-    saving = (
-        record["seconds"] if record.get("begun") or record["saved"] else 0.0
-    )  # else it is beside the sync
+    begins = record.get("begun") or record["saved"]  # else the task is beside the sync
+    saving = record["seconds"] if begins else 0.0
     generation, training = whole["generation"] - engines_s, whole["training"] - phases["reload_s"]
     return {
         "iteration_s": whole["iteration"],

@@ -78,8 +78,7 @@ class Fleet:
         Raises BudgetError when the restart budget is spent. If one fails the others are waited for: none still starts then.
         """
         self._model = model
-        ensuring = (self._ensure_one(index) for index in self._health)
-        for result in await asyncio.gather(*ensuring, return_exceptions=True):
+        for result in await asyncio.gather(*map(self._ensure_one, self._health), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
         if any(health.state is State.SUSPECT for health in self._health.values()):
@@ -213,7 +212,8 @@ class Fleet:
         `source`: a Hugging Face folder or its URL, or another way to load. An engine lost on the way is restarted and tried
         again, within the restart budget. Raises StorageError, with no engine touched, if a URL cannot be read.
         """
-        left, seconds = sorted(self._clients) if only is None else only, dict.fromkeys(PHASES, 0.0)
+        left = only if only is not None else sorted(self._clients)
+        seconds = dict.fromkeys(PHASES, 0.0)
         for _ in range(self.config.engines.restarts + 2):
             if not isinstance(source, str):
                 load = source

@@ -80,8 +80,6 @@ class GpuMemory:
 
         For when nothing is generated any more, ahead of the task that trains: it waits for this.
         """
-        if not self._shared:
-            return False
         async with self._turn():
             if self._owner.holder is not Holder.ENGINES:
                 return False

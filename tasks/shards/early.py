@@ -15,7 +15,7 @@ from prefect import Task
 
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError
-from millrace.core.pipeline.evaluations import evaluates_after
+from millrace.core.pipeline.periodic import evaluates_after
 from millrace.core.pipeline.sharding import in_shards, shares
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.shards.attempts import RunAny, RunShard, on_ray

@@ -5,10 +5,10 @@ A user's run is refused there, since nothing would be gained: that one refusal i
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,26 +29,9 @@ from millrace.core.config.rules import placement
 from millrace.flows.train import train
 problems = placement.problems
 placement.problems = lambda config: (one for one in problems(config) if "without GPUs" not in one.reason)
-result = asyncio.run(train(load_config("run.yaml", sys.argv[1:])))
+result = asyncio.run(train(load_config(sys.argv[2], sys.argv[3:])))
 print(result["did"], "iterations now")
 """
-
-
-class SharedRun(ClusterRun):
-    """A run that is started from Python."""
-
-    def start(self, *overrides: str, hold: str = "") -> subprocess.Popen[str]:
-        stop = {"MILLRACE_KILL_POINT": hold, "MILLRACE_KILL_POINT_FILE": str(self.held)} if hold else {}
-        server = {"PREFECT_API_URL": self.place.api, "PREFECT_API_AUTH_STRING": self.place.login}
-        return subprocess.Popen(
-            [sys.executable, "-c", SHARED, *self.overrides, *overrides],
-            cwd=self.place.folder,
-            env={**self.place.environment, **self.nodes.environment, **server, **stop},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
 
 
 @pytest.fixture
@@ -67,7 +50,11 @@ def test_a_shared_gpu_is_handed_over_while_the_batch_is_written_and_a_killed_dri
 ) -> None:
     shared = ("placement.colocate=true", f"placement.task_runner={runner}")
     on_cpu = ("trainer.device=cpu", "sync.kind=disk", "tracking.trackers=[]")
-    run = SharedRun(workplace, nodes, tmp_path, nodes.address, *shared, *on_cpu)
+    place = copy.copy(workplace)  # whose command is the script above
+    place.command = [sys.executable, "-c", SHARED]
+    server = {"PREFECT_API_URL": workplace.api, "PREFECT_API_AUTH_STRING": workplace.login}
+    place.environment = {**workplace.environment, **server}
+    run = ClusterRun(place, nodes, tmp_path, nodes.address, *shared, *on_cpu)
     process = run.start(hold="1/filter/in")  # the GPU is handed over, and no record says so
     run.wait(process, run.held.exists)
     os.kill(process.pid, signal.SIGKILL)

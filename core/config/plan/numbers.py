@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from millrace.core.config.run_config import RunConfig
+from millrace.core.pipeline.periodic import exports_after, saves_after
 from millrace.core.retention import checkpoints_to_drop, due
 
 
@@ -36,13 +37,9 @@ def numbers_of(config: RunConfig) -> Numbers:
     """The numbers of a configuration that was checked."""
     iterations, c = config.run.iterations, config.checkpoint
     done = range(1, iterations + 1)
-    saved = [number for number in done if due(number, c.every) or number == iterations]
+    saved = [number for number in done if saves_after(config, number)]
     dropped = checkpoints_to_drop(saved, c.keep_last, c.keep_every)
-    exports = [
-        number
-        for number in done
-        if (c.export_every and due(number, c.export_every)) or (number == iterations and c.export_last)
-    ]
+    exports = [number for number in done if exports_after(config, number)]
     evaluated = [number for number in done if due(number, config.evaluation.every) or number == iterations]
     longest = config.data.max_prompt_tokens + config.rollout.longest_response
     return Numbers(
