@@ -165,8 +165,8 @@ ROWS: dict[str, Row] = {
     **_any_start("tasks/context.py", "pipeline.eager"),
     **_any_start("tasks/train_step.py", "sync.max_logprob_gap"),
     **_any_start("tasks/sync_weights.py", "sync.max_prompt_gap"),
-    **_any_start("tasks/checkpoint.py", *_under("checkpoint", "every keep_last keep_every keep_best")),
-    **_any_start("tasks/checkpoint.py", *_under("checkpoint", "export_every export_last")),
+    **_any_start("tasks/checkpoint.py", *_under("checkpoint", "keep_last keep_every keep_best")),
+    **_any_start("core/pipeline/periodic.py", *_under("checkpoint", "every export_every export_last")),
     **_any_start(
         "tasks/evaluate.py",
         *_under(
@@ -176,7 +176,7 @@ ROWS: dict[str, Row] = {
         ),
         *_under("evaluation.sets.0.sampling", SAMPLING),
     ),
-    **_any_start("flows/train.py", "evaluation.every"),
+    **_any_start("core/pipeline/periodic.py", "evaluation.every"),
     **_any_start("core/config/run_config.py", "checkpoint.background", "evaluation.background"),
     **_any_start("tasks/runtime/tracking.py", *_under("tracking", "trackers uri system_metrics")),
     **_any_start("tasks/report.py", "tracking.samples"),
