@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import threading
@@ -90,7 +91,12 @@ def _points(args: argparse.Namespace) -> list[Point]:
 
 
 def _site(folder: Path) -> Site:
-    """Make a workplace. Not in a thread: two threads cannot import transformers at once."""
+    """Make a workplace. Not in a thread: two threads cannot import transformers at once.
+
+    A shell has what it starts with `&` ignore Ctrl-C, and so would the commands that are to be ended by it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder.mkdir(parents=True)
     return Site(make_workplace(folder))
 
