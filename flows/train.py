@@ -25,7 +25,7 @@ from millrace.tasks.checkpoint import begins_after, checkpoint
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import count_beside, publish
+from millrace.tasks.publish import count_beside, draw_beside, publish
 from millrace.tasks.reward import reward, take_back_failures
 from millrace.tasks.rollout import rollout
 from millrace.tasks.run_recorded import run_recorded
@@ -37,6 +37,7 @@ from millrace.tasks.shards.attempts import RunShard
 from millrace.tasks.shards.early import begin_shards
 from millrace.tasks.shards.sharded import open_shards
 from millrace.tasks.shards.sharded_evaluation import open_evaluation
+from millrace.tasks.stream import Stream
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import hand_over, train_step
 
@@ -100,6 +101,7 @@ async def _save_and_serve(ctx: IterationContext, slot: IterationSlot) -> None:
         await run_recorded(checkpoint, ctx)
     with only_first_error():
         async with asyncio.TaskGroup() as beside:
+            beside.create_task(draw_beside(ctx))
             if not is_due:  # what was written meanwhile counts from now on
                 beside.create_task(run_recorded(checkpoint, ctx))
             await run_recorded(sync_weights, ctx)
@@ -118,25 +120,31 @@ async def _fill_batch(
         with only_first_error():
             async with asyncio.TaskGroup() as streaming:
                 streaming.create_task(receive_deferred(ctx, slot.may_join))
-                streaming.create_task(_generate(ctx, on_generated))
-                streaming.create_task(run_recorded(reward, ctx))
-                streaming.create_task(_until_filled(ctx))
+                streaming.create_task(_generate(ctx, stream, on_generated))
+                streaming.create_task(_score(ctx, stream))
+                streaming.create_task(_until_filled(ctx, stream))
                 streaming.create_task(ctx.landed.follow(stream))
                 if ctx.eager:
                     streaming.create_task(pass_early(ctx))
                 streaming.create_task(report.rollout_progress(ctx))
 
 
-async def _generate(ctx: IterationContext, then: Callable[[], object]) -> None:
+async def _generate(ctx: IterationContext, stream: Stream, then: Callable[[], object]) -> None:
     await run_recorded(rollout, ctx)
+    await stream.begin()  # also where an earlier start left its record
     then()
 
 
-async def _until_filled(ctx: IterationContext) -> None:
+async def _score(ctx: IterationContext, stream: Stream) -> None:
+    await stream.until_begun()  # Prefect takes some 20 ms of the loop to begin a task
+    await run_recorded(reward, ctx)
+
+
+async def _until_filled(ctx: IterationContext, stream: Stream) -> None:
     """Filter; where an earlier start left its record, the others still learn that the batch is filled."""
+    await stream.until_begun()
     await run_recorded(filter_groups, ctx)
-    assert ctx.stream is not None
-    await ctx.stream.settle()
+    await stream.settle()
 
 
 async def _evaluate_in_background(ctx: IterationContext, slot: IterationSlot) -> None:

@@ -98,6 +98,7 @@ class IterationContext:
         self.landed = LandedParts(self.folder)
         self.records: IterationRecords = {}  # committed so far
         self.counted: BatchFigures | None = None
+        self.picture: bytes | None = None  # of the run's curves so far, where it was drawn early
         self.handed_s: float | None = None  # seconds in which shared GPUs were handed to the trainer early
         self.seconds: dict[str, float] = {}  # wall time of each task in this process
         self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each, on one clock

@@ -36,6 +36,7 @@ from millrace.core.metrics import (
     staleness_metrics,
     teacher_metrics,
 )
+from millrace.core.pipeline.periodic import evaluates_after
 from millrace.tasks import report
 from millrace.tasks.context import BatchFigures, IterationContext
 from millrace.tasks.kill_points import kill_point
@@ -122,6 +123,14 @@ async def count_beside(ctx: IterationContext) -> None:
         ctx.counted = await asyncio.to_thread(_count, ctx)
         await report.batch(ctx, ctx.counted.account)
         ctx.counted.shown = True
+
+
+async def draw_beside(ctx: IterationContext) -> None:
+    """Draw the curves while weights are synced, where `publish` is to show them and nothing that they show is left to be measured."""
+    if ctx.counted and report.shows_curves(ctx) and not evaluates_after(ctx.config, ctx.index + 1):
+        await report.draw_curves(
+            ctx, {**ctx.counted.metrics, **_train_metrics(ctx.records["train_step"]["steps"])}
+        )
 
 
 def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:

@@ -12,6 +12,7 @@ import logging
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from typing import cast
 
 import httpx
@@ -106,7 +107,9 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     line = f"{_name(ctx)}: {_headline(metrics, config.algorithm.supervised)}"
     log.info("%s", line)
     runtime.tracking.page.line(line)
-    logged = runtime.tracking.log_metrics(metrics, number)
+    if shows_curves(ctx) and ctx.picture is None:
+        await draw_curves(ctx, metrics)
+    logged = runtime.tracking.log_metrics(metrics, number, ctx.picture)
     text = iteration_text(
         f"{config.run.name}: {_name(ctx)}",
         metrics,
@@ -118,10 +121,23 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
         logged,
         acreate_markdown_artifact(text, key=_key(runtime, "iteration"), description=_name(ctx).capitalize()),
         _show_run(runtime, number),
+        *([_show_curves(runtime, ctx.picture, number)] if ctx.picture else []),
     )
-    last = number == config.run.iterations
-    if last or (due(number, config.checkpoint.every) and runtime.tracking.picture_is_old()):
-        await _show_curves(runtime, number)
+
+
+def shows_curves(ctx: IterationContext) -> bool:
+    """Whether the iteration shows the picture of the curves: the last one, and where a checkpoint is due unless the newest is new."""
+    number, config = iteration_number(ctx.index), ctx.config
+    is_due = due(number, config.checkpoint.every) and ctx.runtime.tracking.picture_is_old()
+    return is_due or number == config.run.iterations
+
+
+async def draw_curves(ctx: IterationContext, metrics: Mapping[str, float | None]) -> None:
+    """Draw the picture that the iteration is to show. metrics: what is known of it, those of the picture among them."""
+    curves = ctx.runtime.tracking.curves
+    known = {name: value for name, value in metrics.items() if value is not None}
+    curves.add(known, iteration_number(ctx.index))
+    ctx.picture = await asyncio.to_thread(curves_png, curves)
 
 
 async def batch(ctx: IterationContext, account: Account) -> None:
@@ -151,14 +167,14 @@ async def _show_run(runtime: Runtime, done: int) -> None:
     )
 
 
-async def _show_curves(runtime: Runtime, number: int) -> None:
-    """The picture of the curves: on the pages of the iteration and of the run, and in the trackers."""
-    picture = await asyncio.to_thread(curves_png, runtime.tracking.curves)
+async def _show_curves(runtime: Runtime, picture: bytes, number: int) -> None:
+    """The picture of the curves, on the pages of the iteration and of the run."""
     image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     about = f"Curves after iteration {number}"
-    await acreate_image_artifact(image, key=_key(runtime, "picture"), description=about)
-    await runtime.tracking.page.show(_key(runtime, "curves"), "image", image, about)
-    await asyncio.to_thread(runtime.tracking.log_image, picture, "curves", number)
+    await asyncio.gather(
+        acreate_image_artifact(image, key=_key(runtime, "picture"), description=about),
+        runtime.tracking.page.show(_key(runtime, "curves"), "image", image, about),
+    )
 
 
 async def rollout_progress(ctx: IterationContext) -> None:

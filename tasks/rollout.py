@@ -61,6 +61,7 @@ async def generate(ctx: IterationContext) -> RolloutRecord:
     generator = sample_generator(ctx, parts.to_pylist())
     make = await _maker(ctx, generator)
     async with make.open():
+        await ctx.stream.begin()
         async with asyncio.TaskGroup() as generating:
             await _until_settled(ctx, groups, partial(_begin, ctx, make, generating, finished))
             cut = await asyncio.to_thread(is_cut, ctx)

@@ -49,6 +49,7 @@ class Stream:
         self._limit = limit
         self.released = released
         self.joined = joined
+        self.begun = False  # generating: requests go out now, or none has to
         self.settled = False
         self.settled_at = float("inf")  # when it was, on the clock of time.perf_counter
         self.kept: Sequence[ScoredGroup] = ()
@@ -74,6 +75,15 @@ class Stream:
         if groups > self.released:
             self.released = groups
             await self._notify()
+
+    async def begin(self) -> None:
+        """Announce that rollout begins to generate, or need not."""
+        self.begun = True
+        await self._notify()
+
+    async def until_begun(self) -> None:
+        """Wait until rollout begins to generate: before that, what needs the event loop delays its requests."""
+        await self._until(lambda: self.begun, "the beginning of the rollout")
 
     async def join(self, joined: Joined) -> None:
         """Announce what was deferred to the iteration."""

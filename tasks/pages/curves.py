@@ -39,7 +39,7 @@ class Curves:
 
     def named(self, pattern: str) -> list[str]:
         """Names of figures that match a regular expression from their beginning, sorted."""
-        return sorted(name for name in self._points if re.match(pattern, name))
+        return sorted(name for name in list(self._points) if re.match(pattern, name))
 
     def tokens(self) -> dict[str, int]:
         """The account of the run's tokens: what was generated, and what became of it."""

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from millrace.connectors.mlflow.tracker import MlflowTracker
@@ -59,20 +60,19 @@ class Tracking:
         assert tracker is None or isinstance(tracker, MlflowTracker)
         return tracker
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> Awaitable[None]:
-        """Add an iteration's figures to the curves, and then, where it is awaited, to every tracker."""
+    def log_metrics(
+        self, metrics: Mapping[str, float], step: int, picture: bytes | None = None
+    ) -> Awaitable[None]:
+        """Add an iteration's figures to the curves, and then, where it is awaited, to every tracker. picture: of the curves."""
         self.curves.add(metrics, step)
-        return asyncio.to_thread(self._each, lambda tracker: tracker.log_metrics(metrics, step))
+        if picture:
+            self._pictured_at = time.monotonic()
+        return asyncio.to_thread(self._each, partial(_log, metrics, step, picture))
 
     def describe(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Keep configuration and tags in every tracker."""
         self._each(lambda tracker: tracker.set_tags(tags))
         self._each(lambda tracker: tracker.log_params(settings))
-
-    def log_image(self, png: bytes, name: str, step: int) -> None:
-        """Keep a picture in every tracker."""
-        self._pictured_at = time.monotonic()
-        self._each(lambda tracker: tracker.log_image(png, name, step))
 
     def picture_is_old(self) -> bool:
         """Whether the newest picture, if there is one, was kept some seconds ago: to draw one takes a quarter of a second."""
@@ -103,3 +103,9 @@ class Tracking:
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in self.trackers.values():
             call(tracker)
+
+
+def _log(metrics: Mapping[str, float], step: int, picture: bytes | None, tracker: Tracker) -> None:
+    tracker.log_metrics(metrics, step)
+    if picture:
+        tracker.log_image(picture, "curves", step)

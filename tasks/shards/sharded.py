@@ -88,6 +88,7 @@ class ShardedIteration:
         found = set(stored.column("sample_id").to_pylist())
         if await asyncio.to_thread(self._lacks, found):
             talk.make_engines_ready()
+        await self._stream.begin()
         records = await self._shards.run(talk, rollout_shard, "rollout", WRITTEN)
         return {
             "samples_found": len(found),

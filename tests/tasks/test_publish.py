@@ -19,12 +19,15 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
-from millrace.tasks.publish import _figures, _without_advantage, count_beside
+from millrace.tasks.publish import _figures, _without_advantage, count_beside, draw_beside
+from millrace.tasks.report import draw_curves
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
 
-STEP = {"version": 3, "loss": 0.5, "lr": 1e-3, "logprob_gap_max": 0.0}
+STEP = {"version": 3, "loss": 0.5, "grad_norm": 2.0, "lr": 1e-3, "logprob_gap_max": 0.0}
+NOBODY = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}  # answers
+HELD_OUT = {"sets": [{"name": "sums", "path": "held_out.jsonl"}]}
 TOKENS = 3  # of each sample
 
 
@@ -98,13 +101,33 @@ async def test_what_is_counted_beside_training_is_what_publish_counts(
     ctx, _ = filtered
     ctx.runtime._run_id = "1" * 32
     metrics, counted = _figures(ctx)
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}):
+    with temporary_settings(NOBODY):
         await count_beside(ctx)
     assert ctx.counted is not None
     assert not ctx.counted.shown
     again, beside = _figures(ctx)
     assert beside is ctx.counted
     assert (again, beside.account.rows()) == (metrics, counted.account.rows())
+
+
+async def test_the_picture_drawn_beside_the_sync_is_that_of_all_figures(
+    filtered: tuple[IterationContext, list[FileRecord]], make_config: Callable[..., RunConfig]
+) -> None:
+    """Not where it was not counted, and not before the evaluation, whose curve would end one iteration earlier."""
+    ctx, _ = filtered
+    metrics, counted = _figures(ctx)
+    await draw_beside(ctx)
+    assert ctx.picture is None
+    ctx.counted = counted
+    plain, ctx.config = ctx.config, make_config(evaluation=HELD_OUT)
+    await draw_beside(ctx)
+    assert ctx.picture is None
+    ctx.config = plain
+    await draw_beside(ctx)
+    drawn = ctx.picture
+    assert drawn is not None
+    await draw_curves(ctx, metrics)
+    assert ctx.picture == drawn
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,15 @@ async def test_what_the_iteration_before_defers_is_not_awaited_for_ever() -> Non
             await Stream(2, joined=None, limit=SHORT).until_joined()
 
 
+async def test_a_rollout_that_never_begins_is_not_awaited_for_ever() -> None:
+    stream = Stream(2, limit=SHORT)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(StalledError, match="the beginning of the rollout"):
+            await stream.until_begun()
+    await stream.begin()
+    await stream.until_begun()
+
+
 async def test_an_iteration_that_waits_for_one_that_is_gone_names_it_and_how_far_it_was_to_be() -> None:
     progress = Progress(3, SHORT)
     async with asyncio.timeout(PATIENCE_S):
