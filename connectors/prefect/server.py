@@ -83,10 +83,14 @@ def kept_iterations() -> int:
 async def keep_server(timeout_s: float = 120) -> None:
     """Restart the local server on its port whenever it dies; runs until cancelled.
 
-    Prefect's client retries its calls for more than half a minute. A server that the user configured is left alone.
+    Prefect's client retries its calls for more than half a minute, and meanwhile so does this. A server that the user
+    configured is left alone.
     """
     while _in_use():
-        await asyncio.to_thread(restart_dead_server, timeout_s)
+        try:
+            await asyncio.to_thread(restart_dead_server, timeout_s)
+        except MillraceError as error:
+            log.warning("the local Prefect server is not restarted yet: %s", error)
         await asyncio.sleep(POLL_S)
 
 

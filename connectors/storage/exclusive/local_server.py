@@ -34,6 +34,10 @@ from millrace.core.errors import MillraceError
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that may wait for the server
+PORT_FREED_S = (
+    5.0  # a process that was killed is seen to be dead before the last of its threads lets go of its port
+)
+POLL_S = 0.1
 
 
 class ServerRecord(TypedDict):
@@ -93,7 +97,7 @@ class LocalServer:
                 return record["url"]
             if time.monotonic() > deadline:
                 return None
-            time.sleep(0.1)
+            time.sleep(POLL_S)
         return None
 
     def stop(self) -> bool:
@@ -137,7 +141,7 @@ class LocalServer:
                 raise MillraceError(
                     f"the {self.title} did not come up. The end of {self._path('log')}:\n{tail}"
                 )
-            time.sleep(0.1)
+            time.sleep(POLL_S)
         return url
 
     def _launch(self, serves: str | None, *ports: int) -> tuple[subprocess.Popen[bytes], str]:
@@ -186,13 +190,15 @@ class LocalServer:
         return home() / f"{self.file}.{kind}"
 
     def _listening(self, *ports: int) -> socket.socket:
-        listener = listening(*ports)
-        if listener is None:
-            raise MillraceError(
-                "another program has taken it",
-                where=f"the {self.title}'s port on loopback, {ports[0]}",
-                remedy=self.port_taken,
-            )
+        deadline = time.monotonic() + PORT_FREED_S
+        while (listener := listening(*ports)) is None:
+            if time.monotonic() > deadline:
+                raise MillraceError(
+                    "another program has taken it",
+                    where=f"the {self.title}'s port on loopback, {ports[0]}",
+                    remedy=self.port_taken,
+                )
+            time.sleep(POLL_S)
         return listener
 
 
