@@ -1,4 +1,4 @@
-"""An S3 API server for whoever needs one, and how long a test may take."""
+"""An S3 API server for whoever needs one, how long a test may take, and that Ctrl-C ends what tests start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.ctrl_c import heed_ctrl_c
+
 WHOLE_RUNS_S = 3600  # slow tests wait with patience of their own, which lasts longer on a busy machine
+
+
+def pytest_configure() -> None:
+    """Tests press Ctrl-C in commands that they start, also where pytest was started in the background."""
+    heed_ctrl_c()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

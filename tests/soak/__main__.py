@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from tests.soak.harness import Outcome, Site, make_workplace
 from tests.soak.points import NEIGHBOURS, OWN_VICTIMS, VICTIMS, Point, at_random, matrix
+from tests.support.ctrl_c import heed_ctrl_c
 
 ITERATIONS = 3
 
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("soak.json"), help="where the results are kept")
     parser.add_argument("--folder", type=Path, help="where to work; broken runs are left there")
     args = parser.parse_args()
+    heed_ctrl_c()
     points = _points(args)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="millrace-soak-"))
     shares = [points[number :: args.jobs] for number in range(args.jobs)]
@@ -91,12 +92,7 @@ def _points(args: argparse.Namespace) -> list[Point]:
 
 
 def _site(folder: Path) -> Site:
-    """Make a workplace. Not in a thread: two threads cannot import transformers at once.
-
-    A shell has what it starts with `&` ignore Ctrl-C, and so would the commands that are to be ended by it.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Make a workplace. Not in a thread: two threads cannot import transformers at once."""
     folder.mkdir(parents=True)
     return Site(make_workplace(folder))
 
