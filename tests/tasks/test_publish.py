@@ -26,7 +26,7 @@ from millrace.tasks.stream import Stream
 from tests.support.stored_samples import drawn_group, sample_of
 
 STEP = {"version": 3, "loss": 0.5, "grad_norm": 2.0, "lr": 1e-3, "logprob_gap_max": 0.0}
-NOBODY = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}  # answers
+NO_SERVER = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}
 HELD_OUT = {"sets": [{"name": "sums", "path": "held_out.jsonl"}]}
 TOKENS = 3  # of each sample
 
@@ -101,7 +101,7 @@ async def test_what_is_counted_beside_training_is_what_publish_counts(
     ctx, _ = filtered
     ctx.runtime._run_id = "1" * 32
     metrics, counted = _figures(ctx)
-    with temporary_settings(NOBODY):
+    with temporary_settings(NO_SERVER):
         await count_beside(ctx)
     assert ctx.counted is not None
     assert not ctx.counted.shown

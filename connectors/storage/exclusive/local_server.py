@@ -34,9 +34,8 @@ from millrace.core.errors import MillraceError
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that may wait for the server
-PORT_FREED_S = (
-    5.0  # a process that was killed is seen to be dead before the last of its threads lets go of its port
-)
+# A killed process is seen to be dead before the last of its threads lets go of its port.
+PORT_FREED_S = 5.0
 POLL_S = 0.1
 
 
