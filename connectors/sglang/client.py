@@ -19,6 +19,7 @@ import numpy.typing as npt
 from millrace.connectors.sglang.connection import Connection
 from millrace.connectors.sglang.engine_weights import EngineWeights
 from millrace.connectors.sglang.wire.answer_body import OutputTokens, read_answer
+from millrace.connectors.sglang.wire.request_ids import without_sender
 from millrace.connectors.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
@@ -148,7 +149,7 @@ class EngineClient(Connection):
         if self.refits_amid_requests != before and not answer["meta_info"].get("weight_versions"):
             raise EngineError(
                 f"{self.engine_id}: its weights changed amid the request, and it does not say which made which token",
-                where=f"request {rid}",
+                where=f"request {without_sender(rid)}",
                 remedy="set pipeline.on_update=resend",
             )
         return self._generation(answer, rid)
@@ -176,7 +177,9 @@ class EngineClient(Connection):
                     ending = True
                     await self.abort(rid)
         if answer is None or not answer["meta_info"]["finish_reason"]:
-            raise EngineLostError(f"{self.engine_id}: its answer has no end", where=f"request {rid}")
+            raise EngineLostError(
+                f"{self.engine_id}: its answer has no end", where=f"request {without_sender(rid)}"
+            )
         return answer
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
@@ -229,7 +232,7 @@ class EngineClient(Connection):
         if len(wrong):
             raise EngineError(
                 f"{self.engine_id}: the log-probability of output token {wrong[0]} is {tokens.logprobs[wrong[0]]}",
-                where=f"request {rid}",
+                where=f"request {without_sender(rid)}",
                 remedy="look at the engine's log; its weights or its arithmetic (engines.sglang, model.dtype) give "
                 "no finite logits",
             )

@@ -18,16 +18,12 @@ from millrace.connectors.sglang.client import EngineClient, Generation
 from millrace.connectors.sglang.dispatching.flushing import Flush, Parts
 from millrace.connectors.sglang.dispatching.least_load import LeastLoad
 from millrace.connectors.sglang.dispatching.pieces import NOTHING, joined
+from millrace.connectors.sglang.wire.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError
 
 log = logging.getLogger(__name__)
 SESSIONS = 65536
 ABORT_EVERY_S = 0.1  # a request that is on its way to the engine is not there to be ended
-
-
-def request_id(rid: str, attempt: int) -> str:
-    """Request id of one attempt. Fixed-width suffix: SGLang aborts by prefix, so no id may be a prefix of another."""
-    return f"{rid}~{attempt:02}"
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,7 @@ class Dispatcher:
         self.attempts = attempts
         self.progress_timeout_s = progress_timeout_s
         self.retries = 0
+        self._sender = new_sender()
         self._engines = engines
         self._recover = recover
         self._recovering: asyncio.Task[None] | None = None
@@ -110,7 +107,7 @@ class Dispatcher:
             refits, found = engine.refits, len(made.output_ids)
             left = {**params, "max_new_tokens": params.get("max_new_tokens", 0) - found} if found else params
             ids = [*input_ids, *made.output_ids.tolist()]
-            name = request_id(rid, sent)
+            name = request_id(rid, sent, self._sender)
             sent += 1
             parts = Parts(made, flush, self.allowed) if flush else None
             try:

@@ -11,8 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from millrace.connectors.sglang.client import EngineClient
-from millrace.connectors.sglang.dispatcher import Dispatcher, request_id
+from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.wire.answer_body import OutputTokens
+from millrace.connectors.sglang.wire.request_ids import request_id
 from millrace.core.config import RunConfig
 from millrace.core.errors import EngineError, EngineLostError
 from millrace.tasks.samples.failures import FailureBudget
@@ -58,7 +59,7 @@ async def test_a_log_probability_that_is_not_finite_fails_its_sample_naming_engi
 
     engine = Answering(-0.5, wrong)
     with pytest.raises(EngineError, match=r"request s-0001~00: engine-3: .*output token 1 is") as caught:
-        await engine.generate([1], {}, rid=request_id("s-0001", 0), progress_timeout_s=9.0)
+        await engine.generate([1], {}, rid=request_id("s-0001", 0, "5f2e9c"), progress_timeout_s=9.0)
     assert not isinstance(caught.value, EngineLostError)
     budget = FailureBudget("", 1.0, 1, what="failed", where="iteration 1", remedy="")
     samples = SampleGenerator(config(), config().rollout.sampling, ready, budget)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.sglang.dispatcher import request_id
+from millrace.connectors.sglang.wire.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 from tests.support.fleets import (
     LONG,
@@ -194,8 +194,41 @@ async def test_requests_left_behind_are_ended_before_new_weights_come(
 
 
 def test_no_request_is_named_by_the_beginning_of_another() -> None:
-    ids = [request_id(rid, attempt) for rid in ("e-1", "e-10", "e-11") for attempt in (0, 1, 10)]
+    senders = new_sender(), new_sender()
+    ids = [
+        request_id(rid, attempt, sender)
+        for rid in ("e-1", "e-10", "e-11")
+        for attempt in (0, 1, 10)
+        for sender in senders
+    ]
+    assert len(set(ids)) == len(ids)
     assert not [(one, other) for one in ids for other in ids if one != other and other.startswith(one)]
+
+
+async def test_an_answer_that_another_dispatcher_goes_on_with_is_not_ended_when_the_engine_ends_the_first_part_late(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    """As SGLang 0.5.17 does two seconds after a stream: it ends what has the id of the request that was streamed."""
+    fleet = make_fleet()
+    first = await serving(fleet, tiny_model, 13)
+    second = await serving(fleet, tiny_model, 13)
+    rids = ["r0", "r1"]
+    running = [asyncio.create_task(first.generate(PROMPT, LONG, rid=rid, session=None)) for rid in rids]
+    await until_generating(first)
+    ended = list(first._in_flight.items())
+    await first.stop()
+    begun = [len((await each).output_ids) for each in running]
+    more = [
+        asyncio.create_task(
+            second.generate([*PROMPT, *[7] * made], LONG, rid=rid, session=None, continued=made)
+        )
+        for rid, made in zip(rids, begun, strict=True)
+    ]
+    await until_generating(second)
+    for name, engine in ended:
+        await engine.abort(name)
+    assert [answer.finish for answer in await asyncio.gather(*more)] == ["length"] * 2
+    assert second.retries == 0
 
 
 async def test_a_refused_request_is_not_tried_again(make_fleet: MakeFleet, tiny_model: Path) -> None:
