@@ -40,6 +40,7 @@ from millrace.core.pipeline.periodic import evaluates_after
 from millrace.tasks import report
 from millrace.tasks.context import BatchFigures, IterationContext
 from millrace.tasks.kill_points import kill_point
+from millrace.tasks.pages.pictures import prepare_drawing
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
 
@@ -118,11 +119,15 @@ def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
 
 
 async def count_beside(ctx: IterationContext) -> None:
-    """Count the fixed batch and show it while it is trained. What fails here is done again by `publish`."""
+    """Count the fixed batch and show it while it is trained. What fails here is done again by `publish`.
+
+    And import what draws, before a picture is due.
+    """
     with contextlib.suppress(MillraceError, *report.NOT_SHOWN):
         ctx.counted = await asyncio.to_thread(_count, ctx)
         await report.batch(ctx, ctx.counted.account)
         ctx.counted.shown = True
+    await asyncio.to_thread(prepare_drawing)
 
 
 async def draw_beside(ctx: IterationContext) -> None:

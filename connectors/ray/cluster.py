@@ -23,7 +23,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.ray import client, head_folder, head_token
+from millrace.connectors.ray import client, head_folder, head_token, task_processes
 from millrace.connectors.storage.exclusive.recorded_processes import (
     find_process,
     is_alive,
@@ -115,7 +115,7 @@ def _connect(address: str, namespace: str) -> None:
             namespace=namespace,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+            runtime_env={"env_vars": {"PYTHONPATH": _python_path()}, **task_processes.SET_UP},
         )
 
 

@@ -7,7 +7,7 @@ begin it there. Knows nothing of what tasks do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextvars import Context
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from millrace.connectors.ray.answers import in_cluster
 from millrace.connectors.ray.client import BROKEN, CUT_OFF, awaited, first_line
 from millrace.connectors.ray.cluster import asked
+from millrace.connectors.ray.task_processes import runtime_env
 from millrace.core.errors import ActorLostError, MillraceError
 
 Argument = TypeVar("Argument")
@@ -47,14 +48,18 @@ class NotBegunError(MillraceError):
 
 
 async def run_on_ray(
-    task: Task[[Argument], Coroutine[Any, Any, Result]], argument: Argument, flow: Context, node: str | None
+    task: Task[[Argument], Coroutine[Any, Any, Result]],
+    argument: Argument,
+    flow: Context,
+    node: str | None,
+    imports: Sequence[str],
 ) -> Result:
     """Run a task in a worker process of Ray's, on a node if it lives; its result, or what it raised.
 
     flow: the context of the flow run whose task runner is a RayTaskRunner, outside of its tasks: what a task was given would be
-    sent along. Raises ActorLostError if the process or its node died; Ray does not start it again. Raises NotBegunError.
+    sent along. imports: modules that any process for such tasks has. Raises ActorLostError if the process or its node died; Ray does not start it again. Raises NotBegunError.
     """
-    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": runtime_env(imports)}
     if node is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
 

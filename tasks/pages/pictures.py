@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 
 from millrace.tasks.pages.curves import Curves
@@ -12,6 +13,14 @@ PANELS = (
     ("response length, tokens", r"rollout/response_length_mean$"),
     ("gradient norm", r"train/grad_norm$"),
 )
+
+
+@functools.cache
+def prepare_drawing() -> None:
+    """Draw something once in this process: the first picture takes seconds more than the others, for imports and fonts."""
+    curves = Curves()
+    curves.add({"train/loss": 0.0}, 1)
+    curves_png(curves)
 
 
 def curves_png(curves: Curves) -> bytes:

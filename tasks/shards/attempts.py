@@ -26,6 +26,7 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.run_recorded import after_tries
 from millrace.tasks.shards.board import Seat, ShardCall, Topic, Work, Writer
 from millrace.tasks.shards.conversation import Conversation
+from millrace.tasks.shards.keeper import IMPORTS
 from millrace.tasks.stream import Kind, Stream
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def on_ray() -> RunAny:
     flow = copy_context()
 
     async def run(task: Task[[Any], Any], call: ShardCall | Seat, node: str | None) -> Any:
-        return await run_on_ray(task, call, flow, node)
+        return await run_on_ray(task, call, flow, node, IMPORTS)
 
     return run
 

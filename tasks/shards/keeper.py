@@ -27,6 +27,10 @@ from millrace.tasks.shards.board import Board, Facts, Seat, ShardCall, Work
 from millrace.tasks.shards.senders import Senders
 
 BOARD = "board"  # role of its actor
+IMPORTS = (  # of the processes that work for shards; a tokenizer's take seconds
+    "millrace.tasks.shards.shard",
+    "transformers.models.auto.tokenization_auto",
+)
 REACH_S = 60.0  # for a task that does nothing to begin on a node: Prefect's client tries for minutes where nothing answers
 SPARE_THREADS = 16  # for calls that do not wait
 
@@ -106,7 +110,7 @@ class BoardKeeper:
         with contextlib.suppress(ActorLostError):  # a shard is started elsewhere then
             try:
                 async with asyncio.timeout(REACH_S):
-                    await run_on_ray(reach_server, None, flow, node)
+                    await run_on_ray(reach_server, None, flow, node, IMPORTS)
             except NotBegunError as error:
                 return f"on node {node[:8]}: {error.reason}"
             except TimeoutError:
