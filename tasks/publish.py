@@ -15,6 +15,7 @@ from prefect import task
 
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.iteration_files import IterationFiles, manifest_from_records
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.account.count import COLUMNS, account_of
 from millrace.core.contracts.task_records import (
@@ -25,7 +26,7 @@ from millrace.core.contracts.task_records import (
     RolloutRecord,
     StepMetrics,
 )
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, only_first_error
 from millrace.core.group_filters import ZERO_VARIANCE
 from millrace.core.metrics import (
     curriculum_metrics,
@@ -65,10 +66,10 @@ async def publish(ctx: IterationContext) -> PublishRecord:
     metrics, counted = await asyncio.to_thread(_figures, ctx)
     if not counted.shown:
         await report.batch(ctx, counted.account)
-    await report.iteration(ctx, metrics)
+    manifest = await _shown(ctx, metrics)
     report.warn_without_gradient(ctx, counted.without_advantage)
     await kill_point(ctx.index, "publish", "in")
-    return await asyncio.to_thread(_commit, ctx, metrics)
+    return await asyncio.to_thread(_commit, ctx, manifest)
 
 
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
@@ -79,25 +80,33 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     metrics.update(_time_metrics(ctx))
     if "held_out_loss" in ctx.records:
         metrics.update(report.held_out_metrics(ctx.records["held_out_loss"]))
-    await report.iteration(ctx, metrics)
-    return await asyncio.to_thread(_commit, ctx, metrics)
+    return await asyncio.to_thread(_commit, ctx, await _shown(ctx, metrics))
 
 
-def _commit(ctx: IterationContext, metrics: dict[str, float]) -> PublishRecord:
+async def _shown(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
+    """Log the iteration. Returns its manifest, made meanwhile: that of an earlier attempt if it has committed one."""
+    with only_first_error():
+        async with asyncio.TaskGroup() as beside:
+            made = beside.create_task(asyncio.to_thread(_manifest, ctx, metrics))
+            await report.iteration(ctx, metrics)
+    return made.result()
+
+
+def _manifest(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
+    return ctx.run_folder.manifest(ctx.index) or manifest_from_records(
+        ctx.run_folder,
+        ctx.index,
+        metrics,
+        time.time(),
+        ctx.folder.fence.token if ctx.folder.fence else None,
+        ctx.run_folder.owner.run_id,
+        evaluated=_evaluated(ctx),
+    )
+
+
+def _commit(ctx: IterationContext, made: Manifest) -> PublishRecord:
     """Write the manifest, unless an earlier attempt has: the record says what the manifest says."""
-    manifest = ctx.run_folder.manifest(ctx.index)
-    if manifest is None:
-        driver = ctx.folder.fence.token if ctx.folder.fence else None
-        made = manifest_from_records(
-            ctx.run_folder,
-            ctx.index,
-            metrics,
-            time.time(),
-            driver,
-            ctx.run_folder.owner.run_id,
-            evaluated=_evaluated(ctx),
-        )
-        manifest = ctx.run_folder.commit_manifest(ctx.index, made)
+    manifest = ctx.run_folder.manifest(ctx.index) or ctx.run_folder.commit_manifest(ctx.index, made)
     tasks = manifest.tasks
     record: PublishRecord = {
         "metrics": tasks["metrics"],
