@@ -241,7 +241,7 @@ def _iteration_rows(row: Callable[..., Row]) -> Iterator[Row]:
     keep = "placement.offload_engines=false placement.offload_trainer=false"
     long = "trainer.max_pack_tokens=16640 engines.sglang.mem_fraction_static=0.5"
     four = f"{start} --shape 4b --lengths 2048 --samples 256 --gpus 4 --iterations 7 --save-every 3"
-    four += " --overrides placement.task_runner=ray trainer.max_pack_tokens=6400"
+    four += " --overrides placement.task_runner=ray trainer.max_pack_tokens=4352"
     two = f"{start} --shape 1.7b --lengths 2048 --samples 256 --gpus 2 --overrides placement.task_runner=ray"
     cases = [
         ("2048", "0.6B, 128 × 2,048", f"{start} --lengths 2048"),
@@ -322,9 +322,9 @@ def _step(result: Any, shape: str, length: int) -> str | None:
 
 
 def _split(result: Any, key: str) -> str | None:
-    if key not in result:
+    case = result.get(key)
+    if not case or "share" not in case:
         return None
-    case = result[key]
     shares = ", ".join(f"{part} {case['share'][f'{part}_s']:.1%}" for part in PARTS)
     seconds, gap = case["mean"]["iteration_s"], case["mean"]["logprob_gap_mean"]
     return f"{seconds:.1f} s: {shares}; GPU busy {case['gpu_busy']:.0%}; log-prob gap {gap:.4f}"
