@@ -12,9 +12,7 @@ import os
 from collections.abc import Sequence
 
 IMPORTS = "MILLRACE_IMPORTS"  # names of modules, in a process for tasks
-SET_UP = {
-    "worker_process_setup_hook": f"{__name__}.import_named"
-}  # of a run: what Ray calls in each of its processes
+SET_UP = {"worker_process_setup_hook": f"{__name__}.import_named"}  # called in every process of a run
 
 
 def runtime_env(modules: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -57,7 +57,8 @@ async def run_on_ray(
     """Run a task in a worker process of Ray's, on a node if it lives; its result, or what it raised.
 
     flow: the context of the flow run whose task runner is a RayTaskRunner, outside of its tasks: what a task was given would be
-    sent along. imports: modules that any process for such tasks has. Raises ActorLostError if the process or its node died; Ray does not start it again. Raises NotBegunError.
+    sent along. imports: modules that any process for such tasks has. Raises ActorLostError if the process or its node died; Ray does
+    not start it again. Raises NotBegunError.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": runtime_env(imports)}
     if node is not None:

@@ -1,7 +1,10 @@
 """Request ids: what an engine knows one attempt of a request by.
 
-0a1b-0003 ~ 00 @ 5f2e9c
-sample     attempt  sender
+    0a1b-0003~00@5f2e9c
+    sample    |  sender
+              attempt
+
+What is stored of a request leaves the sender out.
 """
 
 from __future__ import annotations
