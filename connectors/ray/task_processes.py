@@ -10,14 +10,24 @@ import contextlib
 import importlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 IMPORTS = "MILLRACE_IMPORTS"  # names of modules, in a process for tasks
 SET_UP = {"worker_process_setup_hook": f"{__name__}.import_named"}  # called in every process of a run
 
 
-def runtime_env(modules: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Of a Ray task whose processes import these modules."""
-    return {"env_vars": {IMPORTS: ",".join(modules)}}
+def task_options(node: str | None, imports: Sequence[str]) -> dict[str, Any]:
+    """Of a Ray task that runs on a node if it lives, in a process that has imported these modules. Ray does not start it again."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "runtime_env": {"env_vars": {IMPORTS: ",".join(imports)}},
+    }
+    if node is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+    return options
 
 
 def import_named() -> None:

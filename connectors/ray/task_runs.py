@@ -16,12 +16,11 @@ from prefect.client.schemas import State
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from millrace.connectors.ray.answers import in_cluster
 from millrace.connectors.ray.client import BROKEN, CUT_OFF, awaited, first_line
 from millrace.connectors.ray.cluster import asked
-from millrace.connectors.ray.task_processes import runtime_env
+from millrace.connectors.ray.task_processes import task_options
 from millrace.core.errors import ActorLostError, MillraceError
 
 Argument = TypeVar("Argument")
@@ -60,12 +59,9 @@ async def run_on_ray(
     sent along. imports: modules that any process for such tasks has. Raises ActorLostError if the process or its node died; Ray does
     not start it again. Raises NotBegunError.
     """
-    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": runtime_env(imports)}
-    if node is not None:
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
 
     def submit() -> Any:
-        with asked(f"{task.name} cannot be submitted"), remote_options(**options):
+        with asked(f"{task.name} cannot be submitted"), remote_options(**task_options(node, imports)):
             return task.submit(argument)
 
     future = await asyncio.to_thread(flow.copy().run, submit)
