@@ -23,7 +23,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.errors import MillraceError, StorageError
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.verify import verify_run
-from millrace.tasks.publish import _commit
+from millrace.tasks.publish import _commit, _manifest
 from tests.support.run_readers import COMMITTED, OPEN, TASKS, UNDER_WAY, Numbers
 
 IN_ITERATION = (
@@ -82,7 +82,8 @@ def reopened(whole: Path, run: Path) -> None:
     began = IterationFiles(folder, OPEN - 1).record("evaluate_before")
     ctx = SimpleNamespace(run_folder=folder, index=OPEN - 1, folder=folder.iteration(OPEN - 1))
     ctx.records = {"evaluate_before": began} if began else {}
-    published = {"metadata": {}, "result": json.dumps(_commit(cast(Any, ctx), metrics))}
+    context = cast(Any, ctx)
+    published = {"metadata": {}, "result": json.dumps(_commit(context, _manifest(context, metrics)))}
     folder.store.write_sealed(f"{COMMITTED}/results/publish.json", published, run=run_id)
     cast(Lease, folder.store.fence).release()
     folder, _ = driven(run)
