@@ -19,6 +19,7 @@ from millrace.core.contracts.task_records import FileRecord
 from millrace.core.errors import StorageError
 from millrace.tasks.context import IterationContext
 from millrace.tasks.filter import filter_groups
+from millrace.tasks.pages.pictures import prepare_drawing
 from millrace.tasks.publish import _figures, _without_advantage, count_beside, draw_beside
 from millrace.tasks.report import draw_curves
 from millrace.tasks.runtime.runtime import Runtime
@@ -108,6 +109,17 @@ async def test_what_is_counted_beside_training_is_what_publish_counts(
     again, beside = _figures(ctx)
     assert beside is ctx.counted
     assert (again, beside.account.rows()) == (metrics, counted.account.rows())
+
+
+async def test_the_first_picture_is_prepared_beside_training(
+    filtered: tuple[IterationContext, list[FileRecord]],
+) -> None:
+    ctx, _ = filtered
+    ctx.runtime._run_id = "1" * 32
+    prepare_drawing.cache_clear()
+    with temporary_settings(NO_SERVER):
+        await count_beside(ctx)
+    assert prepare_drawing.cache_info().currsize == 1
 
 
 async def test_the_picture_drawn_beside_the_sync_is_that_of_all_figures(
