@@ -70,12 +70,17 @@ class SGLangEngines:
 
 def kill_within_rollout(process: Any, engines: Engines, after_s: float) -> tuple[int, int]:
     """Kill the driver so long after requests run again, and return what engines held at that moment."""
-    _running(engines)
-    time.sleep(after_s)
-    held = _running(engines)
+    held = held_after(engines, after_s)
     process.kill()
     process.wait()
     return held
+
+
+def held_after(engines: Engines, after_s: float) -> tuple[int, int]:
+    """What engines hold so long after requests run again."""
+    _running(engines)
+    time.sleep(after_s)
+    return _running(engines)
 
 
 def lost(run: RunFolder, first_open: int, last_open: int, held: tuple[int, int]) -> dict[str, int]:
