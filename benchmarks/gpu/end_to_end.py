@@ -42,6 +42,7 @@ from millrace.connectors.megatron.checkpoint.background import FILES
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.run_folder import RunFolder
+from tests.support.ctrl_c import heed_ctrl_c
 
 SAMPLE_S = 0.1
 GROUP = 8
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value of the configuration")
     options = parser.parse_args()
+    heed_ctrl_c()  # by which runs are ended
     report: dict[str, Any] = {"command": command_line(), "device": device_name(), "versions": versions()}
     with tempfile.TemporaryDirectory() as scratch:
         model = model_folder(options.shape, (options.models or Path(scratch)) / options.shape)

@@ -44,6 +44,7 @@ from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.flows.tools.plan import plan_from
+from tests.support.ctrl_c import heed_ctrl_c
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a new folder that keeps the runs")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
+    heed_ctrl_c()  # by which runs are ended
     shared = options.shape and not options.apart
     plain_modes = [name for name in MODES if name not in APART and not (shared and "ahead" in MODES[name])]
     modes = options.modes or plain_modes

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
@@ -70,7 +71,7 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 
 
 def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
-    """This rank's stage of a model, with megatron's initial weights."""
+    """This rank's stage of a model on its device; the weights of matrices are not set."""
     tc = transformer_config(config, hf)
     options = moe_losses(config.trainer.megatron)
     losses = RouterLosses(options, tc) if tc.num_moe_experts and options.wanted else None
@@ -105,8 +106,11 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
         rotary_base=hf["rope_theta"],
         parallel_output=True,
     )
+    # computed on the CPU on every device: powers on a GPU may have other last bits
+    frequencies = RotaryEmbedding(
+        tc.kv_channels, 1.0, rotary_base=hf["rope_theta"], use_cpu_initialization=True
+    ).inv_freq
     scaling = architecture(hf).rope_scaling
-    if scaling:
-        model.rotary_pos_emb.inv_freq = scaling.scaled(model.rotary_pos_emb.inv_freq)
+    model.rotary_pos_emb.inv_freq = scaling.scaled(frequencies) if scaling else frequencies
     model.router_losses = losses
     return model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from millrace.connectors.megatron import patches
 from millrace.connectors.megatron.model.weight_gradients import accumulate
@@ -48,7 +50,11 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         "calculate_per_token_loss": True,
-        "use_cpu_initialization": True,
+        # No weights are drawn, on one thread and for seconds: a checkpoint has them all
+        "use_cpu_initialization": False,
+        "init_method": _unset,
+        "output_layer_init_method": _unset,
+        "embedding_init_method": _unset,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -76,3 +82,8 @@ def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConf
         values |= {"recompute_granularity": "selective", "recompute_modules": []}  # PackedLayer's own
     passed = {name: value for name, value in config.trainer.megatron.items() if name not in MOE_LOSS_FIELDS}
     return TransformerConfig(**{**values, **passed})
+
+
+def _unset(weight: Tensor) -> Tensor:
+    """Not a number, so that a weight which nothing fills afterwards cannot go unseen."""
+    return torch.nn.init.constant_(weight, math.nan)
