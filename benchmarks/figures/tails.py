@@ -14,7 +14,7 @@ def long_tail_rows(row: Callable[..., Any]) -> Iterator[Any]:
     cases = [
         ("one GPU", "sync", "--modes sync"),
         ("one GPU", "partial, max_staleness 3", "--modes partial"),
-        ("one GPU, 64 samples", "sync", "--prompts 8 --modes sync"),
+        ("one GPU, 64 samples", "sync", f"--prompts 8 --modes sync {kill}"),
         ("one GPU, 64 samples", "partial, max_staleness 8", f"--prompts 8 {partial}"),
         ("one GPU, 64 samples", "partial, max_staleness 8, reserve 1", f"--prompts 8 --reserve 1 {partial}"),
         ("one GPU, 128 samples", "sync", "--prompts 16 --modes sync"),
