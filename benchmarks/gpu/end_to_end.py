@@ -72,14 +72,15 @@ def main() -> None:
         model = model_folder(options.shape, (options.models or Path(scratch)) / options.shape)
         for length in options.lengths:
             report[str(length)] = measured = _measured(options, model, Path(scratch), length)
-            _keep(report, options.out)
+            keep(report, options.out)
             if "checkpoints" in measured:
                 measured |= _beside_dd(measured, Path(scratch), options.gpus)
-                _keep(report, options.out)
+                keep(report, options.out)
     print(json.dumps(report, indent=1))
 
 
-def _keep(report: dict[str, Any], path: Path | None) -> None:
+def keep(report: dict[str, Any], path: Path | None) -> None:
+    """Write what is known so far to the file, if one was asked for."""
     if path:
         path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -30,15 +30,16 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.gpu.end_to_end import until_whole
+from benchmarks.gpu.end_to_end import keep, until_whole
 from benchmarks.gpu.shapes import SGLANG, command_line, configuration, device_name, laid_over, versions
 from benchmarks.gpu.shapes import model_folder as shape_folder
 from benchmarks.whole_runs.killed_driver import EmbeddedEngines, Engines, SGLangEngines, held_after, lost
+from benchmarks.whole_runs.long_tails import with_this_folder
+from benchmarks.whole_runs.recovery_time import MILLRACE
 from millrace.connectors.huggingface.tiny import build_tiny_model
 from millrace.connectors.storage.run_folder import RunFolder
 
 NAME = "interrupted"
-MILLRACE = [sys.executable, "-m", "millrace.flows.cli"]
 VICTIMS = ("driver", "trainer", "everything")
 EVERY = 2  # iterations from one checkpoint, and from one evaluation, to the next
 HELD_OUT = 16  # prompts
@@ -69,7 +70,7 @@ def main() -> None:
         else:  # with so many tokens the one that ends an answer is rarely drawn
             model = build_tiny_model(folder / "model", vocab_size=16384, max_positions=4096)
         (folder / f"{NAME}.yaml").write_text(yaml.safe_dump(_settings(options, model, folder)))
-        environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": _with_this_folder()}
+        environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": with_this_folder()}
         try:
             _killed(options, model, folder, environment, report)
         finally:
@@ -116,13 +117,13 @@ def _killed(
             "iteration_before_s": round(_committed(run, index - 1) - _committed(run, index - 2), 1),
             "tokens": tokens,
         }
-        _keep(report, options.out)
+        keep(report, options.out)
     report["exit"] = process.wait()
     report["recovery"] = _recovery(folder / "runs" / NAME / "run.json")
     report["evaluated"] = _evaluated(run, index)
     for check in ("ledger", "verify"):
         report[check] = _millrace(folder, environment, check, NAME)
-    _keep(report, options.out)
+    keep(report, options.out)
 
 
 def _settings(options: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
@@ -185,11 +186,6 @@ def _rows(options: argparse.Namespace, name: str, count: int) -> str:
     )
 
 
-def _with_this_folder() -> str:
-    """The module search path with the repository, which has the reward."""
-    return os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def _millrace(folder: Path, environment: dict[str, str], *words: str) -> int:
     return subprocess.run(
         [*MILLRACE, *words], cwd=folder, env=environment, check=False, stdout=sys.stderr
@@ -203,7 +199,9 @@ def _processes(victim: str, driver: subprocess.Popen[bytes], folder: Path) -> li
     if victim == "everything":
         return [psutil.Process(driver.pid), *heads, *below]
     if victim == "trainer":
-        return [process for process in below if _is_rank(process)][:1]
+        ranks = [process for process in below if _is_rank(process)]
+        assert ranks, "no actor below Ray's head is a trainer's rank"
+        return ranks[:1]
     return [psutil.Process(driver.pid)]
 
 
@@ -241,11 +239,6 @@ def _evaluated(run: RunFolder, last: int) -> list[int]:
         for index, manifest in enumerate(manifests)
         if manifest and any(name.startswith("eval/") for name in manifest.tasks["metrics"])
     ]
-
-
-def _keep(report: dict[str, Any], path: Path | None) -> None:
-    if path:
-        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

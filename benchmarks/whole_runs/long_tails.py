@@ -219,7 +219,7 @@ def _planned(options: argparse.Namespace, model: Path, folder: Path, mode: str) 
 def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str) -> dict[str, Any]:
     (folder / f"{mode}.yaml").write_text(yaml.safe_dump(_settings(options, model, folder, mode)))
     millrace = [sys.executable, "-m", "millrace.flows.cli"]
-    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": _with_this_folder()}
+    environment = {**os.environ, "MILLRACE_HOME": str(folder / "home"), "PYTHONPATH": with_this_folder()}
     run = RunFolder(str(folder / "runs"), mode)
     with contextlib.ExitStack() as stack:
         apart = _apart(options, mode)
@@ -247,7 +247,7 @@ def _measured(options: argparse.Namespace, model: Path, folder: Path, mode: str)
     return figures
 
 
-def _with_this_folder() -> str:
+def with_this_folder() -> str:
     """The module search path with the repository, which has the reward."""
     return os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
 
