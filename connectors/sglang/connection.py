@@ -16,6 +16,7 @@ from millrace.core.errors import EngineError, EngineLostError
 
 CONTROL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
+KEPT_S = 2.0  # that an idle connection is used again; SGLang closes one after 5, maybe as the next request is on its way
 LARGE = 32768  # bytes of an answer; a hundred of these at once would hold up the event loop
 READ_BYTES = 1 << 20  # of an answer that are taken before the socket waits
 JSON = {"Content-Type": "application/json"}
@@ -140,7 +141,8 @@ class Connection:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             headers = {"Authorization": f"Bearer {self.key}"} if self.key else None
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers=headers, read_bufsize=READ_BYTES
+                connector=connector, headers=headers, read_bufsize=READ_BYTES
             )
         return self._session
