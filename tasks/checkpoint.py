@@ -56,9 +56,10 @@ def begins_after(config: RunConfig, done: int) -> bool:
 
 
 async def _save(ctx: IterationContext, record: CheckpointRecord, done: int, *, background: bool) -> None:
-    """Save this iteration's checkpoint, or begin to."""
+    """Save this iteration's checkpoint, or begin to. No other one is being written."""
     path = ctx.run_folder.checkpoint_path(done)
     if done not in await asyncio.to_thread(ctx.run_folder.complete_checkpoints):
+        record["dropped"] += await asyncio.to_thread(_drop_unfinished, ctx, done)
         async with (
             ctx.runtime.memory.for_trainer() as trainer
         ):  # all its state must be on the GPU to be saved
@@ -120,11 +121,18 @@ def _retain(ctx: IterationContext) -> list[str]:
         value = _evaluated(ctx.run_folder, done).get(rule.keep_best)
         if value is not None:
             scores[done] = -value if rule.keep_best.endswith(LOWEST) else value
-    dropped = checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores)
-    dropped += unfinished_checkpoints(ctx.run_folder, before=max(complete))
-    for number in dropped:
+    return _drop(ctx, checkpoints_to_drop(complete, rule.keep_last, rule.keep_every, scores))
+
+
+def _drop_unfinished(ctx: IterationContext, done: int) -> list[str]:
+    """Remove what a kill or a fault left of earlier ones: the next one may need their room."""
+    return _drop(ctx, unfinished_checkpoints(ctx.run_folder, before=done))
+
+
+def _drop(ctx: IterationContext, numbers: list[int]) -> list[str]:
+    for number in numbers:
         ctx.run_folder.remove_checkpoint(number)
-    return [ctx.run_folder.checkpoint_path(number) for number in dropped]
+    return [ctx.run_folder.checkpoint_path(number) for number in numbers]
 
 
 def _evaluated(folder: RunFolder, done: int) -> Mapping[str, float]:

@@ -159,7 +159,7 @@ def _settings(options: argparse.Namespace, model: Path, folder: Path) -> dict[st
                 }
             ],
         },
-        "checkpoint": {"every": EVERY},
+        "checkpoint": {"every": EVERY, "keep_last": 1},  # a disk need not hold three of a large model
     }
     if options.shape:
         engines = {

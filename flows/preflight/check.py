@@ -23,6 +23,7 @@ from millrace.core.hooks import search_in
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
 from millrace.flows.preflight.check_machine import (
+    check_disk,
     check_host_memory,
     check_machine,
     ray_answers,
@@ -100,6 +101,8 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
     if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
         later += check_run(config, found.run)
+        if found.model.shape:
+            later += check_disk(config, found.model.shape)
     if not config.algorithm.supervised:
         wrong = [problem.field for problem in [*problems, *hooks]]
         later += check_rewards(config, data, wrong, found.rewards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import shutil
 import socket
 import urllib.error
 import urllib.request
@@ -18,10 +19,18 @@ from millrace.connectors.ray import head_folder
 from millrace.connectors.sglang.launch import ROUTER_MISSING
 from millrace.connectors.sglang.server_args import sglang_finds
 from millrace.connectors.storage.local import home
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.architecture import Architecture
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.plan import host_memory, layout_of, visible_gpus
+from millrace.core.config.plan import (
+    host_memory,
+    layout_of,
+    numbers_of,
+    size_text,
+    visible_gpus,
+    weights_on_disk,
+)
 from millrace.core.contracts.references import resolved
 from millrace.core.errors import ConfigError
 from millrace.core.resource_layout import resource_layout
@@ -160,6 +169,31 @@ def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Proble
     else:
         remedy = "set it to false where the GPUs have room for trainer and engines at once, or give the node more memory"
         yield Problem("placement.offload_trainer", True, reason, remedy)
+
+
+def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
+    """A problem if the disk of the run's folder has no room for its checkpoints and exports, beside what else is there."""
+    store = RunFolder(config.storage.root, config.run.name).store
+    if not store.local:
+        return
+    folder = Path(store.root)
+    parts = [part for part in weights_on_disk(config, shape, numbers_of(config)) if part.size]
+    needed = sum(part.size for part in parts)
+    there = sum(_bytes(folder / name) for name in ("checkpoints", "exports"))  # stays, or makes room
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    room = shutil.disk_usage(nearest).free + there
+    if needed > room:
+        listed = ", ".join(f"{part.name} {size_text(part.size)}" for part in parts)
+        yield Problem(
+            "checkpoint.keep_last",
+            config.checkpoint.keep_last,
+            f"the run keeps {size_text(needed)} of weights ({listed}), and the disk of {nearest} has {size_text(room)} for them",
+            "free space, lower it, or give storage.root another disk",
+        )
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _transfers(library: str) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from millrace.core.config.plan import Part, Plan
+from millrace.core.config.plan import Part, Plan, size_text
 from millrace.flows.preflight import plan_seen
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.plan_learning import learning
@@ -98,17 +98,8 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
 
 def _parts(parts: Sequence[Part]) -> str:
     total = sum(part.size for part in parts)
-    listed = ", ".join(f"{part.name} {_size(part.size)}" for part in parts)
-    return f"{_size(total)}: {listed}"
-
-
-def _size(size: int) -> str:
-    number = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"
+    listed = ", ".join(f"{part.name} {size_text(part.size)}" for part in parts)
+    return f"{size_text(total)}: {listed}"
 
 
 def _listed(numbers: Sequence[int], most: int = 6) -> str:

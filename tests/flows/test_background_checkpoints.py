@@ -36,6 +36,17 @@ def held_at(workplace: Workplace, root: Path, point: str, reached: Path) -> subp
     return process
 
 
+def the_writer(workplace: Workplace) -> psutil.Process:
+    """The process that writes a checkpoint of a run there, or waits for one."""
+    (writer,) = [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if "write_process" in " ".join(each.info["cmdline"] or ())
+        and each.environ().get("MILLRACE_HOME") == workplace.environment["MILLRACE_HOME"]
+    ]
+    return writer
+
+
 def assert_the_same_run(workplace: Workplace, root: Path, whole: Path) -> None:
     assert trained(root / "a") == trained(whole)
     assert final_weights(root / "a") == final_weights(whole)
@@ -86,11 +97,7 @@ def test_what_dies_amid_a_write_costs_that_checkpoint_alone(
     """The run goes on from the checkpoint before, with replay; nothing that was promised is lost."""
     reached = tmp_path / "reached"
     process = held_at(workplace, tmp_path, "1/checkpoint/in", reached)
-    (writer,) = [
-        each
-        for each in psutil.process_iter(["cmdline"])
-        if "write_process" in " ".join(each.info["cmdline"] or ())
-    ]
+    writer = the_writer(workplace)
     killed = writer if victim == "writer" else writer.parent()
     assert killed is not None
     killed.kill()
@@ -102,6 +109,29 @@ def test_what_dies_amid_a_write_costs_that_checkpoint_alone(
     assert last["saved"] == "checkpoints/000003"
     assert "committed" not in last
     assert not (tmp_path / "a" / "checkpoints" / "000002").exists()  # what was left of it
+
+
+@pytest.mark.slow
+def test_what_a_kill_left_of_a_checkpoint_is_gone_when_the_next_is_written(
+    workplace: Workplace, whole: Path, tmp_path: Path
+) -> None:
+    """A large model's disk has no room for both."""
+    reached, checkpoints = tmp_path / "reached", tmp_path / "a" / "checkpoints"
+    process = held_at(workplace, tmp_path, "1/publish/in", reached)
+    trainer = the_writer(workplace).parent()
+    assert trainer is not None
+    trainer.kill()
+    os.kill(process.pid, signal.SIGKILL)
+    output_of(process)
+    assert (checkpoints / "000002").exists()
+    reached.unlink()
+    process = held_at(workplace, tmp_path, "2/checkpoint/in", reached)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000001", "000003"]
+    reached.unlink()
+    out = output_of(process)
+    assert process.returncode == 0, out
+    assert records(str(tmp_path))[2]["dropped"] == ["checkpoints/000002"]
+    assert_the_same_run(workplace, tmp_path, whole)
 
 
 @pytest.mark.slow

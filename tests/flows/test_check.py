@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.flows.cli import app
 from millrace.flows.preflight.check import check
+from millrace.flows.preflight.check_machine import check_disk
 from tests.support.wrong_configs import TEXTS, WRONG
 
 HEAVY = ("torch", "prefect", "ray", "mlflow", "megatron", "transformers")
@@ -228,6 +230,11 @@ def has_memory(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gib * 2**30))
 
 
+def has_disk(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """Let every disk have so much room."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=gib * 2**30))
+
+
 def test_a_host_without_memory_for_what_its_ranks_put_there(
     tmp_path: Path, sglang: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +246,7 @@ def test_a_host_without_memory_for_what_its_ranks_put_there(
     def problems(*overrides: str) -> list[str]:
         return [str(problem) for problem in check(load_config("run.yaml", [*on_gpus, *overrides]))]
 
+    has_disk(monkeypatch, 200)
     has_memory(monkeypatch, 100)
     assert problems() == []
     has_memory(monkeypatch, 90)
@@ -251,6 +259,39 @@ def test_a_host_without_memory_for_what_its_ranks_put_there(
     (problem,) = problems("checkpoint.background=false")
     assert "placement.offload_trainer" in problem
     assert problems("checkpoint.background=false", "placement.offload_trainer=false") == []
+
+
+def test_a_disk_without_room_for_what_the_run_saves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4.0 billion parameters: 14 bytes of each in a checkpoint, of which two are whole while a third is written."""
+    hollow_model(place / "large", "4b")
+    wanted = [f"model.path={place / 'large'}", "model.dtype=bfloat16", f"storage.root={place / 'runs'}"]
+    wanted += ["run.name=saved", "run.iterations=10", "checkpoint.every=2", "checkpoint.export_last=false"]
+
+    def problems(free_gib: int, *overrides: str) -> list[str]:
+        has_disk(monkeypatch, free_gib)
+        return [str(problem) for problem in check(load_config("run.yaml", [*wanted, *overrides]))]
+
+    assert problems(160) == []
+    (problem,) = problems(150)
+    assert "checkpoint.keep_last = 2" in problem
+    assert (
+        f"keeps 157 GiB of weights (3 checkpoints at most at once 157 GiB), and the disk of {place}"
+        in problem
+    )
+    assert "150 GiB for them" in problem
+    assert problems(150, "checkpoint.keep_last=1") == []
+    assert problems(55, "checkpoint.every=100") == []
+    assert problems(50, "checkpoint.every=100") != []
+    (problem,) = problems(55, "checkpoint.every=100", "checkpoint.export_last=true")
+    assert "1 checkpoint 52.4 GiB, 1 export 7.49 GiB" in problem
+    shape = architecture(read_hf_config(str(place / "large"), "model.path"))
+    assert [*check_disk(load_config("run.yaml", [*wanted, "storage.root=s3://bucket/runs"]), shape)] == []
+    saved = place / "runs" / "saved" / "checkpoints" / "000002" / "rank.distcp"
+    saved.parent.mkdir(parents=True)
+    with saved.open("wb") as file:
+        file.truncate(52 * 2**30)  # it is there already, or makes room
+    assert problems(110) == []
+    assert problems(100) != []
 
 
 def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
@@ -352,6 +393,7 @@ def test_the_recipes_for_real_models_pass_with_models_of_their_size(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     has_memory(monkeypatch, 512)
+    has_disk(monkeypatch, 300)
     paths = [f"model.path={tmp_path / 'model'}", f"storage.root={tmp_path / 'runs'}"]
     paths += [f"{which}.path={tmp_path / 'rows.jsonl'}" for which in ("data.sources.0", "evaluation.sets.0")]
     file = Path(__file__).parents[2] / "deployments" / "recipes" / f"{recipe}.yaml"

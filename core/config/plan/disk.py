@@ -12,19 +12,27 @@ BYTES_PER_TOKEN = 16  # of rollouts, batch and rewards together, compressed
 
 def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
     """Files of the run by part, at most."""
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    checkpoint = sum(saved_bytes(config, shape))
     tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
-    kept = len(numbers.checkpoints_kept) + (
-        1 if len(numbers.checkpoints) > len(numbers.checkpoints_kept) else 0
-    )
     return [
-        Part(f"{kept} checkpoints at most at once", kept * checkpoint),
-        Part(f"{len(numbers.exports)} exports", len(numbers.exports) * shape.parameters * width),
+        *weights_on_disk(config, shape, numbers),
         Part(
             f"samples of {numbers.iterations} iterations (at most)",
             numbers.iterations * tokens * BYTES_PER_TOKEN,
         ),
+    ]
+
+
+def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
+    """Checkpoints and exports: what the run surely writes. A checkpoint goes when a later one is whole."""
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    checkpoint = sum(saved_bytes(config, shape))
+    kept = len(numbers.checkpoints_kept) + (
+        1 if len(numbers.checkpoints) > len(numbers.checkpoints_kept) else 0
+    )
+    exports = len(numbers.exports)
+    return [
+        Part("1 checkpoint" if kept == 1 else f"{kept} checkpoints at most at once", kept * checkpoint),
+        Part("1 export" if exports == 1 else f"{exports} exports", exports * shape.parameters * width),
     ]
 
 

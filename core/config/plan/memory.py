@@ -26,6 +26,15 @@ class Part:
     size: int
 
 
+def size_text(size: float) -> str:
+    """Bytes as a person reads them, such as 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
 def parameters_of_rank(config: RunConfig, shape: Architecture) -> int:
     """Parameters that the fullest rank holds: an outer pipeline stage's."""
     p = config.trainer.parallel
