@@ -25,6 +25,7 @@ def long_tail_rows(row: Callable[..., Any]) -> Iterator[Any]:
         ("two GPUs, 64 samples", "one ahead, apart", "--apart --prompts 8 --modes ahead"),
         ("two GPUs, 64 samples", "both, apart, max_staleness 8", f"--apart --prompts 8 {both} {kill}"),
         ("two GPUs, 64 samples", "eager, apart", "--prompts 8 --modes eager"),
+        ("two GPUs, 128 samples", "sync, shared", f"--gpus 2 --prompts 16 --modes sync {kill}"),
         (
             "two GPUs, 128 samples",
             "partial, shared, max_staleness 8",
