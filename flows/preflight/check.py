@@ -101,7 +101,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]
     if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
         later += check_run(config, found.run)
-        if found.model.shape:
+        if found.model.shape and found.run.committed < config.run.iterations:
             later += check_disk(config, found.model.shape)
     if not config.algorithm.supervised:
         wrong = [problem.field for problem in [*problems, *hooks]]

@@ -294,6 +294,13 @@ def test_a_disk_without_room_for_what_the_run_saves(place: Path, monkeypatch: py
     assert problems(100) != []
 
 
+def test_a_full_disk_is_no_matter_to_a_complete_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_disk(monkeypatch, 0)
+    (problem,) = check(load_config("run.yaml", ["run.name=trained"]))  # three of four iterations
+    assert problem.field == "checkpoint.keep_last"
+    assert check(load_config("run.yaml", ["run.name=trained", "run.iterations=3"])) == []
+
+
 def test_without_a_gpu_no_engine_only_prefills(place: Path) -> None:
     parts = ["engines.count=2", "engines.prefill=1"]
     (problem,) = check(load_config("run.yaml", parts))
