@@ -5,6 +5,7 @@ Prompts and reference answers become tokens here. What an engine generated is no
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,26 @@ class PromptTokenizer:
         self.tokenizer = tokenizer
         self._tools = list(tools)
 
+    @property
+    def kind(self) -> str:
+        """The tokenizer's class, as `load` takes it."""
+        found = type(self.tokenizer)
+        return f"{found.__module__}:{found.__name__}"
+
     @classmethod
-    def load(cls, model: Model, tools: Sequence[Mapping[str, Any]] = ()) -> PromptTokenizer:
+    def load(
+        cls, model: Model, tools: Sequence[Mapping[str, Any]] = (), kind: str | None = None
+    ) -> PromptTokenizer:
         """Load from model.tokenizer, else from model.path. model.chat_template replaces the template.
 
+        kind: its class, where another process has chosen it: what chooses one imports torch and more, 400 MiB and seconds.
         Raises ConfigError naming the field.
         """
-        from transformers import AutoTokenizer
-
         field, folder = (
             ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
         )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = _class(kind).from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no tokenizer can be loaded: {error}",
@@ -109,3 +117,20 @@ class PromptTokenizer:
             **options.template_kwargs,
         )
         return text
+
+
+def _class(kind: str | None) -> Any:
+    """The class of that kind, or what chooses one by a folder's files."""
+    if kind is None:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
+    module, _, name = kind.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"this node's transformers has no tokenizer {name}: {error}",
+            where=module,
+            remedy="install the version of the driver on every node",
+        ) from error

@@ -37,12 +37,13 @@ class Prompts:
         self._data_since = 0
         self._whole: frozenset[str] = frozenset()
         self.seed_name = ""  # what seeds of samples derive from, as run.json says
+        self.tokenizer_kind: str | None = None  # of the driver's, in its shards
         self.ahead = Ahead()  # how many iterations might be open ahead, as run.json says
 
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
         """Tokenizer and chat template of the model."""
-        return PromptTokenizer.load(self.config.model, self.tools)
+        return PromptTokenizer.load(self.config.model, self.tools, self.tokenizer_kind)
 
     @cached_property
     def tools(self) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ class Facts:
     token: int  # of its lease
     run_id: str
     seed_name: str
+    tokenizer_kind: str
 
 
 @dataclass(frozen=True)

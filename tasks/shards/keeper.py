@@ -27,9 +27,9 @@ from millrace.tasks.shards.board import Board, Facts, Seat, ShardCall, Work
 from millrace.tasks.shards.senders import Senders
 
 BOARD = "board"  # role of its actor
-IMPORTS = (  # of the processes that work for shards; a tokenizer's take seconds
+IMPORTS = (  # of the processes that work for shards; a tokenizer's take a second
     "millrace.tasks.shards.shard",
-    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
 )
 REACH_S = 60.0  # for a task that does nothing to begin on a node: Prefect's client tries for minutes where nothing answers
 SPARE_THREADS = 16  # for calls that do not wait
@@ -71,7 +71,8 @@ class BoardKeeper:
                 await self._cluster.join()
                 found = await self._cluster.find_alive(BOARD, 0, Board)
                 board = found or await self._make()
-                await board.call(Board.serve, self._facts())
+                facts = await asyncio.to_thread(self._facts)  # the tokenizer may have to be loaded for it
+                await board.call(Board.serve, facts)
                 self._board = board
             return self._board
 
@@ -159,4 +160,5 @@ class BoardKeeper:
             token=self.token,
             run_id=self._run_id,
             seed_name=self._prompts.seed_name,
+            tokenizer_kind=self._prompts.tokenizer.kind,
         )
