@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import os
@@ -193,7 +194,13 @@ def check_disk(config: RunConfig, shape: Architecture) -> Iterator[Problem]:
 
 
 def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Of its files. A run that lives may remove some meanwhile."""
+    size = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size += os.stat(os.path.join(where, name)).st_size
+    return size
 
 
 def _transfers(library: str) -> Iterator[Problem]:

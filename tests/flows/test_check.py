@@ -290,6 +290,7 @@ def test_a_disk_without_room_for_what_the_run_saves(place: Path, monkeypatch: py
     saved.parent.mkdir(parents=True)
     with saved.open("wb") as file:
         file.truncate(52 * 2**30)  # it is there already, or makes room
+    (saved.parent / "removed").symlink_to("meanwhile")  # listed, and not there to be looked at
     assert problems(110) == []
     assert problems(100) != []
 
