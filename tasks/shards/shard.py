@@ -233,7 +233,7 @@ def _build(facts: Facts) -> Runtime:
     runtime.run_folder.owner.drive_as(facts.run_id)
     runtime.prompts.use_seed_name(facts.seed_name)
     runtime.prompts.tokenizer_kind = facts.tokenizer_kind
-    _ = runtime.prompts.tokenizer  # takes seconds to import, and any process may be the next to generate
+    _ = runtime.prompts.tokenizer  # takes a second to import, and any process may be the next to generate
     use_few_heaps()
     collect_whole_when_asked()
     collect_garbage()

@@ -79,3 +79,12 @@ def own_deployments(workplace: Workplace, project: Path) -> Iterator[Deployed]:
     here.close()
     for automation in here.ask("/automations/filter", {}):
         here.ask(f"/automations/{automation['id']}", method="DELETE")
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages in which SGLang is found, on a host with three GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHONPATH", str(tmp_path / "packages"))
+    (tmp_path / "packages" / "sglang").mkdir(parents=True)
+    return tmp_path / "packages"
