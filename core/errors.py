@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.core.plain_text import printable, whole
+
 PACKAGES = ("core", "connectors", "tasks", "flows")
 _HERE = Path(__file__).parents[1]  # a checkout's package has links to its folders
 _OURS = tuple(f"{folder}{os.sep}" for name in PACKAGES for folder in (_HERE / name, (_HERE / name).resolve()))
@@ -43,10 +45,10 @@ class MillraceError(Exception):
     """
 
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
-        super().__init__(reason)  # pickle makes the error again from args and the instance's attributes
-        self.reason = reason
-        self.where = where
-        self.remedy = remedy
+        super().__init__(
+            whole(reason)
+        )  # pickle makes the error again from args and the instance's attributes
+        self.reason, self.where, self.remedy = whole(reason), whole(where), whole(remedy)
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -158,7 +160,8 @@ def described(error: BaseException) -> str:
         message = str(error)
     except Exception:  # noqa: BLE001 - the class is the user's
         message = ""
-    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + _line(error)
+    said = printable(f"{type(error).__name__}: {message}" if message else type(error).__name__)
+    return said + printable(_line(error))
 
 
 def _line(error: BaseException) -> str:

@@ -8,7 +8,6 @@ groups that take a share of the places, and its record names them.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 
 from prefect import task
@@ -24,6 +23,7 @@ from millrace.core.contracts.task_records import ReusedGroup, SamplePromptsRecor
 from millrace.core.curriculum.parts import source_and_level
 from millrace.core.ledger import Draw
 from millrace.core.pipeline.selection import drawn
+from millrace.core.plain_text import json_text
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import Read
 from millrace.tasks.kill_points import kill_point
@@ -142,10 +142,10 @@ def _group(ctx: IterationContext, draw: Draw, source: str, level: int | None, it
         row=draw.row,
         epoch=draw.epoch,
         ordinal=draw.ordinal,
-        prompt=json.dumps(row.prompt, ensure_ascii=False),
+        prompt=json_text(row.prompt),
         prompt_tokens=tokens,
-        label=None if row.label is None else json.dumps(row.label, ensure_ascii=False),
-        metadata=json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
+        label=None if row.label is None else json_text(row.label),
+        metadata=json_text(row.metadata) if row.metadata else None,
         level=level,
         unusable=item.reason if isinstance(item, Quarantined) else None,
     )

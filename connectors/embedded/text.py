@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.core.plain_text import whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Text:
         """Token ids. Raises RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("text: this model has no tokenizer.json; send input_ids")
-        ids: list[int] = self.tokenizer.encode(text).ids
+        ids: list[int] = self.tokenizer.encode(whole(text)).ids
         return ids
 
     def decode(self, ids: list[int], params: SamplingParams) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from millrace.connectors.environments.extras import number, package
+from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Done, Observation, Task, Turn
 
 SEEDS = 1 << 31
@@ -87,6 +88,6 @@ class OpenEnv:
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._show is not None:
             shown = observation.get(self._show, "")
-            return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            return shown if isinstance(shown, str) else json_text(shown)
         rest = {name: value for name, value in observation.items() if name not in SERVER_ONLY}
-        return json.dumps(rest, ensure_ascii=False) if rest else ""
+        return json_text(rest) if rest else ""

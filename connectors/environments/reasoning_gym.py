@@ -18,6 +18,7 @@ from typing import Any, Literal
 from millrace.connectors.environments.extras import last_message, number, package
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Done, Observation, Task, Turn
 
 FIELD = "rollout.session.environment.options"
@@ -163,7 +164,7 @@ def write_prompts(
                 "prompt": f"{entry['question']}\n\n{HOW}",
                 "metadata": {"generator": generator, "config": config, "index": index},
             }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_text(row) + "\n")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from millrace.connectors.environments.chat_endpoint import ChatEndpoint
 from millrace.connectors.environments.extras import number, package
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardResult
+from millrace.core.plain_text import json_text
 from millrace.core.sessions.live import LiveSession
 
 FIELD = "rollout.session.function.options"
@@ -70,7 +71,7 @@ def write_prompts(
     with Path(path).open("w", encoding="utf-8") as file:
         for index, task in enumerate(_tasks(taskset, _key(config))[:count]):
             row = {"prompt": chat.opening(harness, task.data), "metadata": {"index": index}}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_text(row) + "\n")
 
 
 def _chat() -> Any:

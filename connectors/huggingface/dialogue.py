@@ -18,6 +18,7 @@ from millrace.connectors.huggingface.trained_turns import pieces
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.trained_messages import for_template
 from millrace.core.errors import ConfigError
+from millrace.core.plain_text import whole
 from millrace.core.sessions.interface import ToolCall, Turn
 
 SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
@@ -168,7 +169,7 @@ class Dialogues:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self._tokenizer.tokenizer(whole(text), add_special_tokens=False)["input_ids"]
         return ids
 
     def _without_end(self, text: str) -> str:

@@ -26,6 +26,7 @@ from millrace.connectors.storage.local import keep_private
 from millrace.core.contracts.own_code import EXPECTED, expected
 from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
+from millrace.core.plain_text import take_any_text
 from millrace.core.waits.deadline import USUAL, Limit, progressing
 from millrace.core.waits.heartbeat import beat, pulse
 
@@ -73,6 +74,7 @@ class Host:
         if node and node != self._node:  # Ray moved it, and the GPUs it is to see are another node's
             raise ActorLostError(f"node {node} died before the actor was made")
         keep_private()  # also on a cluster that its user started
+        take_any_text()
         os.environ.update(environment)
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace

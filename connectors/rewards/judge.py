@@ -14,6 +14,7 @@ from typing import Any
 from millrace.connectors.rewards.posting import EXCERPT, UnreadableError, post
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.plain_text import json_text
 
 SCORE = re.compile(r"\bscore[*\"' ]{0,3}[:=][*\"' ]{0,3}(-?\d{1,6}(?:\.\d{1,6})?)", re.IGNORECASE)
 SYSTEM = """You grade the response of an assistant by a rubric.
@@ -95,7 +96,7 @@ def shown_prompt(sample: RewardInput) -> str:
         else "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in sample.prompt)
     )
     label = sample.label
-    reference = label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+    reference = label if isinstance(label, str) else json_text(label)
     return f"<prompt>\n{prompt}\n</prompt>" + (
         "" if label is None else f"\n\n<reference>\n{reference}\n</reference>"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from millrace.core.errors import MillraceError
+from millrace.core.plain_text import whole_values
 
 LATER = {408, 425, 429, 500, 502, 503, 504}  # statuses of a server that may answer later
 LONGEST_PAUSE_S = 30.0
@@ -74,7 +75,7 @@ async def post(
 
 async def _attempt(session: aiohttp.ClientSession, url: str, body: Any, asker: str, largest: int) -> Any:
     try:
-        async with session.post(url, json=body, allow_redirects=False) as answer:
+        async with session.post(url, json=whole_values(body), allow_redirects=False) as answer:
             data = await answer.content.read(largest + 1)
             while len(data) <= largest and (more := await answer.content.read(largest)):
                 data += more

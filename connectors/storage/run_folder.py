@@ -6,7 +6,6 @@ Owns the layout, the commit of manifests and the completeness of checkpoints. Kn
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 
@@ -22,6 +21,7 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.history import IterationHistory
 from millrace.core.contracts.ids import iteration_number, run_identity
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, of_run
+from millrace.core.plain_text import json_text
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class RunFolder:
                 where=self._manifest_url(index),
                 remedy=f"restore it from a copy, or {self._branch()}",
             )
-        content = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        content = json_text(manifest.model_dump(mode="json"), indent=1)
         if not self.store.create(f"{self.iteration_path(index)}/{MANIFEST}", content.encode()):
             return self.commit_manifest(index, manifest)  # another driver did meanwhile: its files decide
         return manifest

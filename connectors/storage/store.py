@@ -27,6 +27,7 @@ from millrace.connectors.storage.files import (
 )
 from millrace.connectors.storage.sealed import check_seal, sealed
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
+from millrace.core.plain_text import json_text
 
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
 
@@ -60,7 +61,7 @@ class Store(Files):
 
     def write_json(self, path: str, value: Any) -> FileEntry:
         """Write a value as JSON."""
-        return self.write(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
+        return self.write(path, json_text(value, indent=1).encode())
 
     def read_sealed(self, path: str) -> dict[str, Any]:
         """What `write_sealed` wrote, or an earlier release without a seal. Raises CorruptFileError if it changed since."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import json
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -18,6 +17,7 @@ from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.rollout import McpServer as Settings
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, described
+from millrace.core.plain_text import json_text, whole, whole_values
 from millrace.core.sessions.interface import ToolError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class McpServer:
         """The answer as text. Raises ToolError for whatever goes wrong; after a death the next call starts the server again."""
         connection = self._connected()
         try:
-            result = await (await connection.client()).call_tool(tool, dict(arguments))
+            result = await (await connection.client()).call_tool(tool, whole_values(arguments))
         except Exception as error:  # noqa: BLE001 - as above
             if connection.broken_by(error) and connection is self._connection:
                 self._connection = None
@@ -209,8 +209,8 @@ def as_text(result: CallToolResult) -> str:
     """What a tool answered, as the model sees it: its texts, and of other content what it is."""
     parts = [item.text if item.type == "text" else f"({item.type})" for item in result.content]
     if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts).encode("utf-8", "backslashreplace").decode()
+        return json_text(result.structured_content)
+    return whole("\n".join(parts))
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from millrace.connectors.workers.process import (
     WorkerProcess,
 )
 from millrace.core.errors import MillraceError
+from millrace.core.plain_text import printable
 
 STARTS = 3  # of processes for a call, all of which die before it begins
 
@@ -93,7 +94,7 @@ class WorkerPool:
         try:
             pickled = bytes(ForkingPickler.dumps((call.function, call.args)))
         except Exception as error:  # noqa: BLE001 - arguments that cannot be pickled raise anything
-            return Outcome("failed", reason=f"{type(error).__name__}: {error}")
+            return Outcome("failed", reason=printable(f"{type(error).__name__}: {error}"))
         outcome, signalled = self._attempt(call, pickled)
         while signalled and again and not call.cancelled:
             outcome, signalled = self._attempt(call, pickled)
@@ -123,7 +124,7 @@ class WorkerPool:
         try:
             kind, value = pickle.loads(answer)  # noqa: S301 - from a process of this one's
         except Exception as error:  # noqa: BLE001 - results that cannot be unpickled raise anything
-            return Outcome("failed", reason=f"{type(error).__name__}: {error}"), False
+            return Outcome("failed", reason=printable(f"{type(error).__name__}: {error}")), False
         return (Outcome("done", value) if kind == "done" else Outcome("failed", reason=value)), False
 
     def _begun(self, call: _Call, pickled: bytes) -> WorkerProcess | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import described
+from millrace.core.plain_text import take_any_text
 
 START_TIMEOUT_S = 120.0  # in which a process answers that it is there, and unpickles a call
 CHECK_S = 0.5  # between looks at whether a process lives: a child of it may hold its end of the pipe open
@@ -227,6 +228,7 @@ def detach() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes
     os.setsid()  # a group of its own, to be killed with all that a call started
     _die_with_parent()
+    take_any_text()  # what user code prints
 
 
 def _die_with_parent() -> None:

@@ -23,6 +23,7 @@ from millrace.core.contracts.sample import (
     columns,
 )
 from millrace.core.contracts.turns import TurnRow
+from millrace.core.plain_text import whole_values
 
 VERSION = 1
 
@@ -85,5 +86,13 @@ def schema(kind: str) -> pa.Schema:
 
 def to_table(rows: Sequence[Any], kind: str) -> pa.Table:
     """Rows of the class that a kind of table has, as that table."""
-    arrays = [pa.array([getattr(row, field.name) for row in rows], field.type) for field in SCHEMAS[kind]]
+    arrays = [_array([getattr(row, field.name) for row in rows], field.type) for field in SCHEMAS[kind]]
     return pa.Table.from_arrays(arrays, schema=schema(kind))
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """A column. One that holds half a character, which Arrow refuses, has its escape."""
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array(whole_values(values), kind)

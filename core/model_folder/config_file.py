@@ -22,6 +22,7 @@ from millrace.core.model_folder.config_keys import (
     Honoured,
 )
 from millrace.core.model_folder.rotary import rotary
+from millrace.core.plain_text import json_text
 
 WHOLE = "take a whole checkpoint"
 OTHER = "take another model, or remove the key if it changes nothing"
@@ -50,7 +51,7 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
 
     def refuse(key: str, value: Any, reason: str, remedy: str = OTHER) -> NoReturn:
-        shown = json.dumps(value, ensure_ascii=False)
+        shown = json_text(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise ConfigError(f"config.json: {key} = {shown}: {reason}", where=where, remedy=remedy)
 

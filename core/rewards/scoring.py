@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 
 from millrace.core.errors import described
 from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.plain_text import whole
 from millrace.core.rewards.forms import answer_of, awaited_answer_of, reward_of
 
 Row = Mapping[str, Any]
@@ -118,7 +119,7 @@ def read_score(answer: Any, path: str) -> RewardResult:
         answer = RewardResult(answer["reward"], {str(k): v for k, v in answer.items() if k != "reward"})
     elif not isinstance(answer, RewardResult):
         answer = RewardResult(answer)
-    parts = {name: _finite(value, f"part {name}", path) for name, value in answer.parts.items()}
+    parts = {whole(name): _finite(value, f"part {name}", path) for name, value in answer.parts.items()}
     return RewardResult(_finite(answer.reward, "reward", path), parts)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.plain_text import json_text, whole_values
 from millrace.core.sessions.history import Place
 from millrace.core.sessions.interface import Message, Turn
 
@@ -91,11 +92,7 @@ def read_messages(given: Any) -> list[Message]:
     """Messages with text as content and calls with arguments as objects. Raises BadRequestError."""
     if not isinstance(given, list) or not given:
         raise BadRequestError("messages", "a list of messages is wanted")
-    try:
-        json.dumps(given, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half a character, which JSON can escape
-        raise BadRequestError("messages", f"there is text that is no Unicode: {error}") from error
-    found = [_message(item, f"messages.{at}") for at, item in enumerate(given)]
+    found = [_message(item, f"messages.{at}") for at, item in enumerate(whole_values(given))]
     if found[-1]["role"] == "assistant":
         raise BadRequestError("messages", "the last one is the assistant's: add what the policy is to answer")
     return found
@@ -151,7 +148,7 @@ def _check_tools(given: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
         raise BadRequestError("tools", "a list of tools is wanted")
     if sorted(map(_schema, given)) != sorted(map(_schema, tools)):
-        known = json.dumps(list(tools), ensure_ascii=False)
+        known = json_text(list(tools))
         raise BadRequestError(
             "tools",
             "they are not those of rollout.session.tools, which the policy is shown. Leave them out, or send these: "
@@ -202,7 +199,7 @@ def completion(place: Place, turn: Turn, model: str, created: int) -> dict[str, 
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False, default=str),
+                    "arguments": json_text(call.arguments, default=str),
                 },
             }
             for at, call in enumerate(turn.tool_calls)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Message, Turn
 
 KNOWN = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
@@ -79,7 +80,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    return json_text(value, sort_keys=True, default=str)
 
 
 @dataclass(eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, crea
 from millrace.core.config.rollout import AnyTool, Tool
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import failure_of, load_function
+from millrace.core.plain_text import json_text, whole
 from millrace.core.sessions.interface import ToolError
 
 _STRICT = ConfigDict(extra="forbid")
@@ -98,11 +98,11 @@ def load_tools(tools: Sequence[AnyTool]) -> dict[str, LoadedTool]:
 def as_text(answer: Any) -> str:
     """A tool's answer as the model sees it: text as it is, else JSON."""
     if isinstance(answer, str):
-        return answer.encode("utf-8", "backslashreplace").decode()
+        return whole(answer)
     try:
-        return json.dumps(answer, ensure_ascii=False, default=str)
+        return json_text(answer, default=str)
     except (TypeError, ValueError, RecursionError):
-        return str(answer)
+        return whole(str(answer))
 
 
 def caller(tools: Mapping[str, NamedCall]) -> Callable[[str, Mapping[str, Any]], Awaitable[str]]:

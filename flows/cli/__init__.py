@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from millrace.connectors.storage.local import keep_private
+from millrace.core.plain_text import take_any_text
 from millrace.flows.cli import evaluate, look, run, score, server, tools
 
 app = typer.Typer(
@@ -16,7 +17,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.callback()(keep_private)
+
+
+@app.callback()
+def _process() -> None:
+    keep_private()
+    take_any_text()
+
+
 for command in (
     *(run.train, run.check, run.quickstart),
     *(

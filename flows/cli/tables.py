@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from millrace.core.plain_text import printable
 from millrace.flows.cli.terminal import console
 from millrace.flows.tools.listing import Listing
 
@@ -51,12 +52,12 @@ def _print_table(listing: Listing, out: Console, longest: int | None) -> None:
         facts.add_column(no_wrap=True)
         facts.add_column(overflow="fold")
         for name, value in listing.facts.items():
-            facts.add_row(name, Text(value))
+            facts.add_row(name, Text(printable(value)))
         out.print(facts)
     cells = [[_cell(value, longest) for value in row] for row in listing.rows]
     table = Table()
     for column in listing.columns:
-        table.add_column(Text(column), overflow="fold")
+        table.add_column(Text(printable(column)), overflow="fold")
     for row in cells:
         table.add_row(*map(Text, row))
     needed = Measurement.get(out, out.options.update(max_width=UNLIMITED), table).minimum
@@ -75,10 +76,10 @@ def _print_records(listing: Listing, cells: list[list[str]], out: Console) -> No
         record.add_column(no_wrap=True, style="dim")
         record.add_column(overflow="fold")
         for column, value in zip(listing.columns, row, strict=True):
-            record.add_row(Text(column), Text(value))
+            record.add_row(Text(printable(column)), Text(value))
         out.print(record)
 
 
 def _cell(value: Any, longest: int | None) -> str:
-    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else printable(str(value))
     return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from millrace.connectors.storage.local import library_log
 from millrace.core.errors import MillraceError, StorageError, first_error
+from millrace.core.plain_text import printable
 
 T = TypeVar("T")
 STDERR = 2
@@ -39,7 +40,9 @@ def guarded(call: Callable[[], T]) -> T:
     except BaseException as error:
         cause = first_error(error)
         if isinstance(cause, MillraceError):
-            errors.print(f"{type(cause).__name__}: {cause}", markup=False, highlight=False, soft_wrap=True)
+            errors.print(
+                printable(f"{type(cause).__name__}: {cause}"), markup=False, highlight=False, soft_wrap=True
+            )
             sys.exit(2)
         raise
 
@@ -47,7 +50,7 @@ def guarded(call: Callable[[], T]) -> T:
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they are, however long: paths and commands in them are to be pasted."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 class Terminal:

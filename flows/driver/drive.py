@@ -39,6 +39,7 @@ from millrace.core.errors import (
 )
 from millrace.core.garbage import collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import call_function, search_in
+from millrace.core.plain_text import take_any_text
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
@@ -75,6 +76,7 @@ async def drive(
     driver = asyncio.current_task()
     assert driver is not None
     keep_private()
+    take_any_text()
     use_few_heaps()
     collect_whole_when_asked()
     log_to_page()

@@ -17,6 +17,7 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
+from millrace.core.plain_text import json_text
 from millrace.core.rewards.selection import (
     MIXTURE,
     TOURNAMENT,
@@ -140,7 +141,7 @@ def _responses(row: PromptRow) -> dict[str, str]:
 
 
 def _text(label: object) -> str:
-    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+    return label if isinstance(label, str) else json_text(label)
 
 
 def _sample(row: PromptRow, response: str) -> Scorable:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from millrace.core.plain_text import json_text, whole
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Listing:
         """A list with an object a row; with facts, an object that holds them and, as `rows`, that list."""
         rows = [dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows]
         content: Any = {**self.facts, "rows": rows} if self.facts else rows
-        return json.dumps(content, indent=1, ensure_ascii=False, default=str)
+        return json_text(content, indent=1, default=str)
 
     def as_csv(self) -> str:
         """A header, then a line a row; null is empty."""
@@ -39,7 +40,7 @@ class Listing:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.columns)
         writer.writerows(self.rows)
-        return text.getvalue()
+        return whole(text.getvalue())
 
 
 def _plain(value: Any) -> Any:

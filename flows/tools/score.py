@@ -26,6 +26,7 @@ from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.contracts.rows.prompts import value_at
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import load, search_in
+from millrace.core.plain_text import json_text, whole_values
 from millrace.core.rewards.scoring import score_group, score_sample
 from millrace.flows.tools.named_files import check_file
 
@@ -237,8 +238,6 @@ def _rows(unit: Sequence[dict[str, Any]], outcome: Outcome, function: RewardFunc
 def _write(scores: Scores, target: Path) -> None:
     if target.suffix == ".parquet":
         rows = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in scores.rows]
-        pq.write_table(pa.Table.from_pylist(rows, schema=OUT), target)
+        pq.write_table(pa.Table.from_pylist(whole_values(rows), schema=OUT), target)
         return
-    target.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scores.rows), encoding="utf-8"
-    )
+    target.write_text("".join(json_text(row) + "\n" for row in scores.rows), encoding="utf-8")

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.store import Store
+from millrace.core.plain_text import printable
 
 T = TypeVar("T")
 LONGEST = 500  # characters of a text
@@ -100,4 +101,4 @@ def _shown(value: Any) -> Any:
         text = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in content)
     else:
         text = content if isinstance(content, str) else value
-    return text[:LONGEST]
+    return printable(text[:LONGEST])

@@ -22,6 +22,7 @@ from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import DrawnGroup, EvaluatedSample, Scorable
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.errors import only_first_error
+from millrace.core.plain_text import json_text
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import Evaluation, IterationContext
 from millrace.tasks.data.rows import UsablePrompt
@@ -140,10 +141,10 @@ def write_prompts(ctx: IterationContext, evaluation: Evaluation) -> None:
             row=prompt.row.row,
             epoch=0,
             ordinal=next(ordinals),
-            prompt=json.dumps(prompt.row.prompt, ensure_ascii=False),
+            prompt=json_text(prompt.row.prompt),
             prompt_tokens=list(prompt.tokens),
-            label=None if prompt.row.label is None else json.dumps(prompt.row.label, ensure_ascii=False),
-            metadata=json.dumps(prompt.row.metadata, ensure_ascii=False) if prompt.row.metadata else None,
+            label=None if prompt.row.label is None else json_text(prompt.row.label),
+            metadata=json_text(prompt.row.metadata) if prompt.row.metadata else None,
         )
         for held_out in ctx.config.evaluation.sets
         for prompt in ctx.runtime.prompts.held_out(held_out).usable
@@ -196,9 +197,9 @@ class _Place:
         """What a reward may read of it before there is an answer."""
         row = self.row
         return {
-            "prompt": json.dumps(row.prompt, ensure_ascii=False),
-            "label": None if row.label is None else json.dumps(row.label, ensure_ascii=False),
-            "metadata": json.dumps(row.metadata, ensure_ascii=False) if row.metadata else None,
+            "prompt": json_text(row.prompt),
+            "label": None if row.label is None else json_text(row.label),
+            "metadata": json_text(row.metadata) if row.metadata else None,
             "response": "",
             "response_length": 0,
             "status": "failed",

@@ -6,12 +6,12 @@ From the first difference in a branch on, what was recorded there does not count
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from millrace.core.contracts.turns import TurnRow, first_gap, rows_that_count
+from millrace.core.plain_text import json_text
 
 
 class RolloutRecord:
@@ -69,4 +69,4 @@ def stored_events(rows: Iterable[TurnRow]) -> dict[str, list[TurnRow]]:
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:
     """Arguments as they are stored and compared."""
-    return json.dumps(arguments, ensure_ascii=False, sort_keys=True, default=str)
+    return json_text(arguments, sort_keys=True, default=str)

@@ -22,6 +22,7 @@ from millrace.core.contracts.sample import Status
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks import written_for_slime
 from millrace.core.pipeline.sharding import WHOLE, Share
+from millrace.core.plain_text import json_text
 from millrace.core.sessions.selection import rollout_functions
 from millrace.core.sessions.tree import Branch, BranchReward, inherited
 from millrace.tasks.samples.generation import SampleGenerator
@@ -191,7 +192,7 @@ def _sample(
         status="truncated" if cut else "completed",
         reason=end["reason"],
         response=said.turns[-1].content if said.turns else "",
-        dialogue=json.dumps(said.messages, ensure_ascii=False),
+        dialogue=json_text(said.messages),
         reward=reward.value if reward else None,
         parts=list(reward.parts.items()) if reward else None,
     )
@@ -212,7 +213,7 @@ def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
         status="failed",
         reason=reason,
         response="",
-        dialogue=json.dumps(rollout.said[0].messages, ensure_ascii=False),
+        dialogue=json_text(rollout.said[0].messages),
         reward=None,
         parts=None,
     )

@@ -6,7 +6,6 @@ Owns limits and what counts as the same turn after a restart. Knows nothing of p
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from millrace.core.contracts.ids import tokens_hash, turn_seed
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.turns import TurnKind, TurnRow
+from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Message, Turn
 from millrace.core.sessions.tree import Branch, RolloutTree, Segment
 from millrace.core.waits.heartbeat import beat
@@ -325,7 +325,7 @@ class SessionRollout:
             engine_id=generation.engine_id,
             seed=turn_seed(self.opening.seed, branch.number, branch.turns),
             ended=generation.finish,
-            new=json.dumps(_messages(new), ensure_ascii=False) if new else None,
+            new=json_text(_messages(new)) if new else None,
             text=generation.text,
             timings=[("started", answer.started), ("generate_s", answer.seconds)],
         )

@@ -34,6 +34,7 @@ from millrace.core.contracts.task_records import RewardRecord, RolloutRecord
 from millrace.core.errors import only_first_error
 from millrace.core.garbage import collect_garbage, collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import search_in
+from millrace.core.plain_text import take_any_text
 from millrace.core.staleness import VersionRange
 from millrace.tasks.context import Evaluation, IterationContext
 from millrace.tasks.reward import score_landing
@@ -221,6 +222,7 @@ async def _runtime(board: actors.Actor[Board], token: int) -> Runtime:
 def _build(facts: Facts) -> Runtime:
     """Prompts and scoring of the run. Trainer and engines are the driver's."""
     keep_private()
+    take_any_text()
     os.environ.update(facts.environment)
     os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
     with contextlib.suppress(OSError):  # another host may lack it

@@ -7,7 +7,6 @@ iteration's folder until then: what is stored is not computed again. The trainer
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import HeldOutRecord, HeldOutSet, HeldOutSubset
 from millrace.core.errors import DataError
+from millrace.core.plain_text import json_text
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import stored_samples, write_set
@@ -95,8 +95,8 @@ async def _computed(
                 set=held_out.name,
                 prompt_id=row.prompt_id,
                 index=0,
-                prompt=json.dumps(row.prompt, ensure_ascii=False),
-                label=None if row.label is None else json.dumps(row.label, ensure_ascii=False),
+                prompt=json_text(row.prompt),
+                label=None if row.label is None else json_text(row.label),
                 response=response.text,
                 response_length=len(response.tokens),
                 status="completed",

@@ -106,3 +106,23 @@ def test_the_file_itself_is_not_replaced(file: Path) -> None:
     out = called(str(file), "--reward", f"{FORMS}:hostile", "--out", str(file), expect=2)
     assert "would replace the file that is read" in " ".join(out.split())
     assert scores(file) == ROWS
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_half_a_character_in_a_reason_or_a_name_is_stored_and_printed_with_its_escape(
+    tmp_path: Path, ending: str
+) -> None:
+    """Once no scores were written."""
+    rows = [{"prompt": "a", "response": str(number), "label": str(number)} for number in (1, 2, 3)]
+    (tmp_path / "half.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / f"out.{ending}"
+    printed = called(
+        str(tmp_path / "half.jsonl"), "--reward", "tests.support.half_characters:scored", "--out", str(out)
+    )
+    assert "3 rows, 2 scored" in printed
+    assert (
+        "no number: half \\ud83d, byte \\udcff, nul \\x00, escape \\x1b[2J in half_characters.py" in printed
+    )
+    made = scores(out) if ending == "jsonl" else pq.read_table(out).to_pylist()
+    assert [row["scoring"] for row in made] == ["scored", "failed", "scored"]
+    assert "half \\ud83d" in next(iter(dict(made[0]["reward_parts"])))

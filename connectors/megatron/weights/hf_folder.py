@@ -29,6 +29,7 @@ from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.architecture import Architecture, architecture
 from millrace.core.model_folder.tensors import INDEX, weight_tensors
+from millrace.core.plain_text import json_text
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
 
@@ -149,4 +150,4 @@ def _name_dtype(path: Path, dtype: str) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     for name in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
         config[name] = dtype
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(config, indent=2) + "\n", encoding="utf-8")

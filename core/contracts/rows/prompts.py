@@ -24,6 +24,7 @@ from millrace.core.contracts.rows.chat_options import (
 )
 from millrace.core.contracts.rows.own_sampling import SAMPLING, row_sampling
 from millrace.core.contracts.rows.trained_messages import SWITCHES, LossOn, trained_messages
+from millrace.core.plain_text import json_text, whole
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 EXCERPT = 80
@@ -270,8 +271,7 @@ def far_too_long(row: PromptRow, keys: Keys, limit: int) -> Quarantined | None:
 
 def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
     """An unusable row, with the start of its content."""
-    excerpt = shown[:EXCERPT].encode("utf-8", "backslashreplace").decode()
-    return Quarantined(keys.name, row, reason.encode("utf-8", "backslashreplace").decode(), excerpt)
+    return Quarantined(keys.name, row, whole(reason), whole(shown[:EXCERPT]))
 
 
 def _prompt(value: Any, with_tools: bool, switches: bool) -> tuple[Prompt, str | None]:
@@ -381,4 +381,4 @@ def _type(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json_text(value, default=str)

@@ -1,0 +1,62 @@
+"""Text that every table, log, tracker, server and terminal takes.
+
+A Python string may hold half a character: a surrogate without its other half, as `json.loads('"\\\\ud83d"')` makes, or a byte
+that is no UTF-8, as `surrogateescape` reads it. UTF-8 has no form for either, so most libraries raise. Here they become the
+six characters of their escape, which people can read. Owns that form; knows nothing of who writes where.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+# terminals act on them; tab and newline stay
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def whole(text: str) -> str:
+    """The text with each half character as its escape: UTF-8 can hold it. A text without any stays as it is."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def whole_values(value: Any) -> Any:
+    """A value as JSON may have it, with every text in it whole: keys of mappings too."""
+    if isinstance(value, str):
+        return whole(value)
+    if isinstance(value, Mapping):
+        return {whole_values(name): whole_values(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [whole_values(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(map(whole_values, value))
+    return value
+
+
+def printable(text: str) -> str:
+    """A text to be printed: whole, and with control characters as their escapes, such as those that move a terminal's cursor."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", whole(text))
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """JSON with letters of every language as they are. Half a character keeps its escape: it is read again as what it was."""
+    return whole(json.dumps(value, ensure_ascii=False, **options))
+
+
+def take_any_text() -> None:
+    """From now on, stdout, stderr and the log of this process take any text: what they could not write is escaped there."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.setLogRecordFactory(_WholeLine)
+
+
+class _WholeLine(logging.LogRecord):
+    """A line of the log, which Prefect's server has as JSON."""
+
+    def getMessage(self) -> str:
+        return whole(super().getMessage())
