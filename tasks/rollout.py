@@ -171,7 +171,7 @@ def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] 
         config.rollout.sampling,
         lambda: ctx.engines_at(ctx.versions),
         rollout_budget(ctx, stored),
-        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
+        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, config.rollout.sampling.skip_special_tokens),
         ctx.share,
     )
 

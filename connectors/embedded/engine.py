@@ -342,6 +342,10 @@ class Engine:
             if found:
                 request.stopped_text = found.text
                 return {"type": "stop", "matched": found.stop}
+        if request.params.stop_regex and len(request.output) >= max(1, request.params.min_new_tokens):
+            pattern = self.text.find_pattern(request.output, request.params)
+            if pattern is not None:
+                return {"type": "stop", "matched": pattern}
         if len(request.output) >= request.params.max_new_tokens:
             return {"type": "length", "length": request.params.max_new_tokens}
         return None

@@ -7,6 +7,7 @@ log-probability reported is log_softmax(logits / temperature), before top-k, top
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 MASK = (1 << 64) - 1
+GRAMMAR = ("json_schema", "regex", "ebnf", "structural_tag")
 GREEDY_BELOW = 1e-6  # temperatures below this are 0, as in SGLang
 
 
@@ -30,6 +32,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
+    stop_regex: list[str] = field(default_factory=list)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -52,10 +55,15 @@ class SamplingParams:
         if given is not None and not isinstance(given, Mapping):
             raise RequestError(f"sampling_params: {type(given).__name__} given, an object is wanted")
         values = {name: value for name, value in (given or {}).items() if value is not None}
-        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
+        unknown = sorted(set(values) - {*cls.__dataclass_fields__, *GRAMMAR})
         if unknown:
             raise RequestError(f"sampling_params.{unknown[0]}: not supported by this engine")
-        for name in ("stop", "stop_token_ids"):
+        grammar = next((name for name in GRAMMAR if name in values), None)
+        if grammar is not None:
+            raise RequestError(
+                f"sampling_params.{grammar}: this engine has no grammar backend; serve the model by SGLang to use it"
+            )
+        for name in ("stop", "stop_token_ids", "stop_regex"):
             if isinstance(values.get(name), str | int):
                 values[name] = [values[name]]
         for name, value in values.items():
@@ -118,6 +126,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     ),
     "stop": (list,),
     "stop_token_ids": (list,),
+    "stop_regex": (list,),
     "logit_bias": (dict,),
 }
 
@@ -128,9 +137,15 @@ def _check_type(name: str, value: Any) -> None:
     if not fits or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise RequestError(f"sampling_params.{name}: {type(value).__name__} given, {wanted} wanted")
-    inner = {"stop": str, "stop_token_ids": int}.get(name)
+    inner = {"stop": str, "stop_token_ids": int, "stop_regex": str}.get(name)
     if inner and not all(isinstance(item, inner) for item in value):
         raise RequestError(f"sampling_params.{name}: every item must be {inner.__name__}")
+    if name == "stop_regex":
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise RequestError(f"sampling_params.stop_regex: {pattern!r}: {error}") from error
     if name == "logit_bias" and not all(
         token.isdecimal() and isinstance(bias, int | float) and math.isfinite(bias)
         for token, bias in value.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ class Text:
             return ""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         return text
+
+    def find_pattern(self, output: list[int], params: SamplingParams) -> str | None:
+        """The first of `stop_regex` that is found in the text. It may reach as far back as it likes, so the text is whole."""
+        text = self.decode(output, params)
+        return next((pattern for pattern in params.stop_regex if re.search(pattern, text)), None)
 
     def find_stop(self, output: list[int], params: SamplingParams) -> Stop | None:
         """The first stop string that the newest token completed."""

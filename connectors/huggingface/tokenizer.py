@@ -89,9 +89,9 @@ class PromptTokenizer:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*ids, self.tokenizer.eos_token_id]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of an answer's token ids, as an engine gives it: without special tokens."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of an answer's token ids, as an engine gives it."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def render(self, prompt: Prompt, *, chat: bool, system: str | None, options: ChatOptions = PLAIN) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from millrace.connectors.sglang.client import EngineClient, Generation
 from millrace.connectors.sglang.dispatching.flushing import Flush, Parts
 from millrace.connectors.sglang.dispatching.least_load import LeastLoad
-from millrace.connectors.sglang.dispatching.pieces import NOTHING, joined
+from millrace.connectors.sglang.dispatching.pieces import NOTHING, joined, shortened
 from millrace.connectors.sglang.wire.request_ids import new_sender, request_id
 from millrace.core.errors import EngineError, EngineLostError
 
@@ -105,7 +105,7 @@ class Dispatcher:
                 tries += 1
                 continue
             refits, found = engine.refits, len(made.output_ids)
-            left = {**params, "max_new_tokens": params.get("max_new_tokens", 0) - found} if found else params
+            left = shortened(params, found) if found else params
             ids = [*input_ids, *made.output_ids.tolist()]
             name = request_id(rid, sent, self._sender)
             sent += 1

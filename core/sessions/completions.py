@@ -19,14 +19,19 @@ from millrace.core.sessions.interface import Message, Turn
 MODEL = "policy"  # the only model; a request may name it as it likes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+# what changes logits, and its value that changes nothing
+RESHAPING: dict[str, Any] = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+    "logit_bias": {},
+}
 # value: what it may be besides absent or null; what it says is so in any case
 FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
@@ -70,6 +75,10 @@ def read_request(
                     f"it is {value!r}, the run samples with {sampling[key]!r}. Leave it out, or set rollout.sampling.{key}"
                     " in a branch or a new run (of an evaluation: its set's sampling): other samples would be off policy",
                 )
+        elif key in RESHAPING:
+            own = sampling.get(key, RESHAPING[key])
+            if not _equal(value, own):
+                raise BadRequestError(key, f"it can only be {own!r} here, not {value!r}")
         elif key not in FIXED:
             raise BadRequestError(key, "it is not known here")
         elif not any(_equal(value, allowed) for allowed in FIXED[key]):

@@ -125,7 +125,13 @@ class SlimeRollout:
                         f"it is {value!r}, the run samples with {self._sampling[key]!r}: set rollout.sampling.{key}"
                         " in a branch or a new run",
                     )
-            elif key not in (*OF_SAMPLING, *UNUSED) and value not in (None, [], {}, ""):
+            elif key not in (*OF_SAMPLING, *UNUSED) and value not in (
+                None,
+                [],
+                {},
+                "",
+                self._sampling.get(key),
+            ):
                 raise BadRequestError(f"sampling_params.{key}", "it is not known here")
         stop = params.get("stop") or []
         return self._ids(body), params.get("max_new_tokens"), [stop] if isinstance(stop, str) else list(stop)

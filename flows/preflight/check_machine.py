@@ -125,6 +125,14 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             "without a GPU engines are embedded ones, which prefill and decode",
             "set it to 0",
         )
+    for place, sampling in config.samplings if here and config.engines.kind == "auto" and not gpus else ():
+        for name, value in sampling.grammar.items():
+            yield Problem(
+                f"{place}.{name}",
+                value,
+                "without a GPU engines are embedded ones, which have no grammar backend",
+                "leave it out, or run where a GPU is",
+            )
     if here and config.engines.kind == "sglang" and not sglang_finds("sglang"):
         yield Problem(
             "engines.kind",

@@ -132,6 +132,20 @@ def _sizes(config: RunConfig, shape: Architecture, whose: str = "model") -> Iter
             "set it to true",
         )
     yield from _positions(config, shape, whose)
+    yield from _token_ids(config, shape, whose)
+
+
+def _token_ids(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:
+    for place, sampling in config.samplings:
+        for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            outside = [token for token in ids if token >= shape.vocab]
+            if outside:
+                yield Problem(
+                    f"{place}.{name}",
+                    outside[0],
+                    f"the {whose}'s vocabulary has {shape.vocab} tokens",
+                    f"give token ids below {shape.vocab}",
+                )
 
 
 def _positions(config: RunConfig, shape: Architecture, whose: str) -> Iterator[Problem]:

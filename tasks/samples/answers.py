@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -75,7 +75,7 @@ class Answers:
             priority=ctx.index,
             flush=Flush(every, segments) if every else None,
         )
-        row = generated_sample(group, index, seed, made.then(answer, ctx.runtime.prompts.tokenizer.decode))
+        row = generated_sample(group, index, seed, made.then(answer, self._text_of))
         if row.status == "aborted":
             self.begun.append(row)
             if answer.generation:
@@ -99,8 +99,7 @@ class Answers:
         if whole or not (len(made.output_ids) or carried):
             return whole
         none = Answer(None, None, time.time(), 0.0)
-        text_of = self._ctx.runtime.prompts.tokenizer.decode
-        return generated_sample(group, index, seed, made.then(none, text_of))
+        return generated_sample(group, index, seed, made.then(none, self._text_of))
 
     def _whole(self, group: DrawnGroup, sample: str) -> GeneratedSample | None:
         """The row of a sample that was whole when its group was deferred."""
@@ -116,8 +115,13 @@ class Answers:
             Made.of(joined.begun.get(sample) if joined else None),
             self._stored.get(sample, ()),
             self._segments,
-            self._ctx.runtime.prompts.tokenizer.decode,
+            self._text_of,
         )
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        """The text of an answer's tokens, as the engine gives it."""
+        skip = self._ctx.config.rollout.sampling.skip_special_tokens
+        return self._ctx.runtime.prompts.tokenizer.decode(ids, skip)
 
     def _joined(self, group: DrawnGroup) -> Joined | None:
         """What was deferred to the iteration, of a group that was."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.dispatching.flushing import Flush
+from millrace.connectors.sglang.dispatching.pieces import shortened
 from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
@@ -77,12 +78,7 @@ class SampleGenerator:
         self.samples = 0
         self.tokens = 0
         self.engines_s = 0.0  # until the engines were ready
-        self._params: dict[str, Any] = {
-            **sampling.model_dump(exclude={"stop", "stop_token_ids"}),
-            "stop": sampling.stop or None,
-            "stop_token_ids": sampling.stop_token_ids or None,
-            "no_stop_trim": True,
-        }
+        self._params = sampling.request
         self._budget, self._text_of = budget, text_of
         self._make_ready = engines
         self._engines: Dispatcher | None = None
@@ -115,7 +111,7 @@ class SampleGenerator:
             try:
                 engines = None if self._stopped else await self._dispatcher()
                 params = {**self._params, **(own or {}), "sampling_seed": seed}
-                params["max_new_tokens"] -= len(made)
+                params = shortened(params, len(made))
                 if engines and not self._stopped:
                     generation = await engines.generate(
                         [*prompt_tokens, *made],

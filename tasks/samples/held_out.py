@@ -85,7 +85,7 @@ async def make_set(
         held_out.sampling,
         lambda: ctx.engines_at(VersionRange.only(version)),
         budget,
-        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids),
+        lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, held_out.sampling.skip_special_tokens),
         ctx.share,
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once

@@ -40,7 +40,10 @@ def _under(prefix: str, names: str) -> list[str]:
     return [f"{prefix}.{name}" for name in names.split()]
 
 
-SAMPLING = "temperature top_p top_k min_p max_new_tokens stop stop_token_ids"
+SAMPLING = (
+    "temperature top_p top_k min_p max_new_tokens stop stop_token_ids stop_regex ignore_eos skip_special_tokens "
+    "min_new_tokens frequency_penalty presence_penalty repetition_penalty logit_bias json_schema regex ebnf"
+)
 FUNCTION = "function options"
 CHAT = "tools_key chat_template_kwargs chat_template_kwargs_key sampling_key label_from_prompt loss_on"
 ROWS: dict[str, Row] = {

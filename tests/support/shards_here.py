@@ -179,7 +179,9 @@ class Place:
         self.actor = cast(Actor[Board], board)
         self.runtime.board = KeeperHere(config, self.runtime, self.actor)
         self.runtime.board.drive_as(lease.token, "id")
-        vars(self.runtime.prompts)["tokenizer"] = SimpleNamespace(decode=str)  # there is no model
+        vars(self.runtime.prompts)["tokenizer"] = SimpleNamespace(
+            decode=lambda ids, _: str(ids)
+        )  # there is no model
         self.in_shards = self._shard_runtime()
         self.ctx = self.context()
 
@@ -239,7 +241,7 @@ class Place:
     def _shard_runtime(self) -> Runtime:
         found = Runtime(self.config)
         found.run_folder.store.fence = self.runtime.run_folder.store.fence
-        vars(found.prompts)["tokenizer"] = SimpleNamespace(decode=str)
+        vars(found.prompts)["tokenizer"] = SimpleNamespace(decode=lambda ids, _: str(ids))
         return found
 
     async def _engines(self, _: VersionRange) -> Dispatcher:

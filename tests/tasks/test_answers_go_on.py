@@ -94,7 +94,7 @@ async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path) -> None:
     assert ctx.config.data.sources[0].name == GROUP.source
     prompts = SimpleNamespace(
         sample_seed=lambda group, index: 7,
-        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+        tokenizer=SimpleNamespace(decode=lambda ids, _: " ".join(map(str, ids))),
     )
     ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -137,7 +137,7 @@ def test_a_sample_that_was_deferred_before_has_a_row_also_where_a_kill_kept_it_f
     ctx.stream.joined = Joined([group], begun={before.sample_id: before})
     prompts = SimpleNamespace(
         sample_seed=lambda group, index: before.seed,
-        tokenizer=SimpleNamespace(decode=lambda ids: before.response),
+        tokenizer=SimpleNamespace(decode=lambda ids, _: before.response),
     )
     ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
     generator = sample_generator(ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,25 @@ async def test_a_request_carries_the_sampling_of_the_configuration_and_its_seed(
         "sampling_seed": 11,
     }
     assert engines.requests == [("g-0000", [1, 2], params, "g")]
+
+
+@pytest.mark.parametrize(
+    ("least", "made", "own", "expected"),
+    [
+        (6, 0, {}, 6),
+        (6, 2, {}, 4),
+        (6, 7, {}, 0),
+        (6, 0, {"max_new_tokens": 3}, 3),
+        (6, 2, {"max_new_tokens": 4}, 2),
+    ],
+)
+async def test_the_least_length_counts_what_is_made_and_yields_to_a_rows_longest(
+    make_config: MakeConfig, least: int, made: int, own: dict[str, Any], expected: int
+) -> None:
+    engines = ScriptedEngines()
+    of = generator(make_config(rollout={"sampling": {"max_new_tokens": 9, "min_new_tokens": least}}), engines)
+    await of.generate([1], seed=0, rid="a", session=None, own=own, made=[5] * made)
+    assert engines.requests[0][2]["min_new_tokens"] == expected
 
 
 async def test_a_samples_own_parameters_come_in_place_of_the_sections(make_config: MakeConfig) -> None:

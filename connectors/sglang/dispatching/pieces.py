@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,14 @@ def joined_spans(
         if not spans or spans[-1][1] != version:
             spans.append((at + first, version))
     return spans
+
+
+def shortened(params: Mapping[str, Any], made: int) -> dict[str, Any]:
+    """Sampling parameters of what is left of an answer of which so many tokens are made."""
+    left = {**params, "max_new_tokens": params.get("max_new_tokens", 0) - made}
+    if params.get("min_new_tokens"):  # a row, or a turn, may have room for fewer
+        left["min_new_tokens"] = max(0, min(params["min_new_tokens"] - made, left["max_new_tokens"]))
+    return left
 
 
 def segment(made: Generation, start: int) -> Generation:

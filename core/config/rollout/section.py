@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -12,10 +13,23 @@ from millrace.core.config.rollout.buffer import Buffer
 from millrace.core.config.rollout.session import Session
 
 STEPS = "the number of steps an iteration follows from it"
+ALWAYS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+GRAMMAR = ("json_schema", "regex", "ebnf")
+RESHAPING = (
+    "min_new_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    *GRAMMAR,
+)
 
 
 class Sampling(Section):
-    """How responses are sampled; names and meanings as in SGLang."""
+    """How responses are sampled; names and meanings as in SGLang.
+
+    The fields from `min_new_tokens` on change the distribution that tokens are drawn from: for `evaluation.sets` alone.
+    """
 
     temperature: float = Field(1.0, ge=0, description="0 is greedy (evaluation only).")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
@@ -26,6 +40,95 @@ class Sampling(Section):
     stop_token_ids: list[int] = Field(
         [], description="Token ids that end a response, besides the end-of-sequence token."
     )
+    stop_regex: list[str] = Field(
+        [], description="Regular expressions of Python; a response ends when one is found in its text."
+    )
+    ignore_eos: bool = Field(
+        False, description="The end-of-sequence token ends no response; stops and max_new_tokens do."
+    )
+    skip_special_tokens: bool = Field(
+        True,
+        description="Leave special tokens out of a response's text, which rewards read. Its token ids hold them in any case.",
+    )
+    min_new_tokens: int = Field(
+        0,
+        ge=0,
+        description="Shortest response: tokens that would end it are not drawn before. Evaluation only. Tokens.",
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="Subtracted from a token's logit for each time that the response holds it. Evaluation only.",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="Subtracted from the logit of each token that the response holds. Evaluation only.",
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=2,
+        description="Logits of tokens that were there before are divided by it, negative ones multiplied. Evaluation only.",
+    )
+    logit_bias: dict[int, float] = Field(
+        {}, description="Added to the logits of these token ids. Evaluation only."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        None, description="A response is JSON of this schema. Needs SGLang. Evaluation only."
+    )
+    regex: str | None = Field(
+        None, description="A response matches this regular expression. Needs SGLang. Evaluation only."
+    )
+    ebnf: str | None = Field(
+        None, description="A response follows this grammar, in EBNF. Needs SGLang. Evaluation only."
+    )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        return {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.default
+        }
+
+    @property
+    def reshaping(self) -> dict[str, Any]:
+        """The fields that change the logits before a token is drawn.
+
+        The engine reports log-probabilities of the changed distribution; the trainer computes those of the policy.
+        """
+        return {name: value for name, value in self.given.items() if name in RESHAPING}
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """The fields that a grammar backend acts on."""
+        return {name: value for name, value in self.given.items() if name in GRAMMAR}
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """`sampling_params` of a request: what every engine knows, and of the other fields those that are given."""
+        given = self.given
+        return {
+            **{name: getattr(self, name) for name in ALWAYS},
+            "stop": self.stop or None,
+            "stop_token_ids": self.stop_token_ids or None,
+            "no_stop_trim": True,
+            **{
+                name: value
+                for name, value in given.items()
+                if name not in (*ALWAYS, "stop", "stop_token_ids")
+            },
+            **(
+                {"logit_bias": {str(token): bias for token, bias in self.logit_bias.items()}}
+                if self.logit_bias
+                else {}
+            ),
+            **({} if self.json_schema is None else {"json_schema": json.dumps(self.json_schema)}),
+        }
 
 
 class Rollout(Section):

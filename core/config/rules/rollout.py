@@ -1,4 +1,4 @@
-"""Rules of `rollout` and of the samplings of `evaluation`."""
+"""Rules of `rollout`; those of its sampling are in `sampling`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,15 @@ from collections.abc import Iterator
 
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.rollout import Tool
+from millrace.core.config.rules import sampling
 from millrace.core.config.rules.algorithm import unweighed
 from millrace.core.config.rules.data import same_names
 from millrace.core.config.run_config import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
-    """Sampling parameters that would yield nothing, here and in evaluation sets."""
-    for place, sampling in config.samplings:
-        if "" in sampling.stop:
-            yield Problem(
-                f"{place}.stop",
-                sampling.stop,
-                "an empty string ends every response at once",
-                "remove it from the list",
-            )
-        if any(token < 0 for token in sampling.stop_token_ids):
-            yield Problem(
-                f"{place}.stop_token_ids",
-                sampling.stop_token_ids,
-                "no token has a negative id",
-                "remove it",
-            )
-        if sampling.top_k == 0:
-            yield Problem(
-                f"{place}.top_k",
-                0,
-                "no token would be left to sample",
-                "set it to -1 for the whole vocabulary",
-            )
+    """Rollouts that would yield nothing, of one turn and of several, and reuse."""
+    yield from sampling.problems(config)
     yield from _session(config)
     yield from _buffer(config)
     yield from _flush(config)

@@ -5,14 +5,15 @@ Temperature and what else shapes the distribution are one for the batch: the tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.contracts.rows.chat_options import from_json
 
 SAMPLING = "sampling"  # key in a row's metadata
-LENGTH, STOP, STOP_IDS = "max_new_tokens", "stop", "stop_token_ids"
-OWN = (LENGTH, STOP, STOP_IDS)
+LENGTH, STOP, STOP_IDS, STOP_REGEX = "max_new_tokens", "stop", "stop_token_ids", "stop_regex"
+OWN = (LENGTH, STOP, STOP_IDS, STOP_REGEX)
 
 
 def row_sampling(value: Any) -> tuple[dict[str, Any], str | None]:
@@ -33,6 +34,12 @@ def row_sampling(value: Any) -> tuple[dict[str, Any], str | None]:
         return {}, f"bad {SAMPLING}: {STOP} is not a list of texts"
     if not isinstance(ids, list) or not all(_is_whole(item) and item >= 0 for item in ids):
         return {}, f"bad {SAMPLING}: {STOP_IDS} is not a list of token ids"
+    patterns = given.get(STOP_REGEX, [])
+    if not isinstance(patterns, list) or not all(isinstance(item, str) and _ends(item) for item in patterns):
+        return (
+            {},
+            f"bad {SAMPLING}: {STOP_REGEX} is not a list of regular expressions, none of which fits the empty text",
+        )
     return given, None
 
 
@@ -46,6 +53,14 @@ def own_sampling(metadata: Mapping[str, Any] | None, key: str | None, longest: i
     if LENGTH in own:
         own[LENGTH] = min(own[LENGTH], longest)
     return own
+
+
+def _ends(pattern: str) -> bool:
+    """Whether it is a regular expression that an empty response does not end by."""
+    try:
+        return re.compile(pattern).search("") is None
+    except re.error:
+        return False
 
 
 def _is_whole(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -251,6 +252,74 @@ async def test_a_bias_forces_a_token(http: Any) -> None:
     assert answer["output_ids"] == [33] * 5
 
 
+RESHAPED: list[dict[str, Any]] = [
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 1.5},
+    {"logit_bias": {"33": 2.0, "34": -3.0}},
+    {"min_new_tokens": 6},
+]
+
+
+def _reshaped(
+    logits: torch.Tensor, output: list[int], change: dict[str, Any], enders: list[int]
+) -> torch.Tensor:
+    """Logits [T, V] as the change leaves them, token by token."""
+    logits = logits.clone()
+    for at in range(len(output)):
+        for token in set(output[:at]):
+            logits[at, token] -= change.get("frequency_penalty", 0) * output[:at].count(token)
+            logits[at, token] -= change.get("presence_penalty", 0)
+        for token, bias in change.get("logit_bias", {}).items():
+            logits[at, int(token)] += bias
+        if at < change.get("min_new_tokens", 0):
+            logits[at, enders] = float("-inf")
+    return logits
+
+
+@pytest.mark.parametrize("change", RESHAPED, ids=lambda change: next(iter(change)))
+async def test_logprobs_are_of_the_changed_distribution_at_the_temperature(
+    http: Any, change: dict[str, Any]
+) -> None:
+    """Hence they are not the policy's: what trains may not be made so."""
+    enders = [33, 40, 41] if "min_new_tokens" in change else []
+    answer = await http.generate(
+        PROMPT, max_new_tokens=6, temperature=1.5, ignore_eos=True, stop_token_ids=enders, **change
+    )
+    output = answer["output_ids"]
+    raw = reference_logits(http.model, PROMPT, output)
+    changed = (_reshaped(raw, output, change, enders) / 1.5).log_softmax(-1)
+    expected = changed.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+    assert logprobs_of(answer) == pytest.approx(expected, abs=CLOSE)
+    assert logprobs_of(answer) != pytest.approx(
+        reference_logprobs(http.model, PROMPT, output, 1.5), abs=CLOSE
+    )
+
+
+async def test_a_regular_expression_ends_the_request(http: Any) -> None:
+    free = await http.generate(PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True)
+    pattern = re.escape(free["text"][6]) + "[^a]"
+    end = re.search(pattern, free["text"]).end()  # type: ignore[union-attr]
+    kept = await http.generate(
+        PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True, stop_regex=[pattern], no_stop_trim=True
+    )
+    assert kept["text"] == free["text"][:end]
+    assert kept["meta_info"]["finish_reason"]["type"] == "stop"
+    assert kept["output_ids"] == free["output_ids"][: len(kept["output_ids"])]
+    assert len(logprobs_of(kept)) == len(kept["output_ids"])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [{"json_schema": '{"type": "object"}'}, {"regex": "[0-9]+"}, {"ebnf": 'root ::= "a"'}],
+    ids=lambda grammar: next(iter(grammar)),
+)
+@pytest.mark.embedded_only("SGLang has grammar backends")
+async def test_a_grammar_is_refused_with_a_sentence(http: Any, grammar: dict[str, str]) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": grammar}
+    answer = await http.post("/generate", body, status=400)
+    assert f"sampling_params.{next(iter(grammar))}: this engine has no grammar backend" in json.dumps(answer)
+
+
 async def test_a_batch_answers_in_order_with_its_own_params_and_rids(http: Any) -> None:
     prompts = [[10, 11], [20, 21, 22], [30]]
     params = [{"max_new_tokens": n, "temperature": 0, "ignore_eos": True} for n in (2, 5, 3)]
@@ -322,6 +391,7 @@ async def test_what_cannot_be_served_is_refused_with_a_message(
         {"input_ids": ["a"]},
         pytest.param({"input_ids": [10], "text": "a"}, marks=SGLANG_TAKES_IDS),
         {"input_ids": [10], "sampling_params": "hot"},
+        pytest.param({"input_ids": [10], "sampling_params": {"stop_regex": ["("]}}, marks=ENDS_SGLANG),
         {"input_ids": [10], "sampling_params": [{}, {}]},
         {"input_ids": [10], "sampling_params": {"temperature": "hot"}},
         {"input_ids": [10], "sampling_params": {"temperature": float("nan")}},

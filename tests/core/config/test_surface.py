@@ -58,6 +58,11 @@ IN_CORE_CONFIG = {
     "pipeline.max_staleness",  # Pipeline.staleness
     "placement.offload_engines",  # RunConfig.engines_sleep
     "placement.offload_trainer",  # RunConfig.trainer_offloads
+    *(  # Sampling.request
+        f"{place}.sampling.{name}"
+        for place in ("rollout", "evaluation.sets[]")
+        for name in ("json_schema", "regex", "ebnf")
+    ),
 }
 
 

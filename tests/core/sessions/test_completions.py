@@ -52,6 +52,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs: it can only be 0"),
     ({"presence_penalty": 0.5}, "presence_penalty: it can only be 0"),
     ({"frequency_penalty": 0.5}, "frequency_penalty: it can only be 0"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty: it can only be 1"),
+    ({"min_new_tokens": 2}, "min_new_tokens: it can only be 0"),
     ({"logit_bias": {"1": 2}}, "logit_bias: it can only be {}"),
     ({"response_format": {"type": "json_object"}}, "response_format: it can only be {'type': 'text'}"),
     ({"tool_choice": "required"}, "tool_choice: it can only be 'auto'"),
