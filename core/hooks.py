@@ -55,13 +55,22 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A reward and the named parts it is made of; all finite."""
+    """A reward, what it is made of, and the answer that it found.
+
+    parts: finite numbers, whose means are metrics, and texts (a judge's words), which are stored and shown. answer: in the
+    reward's normal form, so that equal answers are one text; empty if it found none, None if it looks for none.
+    """
 
     reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float | str] = field(default_factory=dict)
+    answer: str | None = None
+
+    def __float__(self) -> float:
+        """The reward alone, for rewards that are computed from others."""
+        return float(self.reward)
 
 
-Score = float | RewardResult | Mapping[str, float]  # what a reward function may return
+Score = float | RewardResult | Mapping[str, float | str | None]  # what a reward function may return
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class BufferedGroup:
 class Reward(Protocol):
     """Scores one sample; runs in a process of its own that may be killed. Sync or async.
 
-    A mapping names its parts: its key `reward` is the reward, every other key is a part.
+    A mapping names its parts: its key `reward` is the reward, a text at `answer` the answer, every other key is a part.
     """
 
     def __call__(self, sample: RewardInput, **options: Any) -> Score | Awaitable[Score]: ...

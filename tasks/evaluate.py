@@ -25,8 +25,6 @@ from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.contracts.task_records import EvaluatedSet, EvaluateRecord, FileRecord
 from millrace.core.evaluation.figures import Answer, by_subset, figures
-from millrace.core.rewards.answer_text import spelling
-from millrace.core.rewards.math import answer_of
 from millrace.tasks.context import Evaluation, IterationContext
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.held_out import KIND, evaluation_budget, made_of, make_set, places, remove_prompts
@@ -136,8 +134,7 @@ def _figures(file: FileRecord, samples: list[EvaluatedSample], held_out: EvalSet
 
 
 def _answer(sample: EvaluatedSample) -> Answer:
-    text = answer_of(sample.response) or sample.response.strip()
-    return Answer(sample.prompt_id, sample.reward or 0.0, spelling(text), sample.subset)
+    return Answer(sample.prompt_id, sample.reward or 0.0, sample.answer, sample.subset)
 
 
 def _warn_of_unscored(held_out: EvalSet, samples: list[EvaluatedSample]) -> None:

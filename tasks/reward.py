@@ -213,6 +213,8 @@ def _row(row: Unscored, result: Score, taught: Taught) -> ScoredSample:
         teacher_top_tokens=taught.top_tokens,
         teacher_top_logprobs=taught.top_logprobs,
         teacher_hint=taught.hint,
+        reward_texts=result.texts,
+        answer=result.answer,
     )
 
 

@@ -290,4 +290,6 @@ def session_sample(
         dialogue=made.dialogue,
         session_reward=made.reward,
         session_parts=made.parts,
+        session_texts=made.texts,
+        session_answer=made.answer,
     )

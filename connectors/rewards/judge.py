@@ -41,7 +41,8 @@ async def judge(
     attempts: int = 3,
     pause_s: float = 0.5,
 ) -> RewardResult:
-    """The judge's score of a response from 0 for `lowest` to 1 for `highest`; part `score` is the score itself.
+    """The judge's score of a response from 0 for `lowest` to 1 for `highest`; part `score` is the score itself, `words` all that
+    the judge said.
 
     url: up to /v1. api_key: a reference, ${env:NAME}. timeout_s: of one attempt.
     Errors: UnreachableError, RefusedError, UnreadableError where the judge gives no score in range; ConfigError.
@@ -63,7 +64,7 @@ async def judge(
             remedy="raise max_tokens, or say in the rubric what each score means",
         )
     score = float(found[-1])
-    return RewardResult((score - lowest) / (highest - lowest), {"score": score})
+    return RewardResult((score - lowest) / (highest - lowest), {"score": score, "words": said})
 
 
 def messages_for(

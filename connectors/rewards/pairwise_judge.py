@@ -9,7 +9,7 @@ import re
 
 from millrace.connectors.rewards.judge import completion, shown_prompt
 from millrace.connectors.rewards.posting import EXCERPT, UnreadableError
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks import RewardInput, RewardResult
 
 BETTER = re.compile(r"\bbetter[*\"' ]{0,3}[:=][*\"' ]{0,3}(A|B|tie)\b", re.IGNORECASE)
 SCORES = {"a": 1.0, "b": 0.0, "tie": 0.5}
@@ -35,8 +35,8 @@ async def pairwise_judge(
     timeout_s: float = 20.0,
     attempts: int = 3,
     pause_s: float = 0.5,
-) -> float:
-    """1 where the judge finds the first better, 0 where the second, 0.5 for a tie.
+) -> RewardResult:
+    """1 if the judge finds the first better, 0 if the second, 0.5 for a tie; part `words` is what it said.
 
     url: up to /v1. api_key: a reference, ${env:NAME}. timeout_s: of one attempt.
     Errors: UnreachableError, RefusedError, UnreadableError where the judge does not say which is better.
@@ -58,4 +58,4 @@ async def pairwise_judge(
             where=endpoint,
             remedy="raise max_tokens, or take another judge",
         )
-    return SCORES[found[-1].lower()]
+    return RewardResult(SCORES[found[-1].lower()], {"words": said})

@@ -24,7 +24,7 @@ from millrace.core.config.rollout import Session as Settings
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import described
 from millrace.core.hooks import load, load_function, written_for_slime
-from millrace.core.rewards.scoring import read_score
+from millrace.core.rewards.scoring import read_score, scored
 from millrace.core.sessions.forms import act_in, use_tools
 from millrace.core.sessions.interface import LimitReachedError, Task
 from millrace.core.sessions.live import LiveSession, Served, Shared
@@ -153,7 +153,8 @@ class _Worker:
             returned = await self._made(session, start, served)
             if returned is not None:
                 result = read_score(returned, "the rollout")
-                session.reward(result.reward, **result.parts)
+                answer = {} if result.answer is None else {"answer": result.answer}
+                session.reward(result.reward, **{**result.parts, **answer})
         except LimitReachedError as error:
             end = {"status": "truncated", "reason": str(error)}
         except asyncio.CancelledError:
@@ -166,7 +167,10 @@ class _Worker:
         if self._server:
             self._server.close(served)
         try:
-            rewards = {branch: _numbers(given) for branch, given in shared.all_rewards().items()}
+            rewards = {
+                branch: scored(read_score(given, "session.reward"))
+                for branch, given in shared.all_rewards().items()
+            }
         except (TypeError, ValueError) as error:
             rewards, end = {}, {"status": "failed", "reason": self._said(error)}
         self._send({"session": number, "end": {**end, "rewards": rewards}})
@@ -211,8 +215,3 @@ class _Worker:
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._writer is not None, "serve comes first"
         self._writer.write(json.dumps(message).encode() + b"\n")
-
-
-def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-    result = read_score(given, "session.reward")
-    return {"value": result.reward, "parts": dict(result.parts)}

@@ -6,6 +6,7 @@ schema from them: nothing else describes a column. A field that may be None is a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
@@ -20,6 +21,7 @@ Int8s = Annotated[list[int] | npt.NDArray[np.int8], pa.list_(pa.int8())]
 Int32s = Annotated[list[int] | npt.NDArray[np.int32], pa.list_(pa.int32())]
 Float32s = Annotated[list[float] | npt.NDArray[np.float32], pa.list_(pa.float32())]
 Figures = Annotated[list[tuple[str, float]], pa.map_(pa.string(), pa.float64())]
+Texts = Annotated[list[tuple[str, str]], pa.map_(pa.string(), pa.string())]
 JsonText = str  # what may have any shape (messages, labels, metadata) is stored as JSON text
 
 Status = Literal["completed", "truncated", "aborted", "failed"]
@@ -84,6 +86,8 @@ class GeneratedSample:
     dialogue: JsonText | None = None  # messages, the prompt's among them, of a rollout of several turns
     session_reward: float | None = None  # that the rollout gave itself
     session_parts: Figures | None = None
+    session_texts: Texts | None = None
+    session_answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class ScoredSample:
     )
     teacher_top_logprobs: list[Float32] | None = None
     teacher_hint: str | None = None  # given to it beside the prompt
+    reward_texts: Texts | None = None  # parts of the reward that are texts
+    answer: str | None = None  # that the reward found, in its normal form; empty: it found none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,8 @@ class BatchSample(GeneratedSample):
     uses: Int32 | None = None  # and how many times it has been trained then, this time included
     teacher_top_tokens: list[Int32] | None = None  # of a served teacher, as ScoredSample has them
     teacher_top_logprobs: list[Float32] | None = None
+    reward_texts: Texts | None = None  # and of its reward
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +170,8 @@ class EvaluatedSample:
     reason: str | None  # why it was not scored
     loss: float | None = None  # of a row of supervised training: mean over its tokens that have one, nats
     loss_tokens: Int32 | None = None  # how many these are
+    reward_texts: Texts | None = None  # parts of the reward that are texts
+    answer: str | None = None  # that the reward found, in its normal form; empty: it found none
 
 
 class Scorable(TypedDict):
@@ -176,6 +186,8 @@ class Scorable(TypedDict):
     dialogue: JsonText | None
     session_reward: float | None
     session_parts: Figures | None
+    session_texts: Texts | None
+    session_answer: str | None
 
 
 class Unscored(Scorable):
@@ -198,3 +210,9 @@ class AskedAbout(Unscored):
 def columns(row: type[Any]) -> list[str]:
     """The columns that a row class names, in order."""
     return list(get_type_hints(row))
+
+
+def split_parts(parts: Mapping[str, float | str]) -> tuple[Figures, Texts]:
+    """A reward's parts as they are stored: numbers, and texts."""
+    texts = [(name, value) for name, value in parts.items() if isinstance(value, str)]
+    return [(name, value) for name, value in parts.items() if not isinstance(value, str)], texts

@@ -178,7 +178,7 @@ class EvaluatedSet(TypedDict):
     ]  # half of the 95 % interval of reward_mean; None of fewer than two prompts
     majority: NotRequired[
         float | None
-    ]  # share of prompts whose most frequent answer is correct; None of one sample
+    ]  # share of prompts whose most frequent answer is correct; None of one sample, and if the reward names no answers
     pass_at: NotRequired[dict[str, float]]  # by k; none of one sample
     subsets: NotRequired[dict[str, EvaluatedSubset]]
 

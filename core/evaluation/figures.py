@@ -17,11 +17,11 @@ Z_95 = 1.959963984540054  # of the standard normal distribution, two-sided
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a prompt. `text` is what it amounts to, for the majority."""
+    """One answer to a prompt. `text` is what its reward found, for the majority: empty for none, None if it looks for none."""
 
     prompt_id: str
     reward: float
-    text: str
+    text: str | None
     subset: str | None = None
 
 
@@ -48,7 +48,9 @@ def figures(answers: Sequence[Answer], correct_from: float) -> Figures:
         reward_mean=statistics.fmean(answer.reward for answer in answers) if answers else None,
         interval=half_interval([[answer.reward for answer in group] for group in groups]),
         pass_at={k: value for k in powers(most) if (value := _pass_at(groups, correct_from, k)) is not None},
-        majority=statistics.fmean(majority(group, correct_from) for group in groups) if most > 1 else None,
+        majority=statistics.fmean(majority(group, correct_from) for group in groups)
+        if most > 1 and any(answer.text is not None for answer in answers)
+        else None,
     )
 
 
@@ -81,9 +83,12 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def majority(group: Sequence[Answer], correct_from: float) -> float:
     """Whether the answer that most samples of a prompt give is correct. Of answers that are equally frequent: the mean.
 
-    Wang et al. 2022, "Self-Consistency". Samples of one text are correct in the share in which they were scored so.
+    Wang et al. 2022, "Self-Consistency". Samples of one text are correct in the share in which they were scored so. A sample
+    without an answer has no vote, and a prompt without any vote counts 0.
     """
-    counts = Counter(answer.text for answer in group)
+    counts = Counter(answer.text for answer in group if answer.text)
+    if not counts:
+        return 0.0
     most = max(counts.values())
     shares = [
         statistics.fmean(answer.reward >= correct_from for answer in group if answer.text == text)

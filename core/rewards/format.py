@@ -45,11 +45,13 @@ def weighted(sample: RewardInput, *, parts: Mapping[str, Mapping[str, Any]]) -> 
     parts: name -> {function: import path, weight: number (1 when not given), options: mapping}.
     Errors: ConfigError when a function cannot be loaded; those of `read_score`; whatever a function raises.
     """
-    values: dict[str, float] = {}
-    total = 0.0
+    values: dict[str, float | str] = {}
+    total, found = 0.0, None
     for name, part in parts.items():
         path = part["function"]
         function = bound(path, part.get("options", {}), f"reward.options.parts.{name}")
-        values[name] = read_score(function(sample), path).reward
-        total += part.get("weight", 1.0) * values[name]
-    return RewardResult(total, values)
+        score = read_score(function(sample), path)
+        values[name] = score.reward
+        total += part.get("weight", 1.0) * score.reward
+        found = score.answer if found is None else found
+    return RewardResult(total, values, found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.answer_text import LONGEST, Quantity, key, number, quantity, spelling
 from millrace.core.rewards.symbolic import same_expression
 from millrace.core.rewards.text import label_text
@@ -71,8 +71,8 @@ def equal(answer: str, label: str, *, symbolic: bool = True) -> bool:
 
 def math(
     sample: RewardInput, *, boxed_only: bool = False, symbolic: bool = True, after: str | None = None
-) -> float:
-    """1 if the response's answer equals the label, else 0.
+) -> RewardResult:
+    """1 if the response's answer equals the label, else 0. The answer is kept in its normal form.
 
     boxed_only: without a box the response has no answer. after: only the text after the last occurrence of this marker
     counts ("</think>"); a response without it has no answer. Of a label with a box or with ####, what these mark counts.
@@ -86,9 +86,24 @@ def math(
     if after is not None:
         head, marker, text = text.rpartition(after)
         if not marker:
-            return 0.0
+            return RewardResult(0.0, answer="")
     answer = answer_of(text, boxed_only=boxed_only)
-    return float(answer is not None and equal(answer, label, symbolic=symbolic))
+    return judged(answer, label, symbolic=symbolic)
+
+
+def judged(answer: str | None, label: str, *, symbolic: bool = True) -> RewardResult:
+    """1 if an answer equals the label, else 0, with its normal form: that of the label if they are equal."""
+    if not answer:
+        return RewardResult(0.0, answer="")
+    right = equal(answer, label, symbolic=symbolic)
+    return RewardResult(float(right), answer=normal_form(label if right else answer))
+
+
+def normal_form(answer: str) -> str:
+    """One text for the spellings of an answer: numbers by value, others by their spelling."""
+    text = spelling(answer)[:LONGEST]
+    value = number(text)
+    return key(text) if value is None else str(value)
 
 
 def _same(a: str, b: str, symbolic: bool) -> bool:

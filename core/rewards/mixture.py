@@ -17,11 +17,12 @@ async def mixture(sample: RewardInput, *, parts: Sequence[Mapping[str, Any] | st
     """The sum of the parts, each times its weight, 1 if it has none.
 
     parts: each {function, weight, options, name}, or a bare import path. A part's name is that of its function unless it
-    has one. Its reward is stored under its name, before the weight, and its own parts under `name.part`.
+    has one. Its reward is stored under its name, before the weight, and its own parts under `name.part`. The answer is that of
+    the first part that looks for one.
     Errors: ConfigError for a part of another form, or that cannot be loaded; those of `read_score`; what a part raises.
     """
-    values: dict[str, float] = {}
-    total = 0.0
+    values: dict[str, float | str] = {}
+    total, found = 0.0, None
     for number, part in enumerate(parts):
         path, weight, options, name = _read(part, number)
         if name in values:
@@ -31,7 +32,8 @@ async def mixture(sample: RewardInput, *, parts: Sequence[Mapping[str, Any] | st
         values[name] = score.reward
         values |= {f"{name}.{inner}": value for inner, value in score.parts.items()}
         total += weight * score.reward
-    return RewardResult(total, values)
+        found = score.answer if found is None else found
+    return RewardResult(total, values, found)
 
 
 def _read(part: Any, number: int) -> tuple[str, float, Mapping[str, Any], str]:

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks import RewardInput, RewardResult
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 LONGEST = 64  # digits and signs of one number; longer runs are not answers
@@ -33,7 +33,7 @@ def find_last(text: str) -> Decimal | None:
     return _decimal(found)
 
 
-def arithmetic(sample: RewardInput, *, tolerance: float = 0.0) -> float:
+def arithmetic(sample: RewardInput, *, tolerance: float = 0.0) -> RewardResult:
     """1 if the last number in the response equals the label (within `tolerance`, absolute), else 0.
 
     Errors: ValueError when the label is not a number: the data are wrong, not the response.
@@ -42,7 +42,13 @@ def arithmetic(sample: RewardInput, *, tolerance: float = 0.0) -> float:
     if label is None:
         raise ValueError(f"label {sample.label!r} is not a number")
     answer = find_last(sample.response)
-    return float(answer is not None and abs(answer - label) <= Decimal(str(tolerance)))
+    if answer is None:
+        return RewardResult(0.0, answer="")
+    right = abs(answer - label) <= Decimal(str(tolerance))
+    return RewardResult(
+        float(right),
+        answer=f"{answer.normalize():f}" if abs(answer.adjusted()) < LONGEST else str(answer.normalize()),
+    )
 
 
 def _decimal(text: Any) -> Decimal | None:

@@ -8,9 +8,13 @@ from typing import Any
 
 
 def under_reward(answer: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mapping as `read_score` takes it: the value at `key` as `reward`, and its other numbers as parts.
+    """The mapping as `read_score` takes it: the value at `key` as `reward`, and its other numbers and texts.
 
     Errors: KeyError without the key.
     """
-    parts = {name: float(value) for name, value in answer.items() if name != key and isinstance(value, Real)}
+    parts = {
+        name: value if isinstance(value, str) else float(value)
+        for name, value in answer.items()
+        if name not in (key, "reward") and isinstance(value, Real | str)
+    }
     return {**parts, "reward": answer[key]}

@@ -21,10 +21,11 @@ Row = Mapping[str, Any]
 
 
 class Scored(TypedDict):
-    """The reward of a row and its parts, all finite."""
+    """The reward of a row, its parts, and the answer that it found."""
 
     reward: float
-    parts: dict[str, float]
+    parts: dict[str, float | str]
+    answer: str | None
 
 
 Ended = tuple[
@@ -72,7 +73,7 @@ def score_side_by_side(
     What does not await runs while the others wait. Of a row that failed or was late, it has the reason.
     """
 
-    async def scored(row: Row) -> Ended:
+    async def ended(row: Row) -> Ended:
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
@@ -87,10 +88,10 @@ def score_side_by_side(
         except Exception as error:  # noqa: BLE001 - a function of the user's may raise anything
             return "failed", described(error)
 
-    async def all_scored() -> list[Ended]:
-        return await asyncio.gather(*map(scored, rows))
+    async def all_ended() -> list[Ended]:
+        return await asyncio.gather(*map(ended, rows))
 
-    return asyncio.run(all_scored())
+    return asyncio.run(all_ended())
 
 
 def hint_of(path: str, options: Mapping[str, Any], row: Row, field: str) -> str | None:
@@ -104,10 +105,15 @@ def hint_of(path: str, options: Mapping[str, Any], row: Row, field: str) -> str 
     return answer if answer and answer.strip() else None
 
 
-def read_score(answer: Any, path: str) -> RewardResult:
-    """What a reward function returned, as floats: a number, a RewardResult, or a mapping.
+def scored(result: RewardResult) -> Scored:
+    """A result as it crosses processes."""
+    return {"reward": result.reward, "parts": dict(result.parts), "answer": result.answer}
 
-    Of a mapping the key `reward` is the reward, and every other key is a part.
+
+def read_score(answer: Any, path: str) -> RewardResult:
+    """What a reward function returned: a number, a RewardResult, or a mapping. Numbers become floats.
+
+    Of a mapping the key `reward` is the reward, a text at `answer` the answer, and every other key a part.
     Errors: TypeError for anything else, ValueError for a number that is not finite.
     """
     if isinstance(answer, Mapping):
@@ -116,11 +122,22 @@ def read_score(answer: Any, path: str) -> RewardResult:
                 f"{path} returned a mapping without the key reward, only {sorted(map(str, answer))}; "
                 "name the reward `reward`, the other keys are its parts"
             )
-        answer = RewardResult(answer["reward"], {str(k): v for k, v in answer.items() if k != "reward"})
+        text = answer["answer"] if isinstance(answer.get("answer"), str) else None
+        taken = ("reward", "answer") if text is not None or answer.get("answer") is None else ("reward",)
+        parts = {str(key): value for key, value in answer.items() if key not in taken}
+        answer = RewardResult(answer["reward"], parts, text)
     elif not isinstance(answer, RewardResult):
         answer = RewardResult(answer)
-    parts = {whole(name): _finite(value, f"part {name}", path) for name, value in answer.parts.items()}
-    return RewardResult(_finite(answer.reward, "reward", path), parts)
+    if not isinstance(answer.answer, str | None):
+        raise TypeError(
+            f"{path} returned an answer of type {type(answer.answer).__name__}; return text, or None for no answer"
+        )
+    found = None if answer.answer is None else whole(answer.answer)
+    parts = {
+        whole(name): whole(value) if isinstance(value, str) else _finite(value, f"part {name}", path)
+        for name, value in answer.parts.items()
+    }
+    return RewardResult(_finite(answer.reward, "reward", path), parts, found)
 
 
 def read_group(answer: Any, count: int, path: str) -> list[RewardResult]:
@@ -140,12 +157,11 @@ def read_group(answer: Any, count: int, path: str) -> list[RewardResult]:
 
 
 def _scored(answer: Any, path: str) -> Scored:
-    result = read_score(answer, path)
-    return {"reward": result.reward, "parts": dict(result.parts)}
+    return scored(read_score(answer, path))
 
 
 def _scored_group(answer: Any, count: int, path: str) -> list[Scored]:
-    return [{"reward": each.reward, "parts": dict(each.parts)} for each in read_group(answer, count, path)]
+    return [scored(each) for each in read_group(answer, count, path)]
 
 
 def _finite(value: Any, name: str, path: str) -> float:

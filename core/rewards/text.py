@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.core.errors import DataError
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks import RewardInput, RewardResult
 
 
-def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> float:
-    """1 if the response is the label, else 0."""
-    return float(_normal(sample.response, strip, ignore_case) == _normal(sample.label, strip, ignore_case))
+def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> RewardResult:
+    """1 if the response, which is the answer, is the label, else 0."""
+    answer = _normal(sample.response, strip, ignore_case)
+    return RewardResult(float(answer == _normal(sample.label, strip, ignore_case)), answer=answer)
 
 
 def contains(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> float:

@@ -15,10 +15,11 @@ WANTED_OF_GROUP = "return a list with a score for each sample, or leave out rewa
 
 
 class Trial(TypedDict):
-    """What a reward gave: a number and its parts; or why there is none, and what to do."""
+    """What a reward gave: a number, its parts and its answer; or why there is none, and what to do."""
 
     reward: float | None
-    parts: dict[str, float]
+    parts: dict[str, float | str]
+    answer: str | None
     problem: str
     remedy: str
 
@@ -46,8 +47,8 @@ def try_reward(
     except (TypeError, ValueError) as error:
         wanted = WANTED if alone else WANTED_OF_GROUP
         return _failed(str(error).partition(";")[0].removeprefix(f"{path} "), wanted)
-    return Trial(reward=score.reward, parts=dict(score.parts), problem="", remedy="")
+    return Trial(**scoring.scored(score), problem="", remedy="")
 
 
 def _failed(problem: str, remedy: str) -> Trial:
-    return Trial(reward=None, parts={}, problem=problem, remedy=remedy)
+    return Trial(reward=None, parts={}, answer=None, problem=problem, remedy=remedy)

@@ -48,7 +48,7 @@ async def act_in(
             await closing
     if not isinstance(seen, Done) or seen.reward is None:
         return None
-    return RewardResult(seen.reward, seen.parts)
+    return RewardResult(seen.reward, seen.parts, seen.answer)
 
 
 RECOVERIES = ("stateless", "snapshot", "restart")
@@ -123,7 +123,8 @@ def _plain(outcome: Observation | Done | None) -> dict[str, Any]:
     if outcome is None:
         return {"kind": "nothing"}
     if isinstance(outcome, Done):
-        return {"kind": "done", "reward": outcome.reward, "parts": dict(outcome.parts)}
+        parts = dict(outcome.parts)
+        return {"kind": "done", "reward": outcome.reward, "parts": parts, "answer": outcome.answer}
     return {"kind": "observation", "content": outcome.content, "role": outcome.role}
 
 
@@ -133,5 +134,5 @@ def from_record(text: str) -> Observation | Done | None:
     if found["kind"] == "nothing":
         return None
     if found["kind"] == "done":
-        return Done(found["reward"], found["parts"])
+        return Done(found["reward"], found["parts"], found["answer"])
     return Observation(found["content"], found["role"])

@@ -137,8 +137,8 @@ class Session(Protocol):
         """
         ...
 
-    def reward(self, value: float, **parts: float) -> None:
-        """Give this branch its reward, and those without one that branched from it."""
+    def reward(self, value: float, **parts: float | str) -> None:
+        """Give this branch its reward, and those without one that branched from it. A text named `answer` is the answer."""
         ...
 
 
@@ -162,7 +162,8 @@ class Done:
     """The end of an episode, with its reward; None leaves scoring to reward.function."""
 
     reward: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float | str] = field(default_factory=dict)
+    answer: str | None = None  # as in RewardResult
 
 
 @runtime_checkable

@@ -320,7 +320,7 @@ class LiveSession:
             raise LimitReachedError(answer["limit"])
         return answer
 
-    def reward(self, value: float, **parts: float) -> None:
+    def reward(self, value: float, **parts: float | str) -> None:
         """Give this branch its reward."""
         self._shared.rewards[self.number] = {"reward": value, **parts}
 

@@ -142,7 +142,8 @@ class BranchReward:
     """What a rollout said a branch is worth."""
 
     value: float
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float | str] = field(default_factory=dict)
+    answer: str | None = None
 
 
 def inherited(tree: RolloutTree, given: dict[int, BranchReward]) -> dict[int, BranchReward]:

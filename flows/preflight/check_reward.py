@@ -156,4 +156,6 @@ def _sample(row: PromptRow, response: str) -> Scorable:
         dialogue=None,
         session_reward=None,
         session_parts=None,
+        session_texts=None,
+        session_answer=None,
     )

@@ -17,6 +17,7 @@ from millrace.flows.preflight.check_run import StoredRun
 Line = tuple[str, str]
 MARKS = ("⟦", "⟧")  # around what is trained
 LONGEST_TEXT = 2_000  # characters of a prompt that are shown
+EXCERPT = 80  # of a text that a reward gave
 
 
 def run_in_storage(config: RunConfig, run: StoredRun) -> Line:
@@ -147,5 +148,14 @@ def reward(found: Checked) -> Iterator[Line]:
 def _number(answer: Trial | str) -> str:
     if isinstance(answer, str):
         return answer
-    parts = ", ".join(f"{name} {value:g}" for name, value in answer["parts"].items())
-    return f"{answer['reward']:g}" + (f" ({parts})" if parts else "")
+    parts = [
+        f"{name} {_excerpt(value)}" if isinstance(value, str) else f"{name} {value:g}"
+        for name, value in answer["parts"].items()
+    ]
+    if answer["answer"] is not None:
+        parts.insert(0, f"found {_excerpt(answer['answer'])}" if answer["answer"] else "found no answer")
+    return f"{answer['reward']:g}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= EXCERPT else f"{text[:EXCERPT]}...")

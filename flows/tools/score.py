@@ -24,10 +24,11 @@ from millrace.connectors.workers.process import Limits
 from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.contracts.rows.prompts import value_at
+from millrace.core.contracts.sample import split_parts
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import load, search_in
 from millrace.core.plain_text import json_text, whole_values
-from millrace.core.rewards.scoring import score_group, score_sample
+from millrace.core.rewards.scoring import Scored, score_group, score_sample
 from millrace.flows.tools.named_files import check_file
 
 ENDINGS = (".jsonl", ".json", ".parquet")
@@ -35,7 +36,9 @@ OUT = pa.schema(
     [
         ("row", pa.int64()),
         ("reward", pa.float64()),
+        ("answer", pa.string()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("reward_texts", pa.map_(pa.string(), pa.string())),
         ("scoring", pa.string()),
         ("reason", pa.string()),
     ]
@@ -219,25 +222,30 @@ async def _score_all(
 def _rows(unit: Sequence[dict[str, Any]], outcome: Outcome, function: RewardFunction) -> list[dict[str, Any]]:
     if outcome.kind == "done":
         values = outcome.value if function.group else [outcome.value]
-        return [
-            {
-                "row": row["row"],
-                "reward": value["reward"],
-                "reward_parts": value["parts"],
-                "scoring": "scored",
-                "reason": None,
-            }
-            for row, value in zip(unit, values, strict=True)
-        ]
+        return [_scored(row["row"], value) for row, value in zip(unit, values, strict=True)]
     scoring = "timed_out" if outcome.kind == "timed_out" else "failed"
     reason = scrubbed(outcome.reason or scoring, function.options)
-    none: dict[str, Any] = {"reward": None, "reward_parts": {}, "scoring": scoring, "reason": reason}
-    return [{"row": row["row"], **none} for row in unit]
+    none: dict[str, Any] = {"reward": None, "answer": None, "reward_parts": {}, "reward_texts": {}}
+    return [{"row": row["row"], **none, "scoring": scoring, "reason": reason} for row in unit]
+
+
+def _scored(row: int, value: Scored) -> dict[str, Any]:
+    numbers, texts = split_parts(value["parts"])
+    return {
+        "row": row,
+        "reward": value["reward"],
+        "answer": value["answer"],
+        "reward_parts": dict(numbers),
+        "reward_texts": dict(texts),
+        "scoring": "scored",
+        "reason": None,
+    }
 
 
 def _write(scores: Scores, target: Path) -> None:
     if target.suffix == ".parquet":
-        rows = [{**row, "reward_parts": list(row["reward_parts"].items())} for row in scores.rows]
+        maps = ("reward_parts", "reward_texts")
+        rows = [{**row, **{name: list(row[name].items()) for name in maps}} for row in scores.rows]
         pq.write_table(pa.Table.from_pylist(whole_values(rows), schema=OUT), target)
         return
     target.write_text("".join(json_text(row) + "\n" for row in scores.rows), encoding="utf-8")

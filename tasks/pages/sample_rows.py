@@ -19,6 +19,8 @@ SHOWN = (
     "verdict",
     "reason",
     "reward",
+    "answer",
+    "reward_texts",
     "advantage",
     "prompt",
     "response",
@@ -27,7 +29,8 @@ SHOWN = (
     "source",
     "sample_id",
 )
-KEPT = ["sample_id", "source", "prompt", "response", "label", "reward", "advantage", "status"]
+FOUND = ["reward", "answer", "reward_texts"]
+KEPT = ["sample_id", "source", "prompt", "response", "label", *FOUND, "advantage", "status"]
 GENERATED = ["sample_id", "source", "prompt", "response", "label", "status", "reason"]
 
 
@@ -71,7 +74,7 @@ def _dropped(folder: Store, most: int) -> list[dict[str, Any]]:
         return []
     wanted = pa.array([row["sample_id"] for row in chosen])
     found: dict[str, dict[str, Any]] = {row["sample_id"]: {} for row in chosen}
-    for kind, columns in (("rollouts", GENERATED), ("rewards", ["sample_id", "reward", "reason"])):
+    for kind, columns in (("rollouts", GENERATED), ("rewards", ["sample_id", *FOUND, "reason"])):
         table = read_parts(folder, kind, kind, columns=columns)
         for row in table.filter(pc.is_in(table.column("sample_id"), wanted)).to_pylist():
             found[row["sample_id"]] |= {name: value for name, value in row.items() if value is not None}
@@ -90,7 +93,9 @@ def _reason(of_verdict: str | None, of_failure: str | None) -> str | None:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a cell: JSON text as what it says, messages a line each, all of it not too long."""
+    """A value as a cell: JSON text as what it says, messages and named texts a line each, all of it not too long."""
+    if isinstance(value, list):
+        value = json.dumps("\n".join(f"{name}: {text}" for name, text in value))
     if not isinstance(value, str):
         return value
     try:

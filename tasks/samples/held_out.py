@@ -206,6 +206,8 @@ class _Place:
             "dialogue": None,
             "session_reward": None,
             "session_parts": None,
+            "session_texts": None,
+            "session_answer": None,
         }
 
 
@@ -253,7 +255,8 @@ def _in_sessions(
         found["response"], found["status"] = first.response, first.status
         found["response_length"] = len(first.response_ids)
         found["dialogue"], found["session_reward"] = first.dialogue, first.reward
-        found["session_parts"] = first.parts
+        found["session_parts"], found["session_texts"] = first.parts, first.texts
+        found["session_answer"] = first.answer
         return found
 
     return respond
@@ -301,4 +304,6 @@ def _row(place: _Place, answer: Scorable, result: Score, version: int) -> Evalua
         version=version,
         subset=place.subset,
         reason=result.reason,
+        reward_texts=result.texts,
+        answer=result.answer,
     )

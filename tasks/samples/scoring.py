@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.connectors.workers.pool import Outcome
-from millrace.core.contracts.sample import Figures, Scorable, Scoring, Unscored
+from millrace.core.contracts.sample import Figures, Scorable, Scoring, Texts, Unscored, split_parts
 from millrace.core.rewards.scoring import Scored
 from millrace.core.rewards.selection import Selected, UnknownRewardError
 from millrace.core.waits.heartbeat import beat
@@ -26,6 +26,8 @@ class Score:
     parts: Figures = field(default_factory=list)
     reason: str | None = None
     seconds: float = 0.0
+    texts: Texts | None = None
+    answer: str | None = None
 
 
 def scored_by_group(runtime: Runtime, sample: Scorable, own: Selected | None) -> bool:
@@ -90,12 +92,19 @@ def _settled(sample: Scorable) -> Score | None:
         return Score("skipped")
     given = sample["session_reward"]
     if given is not None:  # the rollout scored itself
-        return Score("scored", given, list(sample["session_parts"] or ()))
+        return Score(
+            "scored",
+            given,
+            list(sample["session_parts"] or ()),
+            texts=sample["session_texts"],
+            answer=sample["session_answer"],
+        )
     return None
 
 
 def _scored(value: Scored, seconds: float) -> Score:
-    return Score("scored", value["reward"], list(value["parts"].items()), None, seconds)
+    parts, texts = split_parts(value["parts"])
+    return Score("scored", value["reward"], parts, None, seconds, texts or None, value["answer"])
 
 
 def _failed(outcome: Outcome, seconds: float) -> Score:

@@ -18,7 +18,7 @@ from millrace.connectors.huggingface.dialogue import Dialogues
 from millrace.connectors.workers.session_pool import SessionLostError, SessionPool
 from millrace.core.config.rollout import Sampling, Session
 from millrace.core.contracts.ids import branch_id
-from millrace.core.contracts.sample import Status
+from millrace.core.contracts.sample import Figures, Status, Texts, split_parts
 from millrace.core.contracts.turns import TurnRow
 from millrace.core.hooks import written_for_slime
 from millrace.core.pipeline.sharding import WHOLE, Share
@@ -54,7 +54,9 @@ class MadeSample:
     response: str  # text of the last turn
     dialogue: str | None
     reward: float | None
-    parts: list[tuple[str, float]] | None
+    parts: Figures | None
+    texts: Texts | None
+    answer: str | None
 
 
 class SessionRunner:
@@ -161,7 +163,7 @@ def made_samples(rollout: SessionRollout, end: Mapping[str, Any]) -> list[MadeSa
     rewards = inherited(
         rollout.tree,
         {
-            int(number): BranchReward(given["value"], given["parts"])
+            int(number): BranchReward(given["reward"], given["parts"], given["answer"])
             for number, given in end["rewards"].items()
         },
     )
@@ -177,6 +179,7 @@ def _sample(
     end: Mapping[str, Any],
 ) -> MadeSample:
     said = rollout.said[branch.number]
+    parts, texts = split_parts(reward.parts) if reward else (None, None)
     cut = end["status"] == "truncated" or (bool(said.turns) and said.turns[-1].truncated)
     return MadeSample(
         sample_id=branch_id(rollout.opening.rollout_id, branch.number),
@@ -194,7 +197,9 @@ def _sample(
         response=said.turns[-1].content if said.turns else "",
         dialogue=json_text(said.messages),
         reward=reward.value if reward else None,
-        parts=list(reward.parts.items()) if reward else None,
+        parts=parts,
+        texts=texts,
+        answer=reward.answer if reward else None,
     )
 
 
@@ -216,4 +221,6 @@ def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
         dialogue=json_text(rollout.said[0].messages),
         reward=None,
         parts=None,
+        texts=None,
+        answer=None,
     )

@@ -24,7 +24,7 @@ SIGNATURES = {
 }
 FIELDS = {
     hooks.RewardInput: "prompt response label metadata response_length status messages",
-    hooks.RewardResult: "reward parts",
+    hooks.RewardResult: "reward parts answer",
     hooks.BufferedGroup: "iteration ordinal source age uses reward reward_std",
     hooks.GroupSample: "sample_id reward scoring response_length truncated parts input",
 }

@@ -161,6 +161,7 @@ async def test_a_judge_with_a_rubric_scores_over_the_engines_endpoint(
         ]
         for row in found:
             assert dict(row["reward_parts"]) == {"score": 10 * row["reward"]}
+            assert "core" in dict(row["reward_texts"])["words"]
         for row in found[::16]:
             sample = RewardInput(json.loads(row["prompt"]), row["response"], label=json.loads(row["label"]))
             again = await judge(sample, url=f"{url}/v1", model="judge", rubric=RUBRIC, max_tokens=16)

@@ -103,6 +103,9 @@ def test_prompts_and_labels_are_text_with_the_system_message_that_was_sent(root:
         found = rows(root, f"select distinct source, prompt, label, system from {view} order by source")
         assert found == [("chats", chat, '{"value":5}', "Think."), ("sums", "1+2=", "3", SYSTEM)]
     assert rows(root, "select distinct prompt, label, system from batches") == [("1+2=", "3", SYSTEM)]
+    words = "select distinct reward_texts['words'], answer = response from {} where reward = 1"
+    assert rows(root, words.format("batches")) == [("It is 1.", True)]
+    assert rows(root, words.format("rewards join samples using (sample_id)")) == [("It is 1.", True)]
     sent = rows(root, "select distinct set, system from evaluations order by set")
     assert sent == [("easy", SYSTEM), ("hard", None)]
     (stored,) = rows(root, "select distinct messages from prompts where source = 'chats'")[0]

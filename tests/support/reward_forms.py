@@ -145,3 +145,8 @@ async def waits(sample: RewardInput) -> float:
     if sample.response == "late":
         raise TimeoutError("mine")
     return by_response(sample.response)
+
+
+def length_in_words(sample: RewardInput) -> dict[str, float | str]:
+    """A reward with a part that is a text."""
+    return {"reward": len(sample.response), "words": f"{len(sample.response)} letters"}

@@ -154,7 +154,7 @@ async def branches(session: Session) -> None:
     turn = await session.generate()
     critic = session.branch("critic", prompt=f"judge: {turn.text}")
     await critic.generate()
-    critic.reward(0.25, kind=1.0)
+    critic.reward(0.25, kind=1.0, words="Fine.", answer="yes")
     session.reward(1.0)
 
 

@@ -93,6 +93,8 @@ def _commit(folder: RunFolder, index: int) -> None:
             **{name: getattr(sample, name) for name in GeneratedSample.__slots__},
             reward=score.reward,
             reward_parts=score.reward_parts,
+            reward_texts=score.reward_texts,
+            answer=score.answer,
             scoring=score.scoring,
             verdict="kept",
             shaped_reward=score.reward,
@@ -223,6 +225,8 @@ def _scores(samples: list[GeneratedSample], failing: bool = False) -> list[Score
                 scoring="failed" if fails else "scored",
                 reason="KeyError: 'answer'" if fails else None,
                 scoring_s=0.01,
+                reward_texts=None if reward is None else [("words", f"It is {reward:g}.")],
+                answer=None if reward is None else sample.response,
             )
         )
     return scored

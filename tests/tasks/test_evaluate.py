@@ -108,6 +108,8 @@ async def test_every_prompt_is_sampled_and_scored_in_order(make_config: MakeConf
         "reason": None,
         "loss": None,
         "loss_tokens": None,
+        "reward_texts": None,
+        "answer": None,
     }
     rid, tokens, params, session = engines.requests[3]
     assert (rid, tokens, session) == ("eval-2-p1-1", [1], None)

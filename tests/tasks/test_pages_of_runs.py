@@ -138,6 +138,14 @@ def test_curves_of_a_stored_run_are_read_from_its_manifests(tmp_path: Path) -> N
     assert curves_png(Curves()).startswith(b"\x89PNG")
 
 
+def test_the_table_shows_what_a_reward_found_and_said(tmp_path: Path) -> None:
+    shown = sample_rows(write_run(str(tmp_path)).iteration(0), 4)
+    assert {row["verdict"]: row["reward_texts"] for row in shown if row["reward"] == 1} == {
+        "kept": "words: It is 1."
+    }
+    assert all(row["answer"] == row["response"] for row in shown)
+
+
 def test_the_table_names_columns_that_there_are() -> None:
     from millrace.tasks.pages.sample_rows import GENERATED
 

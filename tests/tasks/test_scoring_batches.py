@@ -28,6 +28,8 @@ def sample(response: str) -> Scorable:
         "dialogue": None,
         "session_reward": None,
         "session_parts": None,
+        "session_texts": None,
+        "session_answer": None,
     }
 
 

@@ -118,6 +118,7 @@ async def test_branches_are_samples_of_their_own_that_train_nothing_twice(
     assert (first.sample_id, critic.sample_id) == ("g-0000", "g-0000.01")
     assert (first.samples, critic.samples, critic.role) == (2, 2, "critic")
     assert (first.reward, critic.reward, critic.parts) == (1.0, 0.25, [("kind", 1.0)])
+    assert (first.texts, critic.texts, critic.answer) == ([], [("words", "Fine.")], "yes")
     assert shown(critic.prompt_ids).startswith("<|im_start|>user\njudge: one<|im_end|>")
     assert critic.loss_mask == [1] * len(critic.response_ids)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from millrace.core.hooks import RewardInput, RewardResult
-from millrace.core.rewards.math import equal, last_boxed
+from millrace.core.rewards.math import judged, last_boxed
 from millrace.core.rewards.text import label_text
 
 ANSWER = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
@@ -22,9 +22,11 @@ def dapo(sample: RewardInput, *, strict_box: bool = False) -> RewardResult:
     """
     label = label_text(sample.label).strip()
     if strict_box:
-        right = bool(label) and last_boxed(sample.response[-READ_STRICTLY:]) == label
+        answer = last_boxed(sample.response[-READ_STRICTLY:]) or ""
+        right = bool(label) and answer == label
     else:
         found = ANSWER.findall(sample.response[-READ:])
         answer = found[-1].rpartition("=")[2].strip().strip("$").rstrip(".").strip() if found else ""
-        right = bool(answer and label) and equal(answer, label, symbolic=False)
-    return RewardResult(1.0 if right else -1.0, {"acc": float(right)})
+        judgement = judged(answer, label, symbolic=False)
+        right, answer = bool(judgement.reward), judgement.answer or ""
+    return RewardResult(1.0 if right else -1.0, {"acc": float(right)}, answer)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from millrace.core.hooks import RewardInput
-from millrace.core.rewards.math import equal, last_boxed
+from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.math import judged, last_boxed
 from millrace.core.rewards.text import label_text
 
 MARKERS = ("</think>", "###Response")  # the first that occurs decides
 
 
-def deepscaler(sample: RewardInput, *, symbolic: bool = True) -> float:
+def deepscaler(sample: RewardInput, *, symbolic: bool = True) -> RewardResult:
     """1 if the last \\boxed{...} after the reasoning is the label, else 0.
 
     The reasoning ends at the last </think>, or else at the last ###Response; a response with neither scores 0, and so does
@@ -20,6 +20,5 @@ def deepscaler(sample: RewardInput, *, symbolic: bool = True) -> float:
     label = text.strip() if boxed is None else boxed
     marker = next((marker for marker in MARKERS if marker in sample.response), None)
     if marker is None or not label:
-        return 0.0
-    answer = last_boxed(sample.response.rpartition(marker)[2])
-    return float(bool(answer) and equal(answer or "", label, symbolic=symbolic))
+        return RewardResult(0.0, answer="")
+    return judged(last_boxed(sample.response.rpartition(marker)[2]), label, symbolic=symbolic)

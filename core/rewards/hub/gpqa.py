@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks import RewardInput, RewardResult
 
 STATED = re.compile(
     r"(?i:\b(?:answer|option|choice)\b\s*(?:is|:)?\s*)[*(\[{$]{0,3}([A-Z])\b(?![''\w])"
@@ -15,7 +15,7 @@ STATED = re.compile(
 ALONE = re.compile(r"(?<![\w'])([A-Z])(?![\w'])")
 
 
-def gpqa(sample: RewardInput, *, letters: str = "ABCD", choices_key: str = "choices") -> float:
+def gpqa(sample: RewardInput, *, letters: str = "ABCD", choices_key: str = "choices") -> RewardResult:
     """1 if the response settles on the right letter, else 0; what stands before </think> does not count.
 
     The last statement counts (the answer is X, option X, choice X, X is correct), else the last letter that stands alone.
@@ -31,9 +31,10 @@ def gpqa(sample: RewardInput, *, letters: str = "ABCD", choices_key: str = "choi
     for found in (stated, ALONE.findall(text)):
         valid = [letter for letter in found if letter in letters]
         if valid:
-            return float(valid[-1] == right)
+            return RewardResult(float(valid[-1] == right), answer=valid[-1])
     chosen = texts[letters.index(right)] if texts else ""
-    return float(bool(chosen.strip()) and chosen.casefold() in text.casefold())
+    holds = bool(chosen.strip()) and chosen.casefold() in text.casefold()
+    return RewardResult(float(holds), answer=right if holds else "")
 
 
 def _right(label: Any, letters: str, choices: list[str]) -> str:

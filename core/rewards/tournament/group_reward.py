@@ -1,7 +1,7 @@
 """A group reward that compares the samples of a prompt in pairs, where no score of one sample alone is to be had.
 
 The comparison is a function `compare(first, second, **options)` of two RewardInputs, sync or async: 1 where the first is better, 0
-where the second is, 0.5 where neither. `millrace.connectors.rewards.pairwise_judge:pairwise_judge` is one that asks a model.
+where the second is, 0.5 where neither; or a RewardResult of that with texts, which are kept. `millrace.connectors.rewards.pairwise_judge:pairwise_judge` is one that asks a model.
 Who meets whom follows from the seed and the prompt: the same group has the same tournament again.
 """
 
@@ -21,6 +21,8 @@ from millrace.core.rewards.forms import bound
 from millrace.core.rewards.tournament.schemes import SCHEMES, Pair
 
 WHERE = "reward.options"
+_Said = tuple[int, str, Mapping[str, str]]
+"""The other sample of a comparison, the place of this one, and its texts."""
 
 
 async def tournament(
@@ -38,7 +40,8 @@ async def tournament(
     compare: an import path, or {function, options}. scheme: of `schemes`. reward: the place, in equal steps from 1 for the
     best to 0 for the last, or the share of meetings won. both_orders: compare each pair both ways and take the mean, which
     cancels a judge's liking for the first. concurrency: comparisons under way at once, where `compare` is async.
-    Parts: `place` and `win_rate`, each from 0 to 1, and `meetings`.
+    Parts: `place` and `win_rate`, each from 0 to 1, and `meetings`; and the texts of comparisons, one text a name, in the order
+    of samples: each after a line that says against which sample of the group, counted from 1.
     Errors: ConfigError of options; TypeError and ValueError of an answer outside 0 to 1; what the comparison raises.
     """
     for name, value, known in (("scheme", scheme, (*SCHEMES,)), ("reward", reward, ("rank", "win_rate"))):
@@ -48,11 +51,16 @@ async def tournament(
             )
     function, path = _comparison(compare)
     limit = asyncio.Semaphore(concurrency)
+    said: list[list[_Said]] = [[] for _ in samples]
 
     async def one(first: int, second: int) -> float:
         async with limit:
             answer = function(samples[first], samples[second])
-            return _score(await answer if inspect.isawaitable(answer) else answer, path)
+            score, texts = _score(await answer if inspect.isawaitable(answer) else answer, path)
+        if texts:
+            said[first].append((second, "first", texts))
+            said[second].append((first, "second", texts))
+        return score
 
     async def pair(first: int, second: int) -> float:
         if not both_orders:
@@ -64,13 +72,13 @@ async def tournament(
         return await asyncio.gather(*(pair(first, second) for first, second in pairs))
 
     standing = await SCHEMES[scheme](len(samples), _order(samples, seed), compared)
-    rows = zip(standing.places(), standing.win_rates(), standing.meetings, strict=True)
+    rows = zip(standing.places(), standing.win_rates(), standing.meetings, said, strict=True)
     return [
         RewardResult(
             place if reward == "rank" else rate,
-            {"place": place, "win_rate": rate, "meetings": float(meetings)},
+            {**_texts(heard), "place": place, "win_rate": rate, "meetings": float(meetings)},
         )
-        for place, rate, meetings in rows
+        for place, rate, meetings, heard in rows
     ]
 
 
@@ -97,7 +105,20 @@ def _order(samples: Sequence[RewardInput], seed: int) -> list[int]:
     return order
 
 
-def _score(answer: Any, path: str) -> float:
+def _texts(heard: Sequence[_Said]) -> dict[str, str]:
+    """What comparisons said of a sample, by the name of the text. Sorted: they end in any order."""
+    lines: dict[str, list[str]] = {}
+    for other, place, texts in sorted(heard, key=lambda one: one[:2]):
+        for name, text in texts.items():
+            lines.setdefault(name, []).append(f"As the {place} of two, against sample {other + 1}:\n{text}")
+    return {name: "\n\n".join(each) for name, each in lines.items()}
+
+
+def _score(answer: Any, path: str) -> tuple[float, dict[str, str]]:
+    texts: dict[str, str] = {}
+    if isinstance(answer, RewardResult):
+        texts = {name: part for name, part in answer.parts.items() if isinstance(part, str)}
+        answer = answer.reward
     if isinstance(answer, str) or not hasattr(answer, "__float__"):
         raise TypeError(f"{path} returned a {type(answer).__name__}; return 1, 0 or 0.5")
     score = float(answer)
@@ -105,4 +126,4 @@ def _score(answer: Any, path: str) -> float:
         raise ValueError(
             f"{path} returned {score:g}; return 1 for the first, 0 for the second, 0.5 for neither"
         )
-    return score
+    return score, texts

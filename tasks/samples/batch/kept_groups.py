@@ -132,6 +132,8 @@ def _added(
         "uses": [reuse.uses if reuse else None for reuse in reuses],
         "teacher_top_tokens": [score.teacher_top_tokens for score in scores],
         "teacher_top_logprobs": [score.teacher_top_logprobs for score in scores],
+        "reward_texts": [score.reward_texts for score in scores],
+        "answer": [score.answer for score in scores],
     }
 
 

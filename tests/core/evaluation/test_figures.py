@@ -53,12 +53,20 @@ def test_which_k_there_are(most: int, expected: list[int]) -> None:
         (["4", "5"], 0.5),
         (["4", "5", "6"], 1 / 3),
         (["", ""], 0.0),
+        (["", "", "4"], 1.0),  # what found no answer has no vote
+        ([None, None, None, "4"], 1.0),
     ],
 )
-def test_the_majority(texts: list[str], expected: float) -> None:
+def test_the_majority(texts: list[str | None], expected: float) -> None:
     group = [Answer("p", float(text == "4"), text) for text in texts]
+    assert figures(group, 1.0).majority == pytest.approx(expected)
     assert majority(group, 1.0) == pytest.approx(expected)
     assert majority(group[::-1], 1.0) == pytest.approx(expected)
+
+
+def test_a_reward_that_names_no_answers_has_no_majority() -> None:
+    assert figures([Answer("p", 1.0, None), Answer("p", 0.0, None)], 1.0).majority is None
+    assert figures([Answer("p", 0.0, ""), Answer("p", 0.0, "")], 1.0).majority == 0.0
 
 
 def test_the_interval_counts_prompts_and_not_their_samples() -> None:

@@ -92,6 +92,17 @@ def test_a_part_of_another_form_is_named(part: dict[str, Any], said: str) -> Non
         score_sample("millrace.core.rewards.mixture:mixture", {"parts": [part]}, row("x"))
 
 
+def test_a_mixture_keeps_texts_and_the_first_answer() -> None:
+    parts = [
+        f"{FORMS}:length_in_words",
+        "millrace.core.rewards.text:exact_match",
+        "millrace.core.rewards.format:finished",
+    ]
+    scored = score_sample("millrace.core.rewards.mixture:mixture", {"parts": parts}, row("it is 7.0"))
+    assert scored["answer"] == "it is 7.0"
+    assert scored["parts"]["length_in_words.words"] == "9 letters"
+
+
 def test_two_parts_of_one_name_are_refused() -> None:
     parts = [f"{FORMS}:hostile", f"{FORMS}:hostile"]
     with pytest.raises(ConfigError, match="give each part its own name"):
@@ -101,7 +112,7 @@ def test_two_parts_of_one_name_are_refused() -> None:
 def test_slimes_signature_is_called_with_arguments_and_a_sample() -> None:
     options = {"scale": 0.5, "reward_key": "score"}
     scored = score_sample(f"slime:{FORMS}.slime_length", options, row("abcd"))
-    assert scored == {"reward": 2.0, "parts": {"acc": 1.0}}
+    assert scored == {"reward": 2.0, "parts": {"acc": 1.0, "pred": "x", "label": "x"}, "answer": None}
     group = score_group(f"slime:{FORMS}.slime_group", {}, [row("a"), row("b")])
     assert [each["reward"] for each in group] == [0.0, 1.0]
     with pytest.raises(AttributeError, match="args has no scale here: give it in the function's options"):
@@ -115,7 +126,7 @@ def test_rows_are_scored_side_by_side_and_each_ends_by_itself() -> None:
     rows = [row(text) for text in ("fine", "never", "late", "raises", "cancelled", "words", *["fine"] * 20)]
     ended = score_side_by_side(f"{FORMS}:waits", {}, rows, "reward", 1.0)
     assert time.monotonic() - started < 10
-    assert ended[0] == ended[-1] == ("done", {"reward": 4.0, "parts": {}})
+    assert ended[0] == ended[-1] == ("done", {"reward": 4.0, "parts": {}, "answer": None})
     assert ended[1] == ("timed_out", "no answer within 1 s")
     kinds, reasons = zip(*ended[2:6], strict=True)
     assert kinds == ("failed",) * 4

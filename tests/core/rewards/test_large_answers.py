@@ -101,4 +101,4 @@ async def test_large_numbers_within_the_bound_are_computed(pool: WorkerPool, one
 
 @pytest.mark.parametrize("response", ["1e99999999", "1e-99999999", "-1e99999999", "9" * 5000])
 def test_arithmetic_refuses_them_too(response: str) -> None:
-    assert arithmetic(RewardInput(prompt="?", response=response, label=7)) == 0
+    assert arithmetic(RewardInput(prompt="?", response=response, label=7)).reward == 0

@@ -205,7 +205,7 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
     ("response", "label", "score"), GRADED, ids=[f"{r[0][:40]} {r[1][:20]}" for r in GRADED]
 )
 def test_a_careful_human_agrees(response: str, label: str, score: int) -> None:
-    assert math(RewardInput(prompt="?", response=response, label=label)) == score
+    assert math(RewardInput(prompt="?", response=response, label=label)).reward == score
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,7 +248,7 @@ def test_boxes_that_never_close_cost_one_pass() -> None:
 
 def test_a_label_of_gsm8k_is_what_follows_its_mark() -> None:
     label = "Natalia sold 48/2 = 24 clips in May.\n#### 72"
-    assert math(RewardInput(prompt="?", response=r"\boxed{72}", label=label)) == 1
+    assert math(RewardInput(prompt="?", response=r"\boxed{72}", label=label)).reward == 1
 
 
 def test_what_other_threads_compute_does_not_count_against_a_comparison() -> None:

@@ -22,10 +22,10 @@ def sample(response: str, label: Any = None, **more: Any) -> RewardInput:
 
 
 def test_exact_match_and_contains() -> None:
-    assert text.exact_match(sample(" yes\n", "yes")) == 1
-    assert text.exact_match(sample(" yes", "yes"), strip=False) == 0
-    assert text.exact_match(sample("Yes", "yes"), ignore_case=True) == 1
-    assert text.exact_match(sample("7", 7)) == 1
+    assert text.exact_match(sample(" yes\n", "yes")).reward == 1
+    assert text.exact_match(sample(" yes", "yes"), strip=False).reward == 0
+    assert text.exact_match(sample("Yes", "yes"), ignore_case=True).reward == 1
+    assert text.exact_match(sample("7", 7)).reward == 1
     assert text.contains(sample("it is 42.", 42)) == 1
     assert text.contains(sample("it is", None)) == 0
     assert text.contains(sample("ABC", "b"), ignore_case=True) == 1
@@ -51,11 +51,11 @@ def test_exact_match_and_contains() -> None:
     ],
 )
 def test_arithmetic_takes_the_last_number(response: str, label: Any, expected: int) -> None:
-    assert number.arithmetic(sample(response, label)) == expected
+    assert number.arithmetic(sample(response, label)).reward == expected
 
 
 def test_arithmetic_tolerance_and_bad_labels() -> None:
-    assert number.arithmetic(sample("3.14", 3.1416), tolerance=0.01) == 1
+    assert number.arithmetic(sample("3.14", 3.1416), tolerance=0.01).reward == 1
     with pytest.raises(ValueError, match="not a number"):
         number.arithmetic(sample("3", "three"))
 
@@ -96,14 +96,14 @@ def test_last_boxed(response: str, expected: str | None) -> None:
     ],
 )
 def test_math(response: str, label: Any, expected: int) -> None:
-    assert math.math(sample(response, label)) == expected
+    assert math.math(sample(response, label)).reward == expected
 
 
 def test_math_options_and_bad_labels() -> None:
-    assert math.math(sample("it is 17", 17), boxed_only=True) == 0
-    assert math.math(sample("17</think>18", 18), after="</think>") == 1
-    assert math.math(sample("18", 18), after="</think>") == 0
-    assert math.math(sample(r"\boxed{1+x}", "x+1"), symbolic=False) == 0
+    assert math.math(sample("it is 17", 17), boxed_only=True).reward == 0
+    assert math.math(sample("17</think>18", 18), after="</think>").reward == 1
+    assert math.math(sample("18", 18), after="</think>").reward == 0
+    assert math.math(sample(r"\boxed{1+x}", "x+1"), symbolic=False).reward == 0
     with pytest.raises(ValueError, match="empty"):
         math.math(sample("1", ""))
 
@@ -130,7 +130,7 @@ def test_weighted_rewards_keep_their_parts() -> None:
         },
     }
     found = format.weighted(sample("3+4=7", 7), parts=parts)
-    assert found == RewardResult(1.5, {"right": 1.0, "form": 1.0})
+    assert found == RewardResult(1.5, {"right": 1.0, "form": 1.0}, "7")
 
 
 ROW = {
@@ -153,9 +153,9 @@ def nan(sample: RewardInput) -> float:
     return float("nan")
 
 
-def named(sample: RewardInput) -> dict[str, float]:
+def named(sample: RewardInput) -> dict[str, float | str]:
     """A reward and its parts by name."""
-    return {"right": 1.0, "length": -0.5, "reward": 0.5}
+    return {"right": 1.0, "length": -0.5, "why": "short", "answer": "7", "reward": 0.5}
 
 
 def parts_alone(sample: RewardInput) -> dict[str, float]:
@@ -175,10 +175,12 @@ def test_scoring_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scoring.score_sample("millrace.core.rewards.number:arithmetic", {}, ROW) == {
         "reward": 1.0,
         "parts": {},
+        "answer": "7",
     }
     assert scoring.score_sample("my_rewards:slow", {"add": 1}, ROW) == {
         "reward": 2.0,
         "parts": {"length": 1.0},
+        "answer": None,
     }
     with pytest.raises(ValueError, match="finite"):
         scoring.score_sample("my_rewards:nan", {}, ROW)
@@ -186,7 +188,8 @@ def test_scoring_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         scoring.score_sample("my_rewards:words", {}, ROW)
     assert scoring.score_sample("my_rewards:named", {}, ROW) == {
         "reward": 0.5,
-        "parts": {"right": 1.0, "length": -0.5},
+        "parts": {"right": 1.0, "length": -0.5, "why": "short"},
+        "answer": "7",
     }
     with pytest.raises(TypeError, match=r"without the key reward, only \['right'\]"):
         scoring.score_sample("my_rewards:parts_alone", {}, ROW)
@@ -222,7 +225,8 @@ def test_what_is_one_number_is_a_reward(answer: Any, reward: float) -> None:
         (10**400, "returned reward of type int, which is no one number"),
         (numpy.float32("nan"), "returned reward = nan; a reward is a finite number"),
         (torch.tensor(float("inf")), "returned reward = inf"),
-        ({"reward": 1, "why": "right"}, "returned part why of type str"),
+        ({"reward": 1, "why": ["right"]}, "returned part why of type list"),
+        (RewardResult(1.0, answer=5), "returned an answer of type int"),
         ({"reward": 1, "each": {"a": 1}}, "returned part each of type dict"),
         ({"reward": 1, "length": float("nan")}, "returned part length = nan"),
         ({"reward": None}, "returned reward of type NoneType"),

@@ -151,6 +151,18 @@ def test_it_is_a_group_reward() -> None:
     assert scored[1]["parts"] == {"place": 1.0, "win_rate": 1.0, "meetings": 2.0}
 
 
+def test_texts_of_comparisons_are_kept_for_both() -> None:
+    answer = RewardResult(1.0, {"words": "The first."})
+    first, second = play(
+        [1, 2], compare={"function": "comparisons:says", "options": {"answer": answer}}, scheme="round_robin"
+    )
+    assert first.reward == second.reward == 0.5
+    assert first.parts["words"].split("\n\n") == [  # type: ignore[union-attr]
+        "As the first of two, against sample 2:\nThe first.",
+        "As the second of two, against sample 2:\nThe first.",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

@@ -13,7 +13,7 @@ METHODS = {
     "observe": "(content: Content, role: str = tool) -> None",
     "call": "(tool: str, /, **arguments: Any) -> str",
     "branch": "(name: str | None = None, prompt: Content | None = None) -> Session",
-    "reward": "(value: float, **parts: float) -> None",
+    "reward": "(value: float, **parts: float | str) -> None",
 }
 PROPERTIES = {"task", "rng", "turns", "messages", "base_url", "api_key"}
 ENVIRONMENT = {
@@ -26,7 +26,7 @@ FIELDS = {
     interface.ToolCall: "name arguments",
     interface.Turn: "text content output_ids status thinking tool_calls problem prompt_tokens logprobs",
     interface.Observation: "content role",
-    interface.Done: "reward parts",
+    interface.Done: "reward parts answer",
 }
 
 
