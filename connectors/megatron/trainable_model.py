@@ -39,7 +39,7 @@ def model_from_hf(
     Raises ConfigError, with the `field` that named the folder, where the weights are not those of the model.
     """
     inner = build_model(config, hf, kind).to(device)
-    if config.model.dtype == "bfloat16":
+    if config.dtype == "bfloat16":
         inner.bfloat16()
     load_hf(inner, folder, hf, field)
     return inner

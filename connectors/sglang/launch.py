@@ -58,7 +58,7 @@ def embedded_command(config: RunConfig, model: str, port_file: Path) -> list[str
     ]
     command += ["--port-file", str(port_file), "--weight-version", "initial"]
     command += ["--max-running-requests", str(e.max_running), "--max-total-tokens", str(e.max_total_tokens)]
-    command += ["--dtype", config.model.dtype]
+    command += ["--dtype", config.dtype]
     return command + (["--threads", str(e.threads)] if e.threads else [])
 
 
@@ -94,7 +94,7 @@ def sglang_command(
         "--config",
         str(keys),
     ]
-    command += ["--tp-size", str(e.gpus), "--dtype", config.model.dtype, "--random-seed"]
+    command += ["--tp-size", str(e.gpus), "--dtype", config.dtype, "--random-seed"]
     command += [str(config.run.seed + index), "--weight-version", "initial"]
     if config.placement.colocate and "mem_fraction_static" not in e.sglang:
         command += ["--mem-fraction-static", str(COLOCATED_MEMORY)]

@@ -32,10 +32,11 @@ class Model(Section):
         None, description="File with a Jinja chat template that replaces the tokenizer's own."
     )
     dtype: Annotated[
-        Literal["float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16"],
         fixed("checkpoints hold it; a new run can begin from an export of this one"),
     ] = Field(
-        "float32",
-        description="Type of the weights, whatever the checkpoint is stored in: in the trainer's forward pass, in engines, on "
-        "the way to them, and in exports, whose config.json names it.",
+        "auto",
+        description="Type of the weights in the trainer's forward pass, in engines, on the way to them, and in exports, whose "
+        "config.json names it. auto: the type that the checkpoint is stored in where the trainer has GPUs, float32 on a CPU. "
+        "The run keeps the type that auto means at its first start.",
     )

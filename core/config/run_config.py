@@ -69,6 +69,17 @@ class RunConfig(Section):
         return [*map(os.path.abspath, self.run.import_from), os.getcwd()]
 
     @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        """The type of the weights: model.dtype, and float32 while nobody has settled what auto means."""
+        return "float32" if self.model.dtype == "auto" else self.model.dtype
+
+    def with_dtype(self, dtype: Literal["float32", "bfloat16"]) -> RunConfig:
+        """The configuration with a type in place of `auto`; any other stays."""
+        if self.model.dtype != "auto":
+            return self
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
+
+    @property
     def part_limit(self) -> Limit:
         """How long nothing may move in a call of a live part."""
         return Limit(self.run.progress_timeout_s)

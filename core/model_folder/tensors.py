@@ -22,6 +22,7 @@ from millrace.core.model_folder.config_file import WHOLE
 INDEX = "model.safetensors.index.json"
 ONLY_FILE = "model.safetensors"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the types that are read
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEFT_OVER = re.compile(
     r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq"
@@ -110,6 +111,15 @@ def weight_tensors(folder: str, arch: Architecture, field: str = "model.path") -
             remedy="set tie_word_embeddings to what the model was trained with",
         )
     return {name: stored[name] for name in shapes}
+
+
+def stored_type(folder: str) -> str | None:
+    """The type that a folder's weights are stored in, as the embedding has it; None where no weights can be read."""
+    try:
+        embedding = _stored_tensors(Path(folder), folder).get(EMBEDDING)
+    except ConfigError:
+        return None  # `weight_tensors` says why
+    return NAMES.get(embedding.dtype) if embedding else None
 
 
 def _stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:

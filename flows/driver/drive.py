@@ -45,6 +45,7 @@ from millrace.flows.driver.interruption import in_command, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
 from millrace.flows.driver.run_record import finish_run_record, open_run_record, record_verdict, run_id
+from millrace.flows.driver.weights_type import settled
 from millrace.flows.preflight.check import check
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -98,6 +99,7 @@ async def _drive(
     flow_name: str,
 ) -> DriveResult:
     here = await _prepare(config)
+    config = config.with_dtype(here.config.dtype)
     await asyncio.to_thread(_bound_logs, config)
     runtime, started = Runtime(here.config), time.perf_counter()
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
@@ -141,7 +143,8 @@ async def _drive(
 async def _prepare(config: RunConfig) -> ModelHere:
     """Make the files that `run.prepare` makes, download a model that is named, then check everything.
 
-    Returns the configuration with the model's folder on this host. Raises ConfigError with every problem.
+    Returns the configuration with the model's folder on this host and the type of its weights. Raises ConfigError with
+    every problem.
     """
     expect({})  # what an earlier run in this process found
     search_in(config.run.import_from)
@@ -152,7 +155,7 @@ async def _prepare(config: RunConfig) -> ModelHere:
     if problems:
         raise ConfigError(render_problems(problems))
     expect(await asyncio.to_thread(own_modules, here.config))
-    return here
+    return here._replace(config=await asyncio.to_thread(settled, here.config))
 
 
 def _bound_logs(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ Knows nothing of flows. `millrace check` names the refused fields before anythin
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,7 +35,7 @@ def refused_in_run(before: RunConfig, now: RunConfig, hashed: Collection[str] = 
     """The fields that differ and that a resume may not change. hashed: as `hashed_in` says."""
     return [
         change
-        for change in changes(before, now)
+        for change in _changes(before, now)
         if not (change.restart.resume or _only_moved(change, hashed))
     ]
 
@@ -44,9 +44,14 @@ def refused_in_branch(before: RunConfig, now: RunConfig, hashed: Collection[str]
     """The fields that differ and that a branch may not change. hashed: as `hashed_in` says."""
     return [
         change
-        for change in changes(before, now)
+        for change in _changes(before, now)
         if not (change.restart.branch or _only_moved(change, hashed))
     ]
+
+
+def _changes(before: RunConfig, now: RunConfig) -> Iterator[Change]:
+    """The fields that differ. `auto` asks for no other type than the run has."""
+    return changes(before.with_dtype(before.dtype), now.with_dtype(before.dtype))
 
 
 def check_resume(before: RunConfig, now: RunConfig, hashed: Collection[str] = ()) -> None:

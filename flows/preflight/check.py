@@ -54,8 +54,10 @@ class Checked:
 
     @property
     def located(self) -> RunConfig:
-        """The configuration with the folder of a named model in place of its name, where it was found."""
-        return self.model.here or self.config
+        """The configuration with the folder of a named model in place of its name, and the type of the weights, where found."""
+        here = self.model.here or self.config
+        dtype = self.run.dtype or self.model.dtype
+        return here.with_dtype(dtype) if dtype else here
 
     @property
     def training(self) -> list[Rows]:
@@ -91,8 +93,10 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     found = Checked(config, problems, data)
     touches = _touches(found, wrong_fields)
     later = [*check_model(config, may_be_made, found.model)]
+    if found.model.dtype:  # then rules see what auto means
+        later += rules.problems(config.with_dtype(found.model.dtype))
     if found.model.shape:
-        later += check_host_memory(config, found.model.shape)
+        later += check_host_memory(found.located, found.model.shape)
     hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)
@@ -102,7 +106,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     if not {problem.field for problem in [*problems, *later]} & {"storage.root", "run.name"}:
         later += check_run(config, found.run)
         if found.model.shape and found.run.committed < config.run.iterations:
-            later += check_disk(config, found.model.shape)
+            later += check_disk(found.located, found.model.shape)
     if not config.algorithm.supervised:
         wrong = [problem.field for problem in [*problems, *hooks]]
         later += check_rewards(config, data, wrong, found.rewards)

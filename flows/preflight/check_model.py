@@ -27,6 +27,7 @@ from millrace.core.errors import ConfigError, StorageError
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import weight_tensors
 from millrace.flows.driver.named_model import model_here
+from millrace.flows.driver.weights_type import DType, of_new_run, stored_as
 
 PATIENCE_S = 10.0  # for one answer of a served teacher
 RELATIVE = "; a relative path in a file means that file's folder"
@@ -45,6 +46,8 @@ class Checkpoint:
     has_template: bool = False  # whether there is a template, valid or not
     here: RunConfig | None = None  # the configuration with the folder of a model that it names
     whole: bool = True  # whether the weights are on this host
+    stored: str = ""  # the type of the weights in the folder
+    dtype: DType | None = None  # what model.dtype: auto means for a new run
 
 
 def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
@@ -65,8 +68,13 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
         found.here, found.whole, path = config, whole, config.model.path
     shape = yield from _folder("model.path", path, whole)
     if shape:
-        found.shape = shape
+        found.shape, found.stored = shape, stored_as(path)
         yield from _sizes(config, shape)
+        try:
+            found.dtype = of_new_run(config)
+        except ConfigError as error:
+            if config.model.dtype == "auto":
+                yield Problem(error.where, "auto", error.reason, error.remedy)
         if not shape.experts:
             yield from TRANSFORMER.experts_problems(config.trainer.megatron)
     if Path(path).is_dir() or config.model.tokenizer:

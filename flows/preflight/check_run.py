@@ -26,6 +26,7 @@ from millrace.flows.driver.same_run import (
     stored_config,
 )
 from millrace.flows.driver.taken_up import check_same_model
+from millrace.flows.driver.weights_type import DType
 from millrace.flows.tools.browse import check_no_run
 
 HASHED = 16 << 20  # bytes of a source that is compared by its hash; a larger one by its size
@@ -40,6 +41,7 @@ class StoredRun:
     branch_of: str = ""  # the run that it began as a branch of, where it was not started yet
     committed: int = 0  # iterations
     checkpoint: int = 0  # iterations that the newest complete checkpoint has; 0 for the initial weights
+    dtype: DType | None = None  # of its weights
 
 
 def check_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
@@ -74,6 +76,7 @@ def _committed(folder: RunFolder) -> int:
 def _refused(config: RunConfig, record: dict[str, Any], stored: StoredRun) -> Iterator[Problem]:
     parent, name = record.get("parent") or {}, config.run.name
     before = stored_config(record["config"] or parent["config"], name)
+    stored.dtype = before.dtype
     if record["config"] is None:
         stored.branch_of = parent["run"]
         yield from _of_branch(config, before, parent, hashed_in(record))

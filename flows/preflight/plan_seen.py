@@ -45,6 +45,18 @@ def run_in_storage(config: RunConfig, run: StoredRun) -> Line:
     return "run", text
 
 
+def weights(found: Checked) -> Iterator[Line]:
+    """The type that the weights are stored in, and the one that they are trained, served and exported in."""
+    stored, used = found.model.stored, found.located.dtype
+    if not stored:
+        return
+    because = ""
+    if found.config.model.dtype == "auto" and stored != used:
+        kept = "the run began so" if found.run.dtype else "model.dtype: auto is float32 on a CPU"
+        because = f" ({kept})"
+    yield "weights", f"stored in {stored}; trained, served and exported in {used}{because}"
+
+
 def data(found: Checked) -> Iterator[Line]:
     """A line for each source and each held-out set."""
     weights = sum(rows.source.weight for rows in found.training if isinstance(rows.source, Source))

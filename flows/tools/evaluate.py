@@ -22,6 +22,7 @@ from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError, StorageError
 from millrace.core.hooks import search_in
 from millrace.flows.driver.named_model import at_commit
+from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
@@ -83,6 +84,7 @@ def evaluate_folder(
             remedy="name a run under --root, or a folder with a Hugging Face model",
         )
     config = load_config(str(config_file), [*overrides, f"model.path={model.absolute()}"])
+    config = config.with_dtype(of_new_run(config))
     search_in(config.run.import_from)
     with temporary_folder("millrace-evaluation") as name:
         return _evaluate(config, str(model.absolute()), 0, 0, sets, Path(name), out)

@@ -19,7 +19,7 @@ from millrace.core.config.megatron_options.moe_losses import FIELDS as MOE_LOSS_
 def transformer_config(config: RunConfig, hf: dict[str, Any]) -> TransformerConfig:
     """The model's sizes, its parallelism and the options of trainer.megatron, but for the routers' losses."""
     parallel, arch = config.trainer.parallel, architecture(hf)
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     values: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],

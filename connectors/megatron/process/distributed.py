@@ -128,7 +128,7 @@ def numerics(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "logprob_chunk_tokens": t.logprob_chunk_tokens,
         "recompute": t.recompute,
         "deterministic": t.deterministic,
-        "dtype": config.model.dtype,
+        "dtype": config.dtype,
         "versions": {name: _version(name) for name in VERSIONED},
     }
 

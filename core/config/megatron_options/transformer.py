@@ -11,7 +11,9 @@ from millrace.core.config.megatron_options.table import Accepted, Need, OptionTa
 PIPELINE = Need("trainer.parallel.pipeline of 2 or more", lambda c: c.trainer.parallel.pipeline > 1)
 FULL = Need("trainer.recompute=full", lambda c: c.trainer.recompute == "full")
 SELECTIVE = Need("trainer.recompute=selective", lambda c: c.trainer.recompute == "selective")
-BFLOAT16 = Need("model.dtype=bfloat16", lambda c: c.model.dtype == "bfloat16")
+BFLOAT16 = Need(
+    "model.dtype=bfloat16", lambda c: c.model.dtype != "float32"
+)  # auto is judged once it is settled
 GPU = Need("trainer.device of auto or cuda", lambda c: c.trainer.device != "cpu")
 AUX_LOSS = Need(
     "trainer.megatron.moe_aux_loss_coeff above 0",

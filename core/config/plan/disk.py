@@ -24,7 +24,7 @@ def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]
 
 def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
     """Checkpoints and exports: what the run surely writes. A checkpoint goes when a later one is whole."""
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = 2 if config.dtype == "bfloat16" else 4
     checkpoint = sum(saved_bytes(config, shape))
     kept = len(numbers.checkpoints_kept) + (
         1 if len(numbers.checkpoints) > len(numbers.checkpoints_kept) else 0

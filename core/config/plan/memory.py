@@ -54,12 +54,12 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
     """Memory of the fullest rank, by part."""
     t = config.trainer
     held = parameters_of_rank(config, shape)
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = 2 if config.dtype == "bfloat16" else 4
     trained = held * (2 if config.algorithm.critic is not None else 1)
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
     parts = [
-        Part(f"weights, {config.model.dtype}", trained * width),
+        Part(f"weights, {config.dtype}", trained * width),
         Part("gradients, fp32", trained * FP32),
         Part(f"optimizer, fp32, 1/{shards}", -(-trained * states // shards)),
         Part("activations of a pack (estimate)", _activations(config, shape, width)),
@@ -90,7 +90,7 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
 
 def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
     """Bytes of what is trained: its weights, and the optimizer's state. A checkpoint holds both."""
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = 2 if config.dtype == "bfloat16" else 4
     trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
     return trained * width, trained * (2 * FP32 + (FP32 if width == 2 else 0))
 
@@ -126,7 +126,7 @@ def _activations(config: RunConfig, shape: Architecture, width: int) -> int:
 
 def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
     """Memory of one engine on each of its devices, by part."""
-    width = 2 if config.model.dtype == "bfloat16" else 4
+    width = 2 if config.dtype == "bfloat16" else 4
     devices = max(1, layout.gpus_an_engine)
     longest = config.data.max_prompt_tokens + config.rollout.longest_response
     e = config.engines
@@ -138,7 +138,7 @@ def engine_memory(config: RunConfig, shape: Architecture, layout: Layout) -> lis
         ", all that may be in flight: what finds no room waits" if layout.engine_kind != "embedded" else ""
     )
     return [
-        Part(f"weights, {config.model.dtype}", shape.parameters * width // devices),
+        Part(f"weights, {config.dtype}", shape.parameters * width // devices),
         Part(
             f"KV cache of {tokens} tokens{waits}",
             tokens * shape.kv_bytes(width) // min(devices, shape.kv_heads),

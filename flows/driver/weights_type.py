@@ -1,0 +1,58 @@
+"""What `model.dtype: auto` means: the type that a run has, or for a new run the stored type on GPUs, and float32 on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, cast
+
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config import RunConfig
+from millrace.core.config.plan.layout import layout_of, visible_gpus
+from millrace.core.errors import ConfigError, MissingFileError
+from millrace.core.model_folder.tensors import stored_type
+
+DType = Literal["float32", "bfloat16"]
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The configuration with the run's type in place of `auto`. model.path is a folder.
+
+    Raises ConfigError where a new run would need a choice, StorageError if the run cannot be read.
+    """
+    return (
+        config.with_dtype(_of_run(config) or of_new_run(config)) if config.model.dtype == "auto" else config
+    )
+
+
+def of_new_run(config: RunConfig) -> DType:
+    """What `auto` means for a run that starts on this host. Raises ConfigError for a stored type that cannot be trained."""
+    if layout_of(config, visible_gpus()).device == "cpu":
+        return "float32"
+    stored = stored_as(config.model.path)
+    if stored == "float16":
+        raise ConfigError(
+            "auto is the type that the checkpoint is stored in, and float16 cannot be trained",
+            where="model.dtype",
+            remedy="set it to bfloat16, which rounds the weights, or to float32, which keeps them and needs twice the memory",
+        )
+    return cast(DType, stored)
+
+
+def stored_as(folder: str) -> str:
+    """The type of a folder's weights: as its files have it, else as config.json says, else float32."""
+    file = Path(folder) / "config.json"
+    if not (stored := stored_type(folder)) and file.exists():
+        values = json.loads(file.read_text(encoding="utf-8"))
+        stored = values.get("dtype") or values.get("torch_dtype")
+    return stored or "float32"
+
+
+def _of_run(config: RunConfig) -> DType | None:
+    """The type of the run that has this name, or of its parent; None for a new run."""
+    try:
+        record = RunFolder(config.storage.root, config.run.name).store.read_sealed("run.json")
+    except MissingFileError:
+        return None
+    settings = record["config"] or record["parent"]["config"]
+    return cast(DType, settings["model"]["dtype"])
