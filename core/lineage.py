@@ -85,8 +85,8 @@ class StoredIteration:
     origins: Sequence[Origin] = ()  # batch rows of the iterations that generated what this one reuses
 
 
-def inconsistencies(stored: StoredIteration, versions: range) -> list[str]:
-    """What is inconsistent. `versions`: the weight versions that the iteration's steps make."""
+def inconsistencies(stored: StoredIteration, versions: range, passes: int = 1) -> list[str]:
+    """What is inconsistent. `versions`: the weight versions that the iteration's steps make, in so many passes over its batch."""
     return [
         f"iteration {iteration_number(stored.index)}: {problem}"
         for problem in (
@@ -94,7 +94,7 @@ def inconsistencies(stored: StoredIteration, versions: range) -> list[str]:
             *_batch(stored),
             *_generated(stored, versions.start - 1),
             *_reused(stored),
-            *_steps(stored, versions),
+            *_steps(stored, versions, passes),
             *_turns(stored),
         )
     ]
@@ -199,14 +199,16 @@ def _turns(stored: StoredIteration) -> Iterable[str]:
             yield f"sample {sample['sample_id']} is trained on other tokens than its turns generated"
 
 
-def _steps(stored: StoredIteration, versions: range) -> Iterable[str]:
-    """Each step was trained once, on the samples that name it."""
+def _steps(stored: StoredIteration, versions: range, passes: int) -> Iterable[str]:
+    """Each step was trained once, on the samples that name it or, in a later pass, its step of the first one."""
+    first = versions[: len(versions) // passes]
     made = [row["version"] for row in stored.steps]
     if made != list(versions):
         yield f"step.json names steps {made}, {list(versions)} were due"
     named = Counter(row["train_step"] for row in stored.batch)
-    if sorted(named) != list(versions):
-        yield f"the batch names steps {sorted(named)}, {list(versions)} were due"
+    if sorted(named) != list(first):
+        yield f"the batch names steps {sorted(named)}, {list(first)} were due"
     for row in stored.steps:
-        if row["samples"] != named.get(row["version"], 0):
-            yield f"step {row['version']} trained {row['samples']} samples, the batch names {named.get(row['version'], 0)}"
+        due = named.get(first[(row["version"] - first[0]) % len(first)], 0)
+        if row["samples"] != due:
+            yield f"step {row['version']} trained {row['samples']} samples, the batch names {due}"

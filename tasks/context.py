@@ -177,9 +177,15 @@ class IterationContext:
     def versions(self) -> VersionRange:
         """Weight versions that may generate this iteration's samples."""
         ahead = self.runtime.prompts.ahead.at(self.index)
-        oldest = max(0, self.index - ahead) * self.config.steps_per_iteration
-        one = self.config.pipeline.on_update == "finish"
-        return VersionRange(oldest, oldest if one else self.version_before)
+        pipeline, steps = self.config.pipeline, self.config.steps_per_iteration
+        oldest = pipeline.sent_before(max(0, self.index - ahead)) * steps
+        one = pipeline.on_update == "finish"
+        return VersionRange(oldest, oldest if one else pipeline.sent_before(self.index) * steps)
+
+    @property
+    def sends(self) -> bool:
+        """Whether engines get this iteration's weights."""
+        return self.config.pipeline.sent_before(self.index + 1) == self.index + 1
 
     @property
     def version_after(self) -> int:

@@ -209,12 +209,12 @@ def _verdict(
 
 
 def _steps(ctx: IterationContext, kept: KeptGroups) -> dict[str, int]:
-    """Weight version that each scored sample's step makes: rollouts in drawing order, cut into global batches.
+    """Weight version that each scored sample's step makes, in the first pass: rollouts in drawing order, cut into global batches.
 
     The places of rollouts that were not scored stay empty. Where that would leave a step without samples, the scored ones
     are cut into equal parts instead. Raises BudgetError if there are fewer of them than steps.
     """
-    first, steps = ctx.version_before + 1, ctx.config.steps_per_iteration
+    first, steps = ctx.version_before + 1, ctx.config.steps_per_pass
     scored = list(dict.fromkeys(rollout_of(score.sample_id) for score in kept.scores))
     if len(scored) < steps:
         raise BudgetError(

@@ -18,8 +18,14 @@ from millrace.tasks.weight_check import compare_engines, fixed_prompts, trainer_
 
 @task(name="sync_weights", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def sync_weights(ctx: IterationContext) -> SyncWeightsRecord:
-    """Bring all engines to the version after this iteration; the record holds seconds by phase."""
+    """Bring all engines to the version after this iteration; the record holds seconds by phase.
+
+    Between two syncs (pipeline.sync_every) nothing is sent, and the record names the version that engines keep.
+    """
     started, version = time.perf_counter(), ctx.version_after
+    if not ctx.sends:
+        kept = ctx.config.pipeline.sent_before(ctx.index) * ctx.config.steps_per_iteration
+        return {"version": kept, "phases": {}, "seconds": 0.0}
     compares = ctx.config.sync.max_prompt_gap is not None
     prompts = fixed_prompts(ctx) if compares else []
     expected = await trainer_logprobs(ctx, version, prompts) if compares else []

@@ -45,8 +45,13 @@ class _Iteration:
     """The batches of an iteration's steps that are still to be trained."""
 
     batch: tuple[str, str | None]  # URL and hash of the file
-    first_step: int
+    first_pass: range  # its steps; those of later passes have the same batches
     batches: dict[int, RankBatch]  # by step
+
+    @property
+    def first_step(self) -> int:
+        """The step that starts with the weights from before the iteration."""
+        return self.first_pass[0]
 
 
 def step_metrics(objective: Objective, sums: MetricSums) -> dict[str, float]:
@@ -126,9 +131,9 @@ class Learner:
             if self.teacher is not None:
                 self.teacher.check_tokens(rows)
             batches = self._start_iteration(version, batch_url, rows, whiten_apart)
-            self._iteration = _Iteration(
-                (batch_url, batch_sha256), min(row.train_step for row in rows), batches
-            )
+            steps = [row.train_step for row in rows]
+            first_pass = range(min(steps), max(steps) + 1)
+            self._iteration = _Iteration((batch_url, batch_sha256), first_pass, batches)
         batch = self._iteration.batches[version]
         self._ask_reference(batch)
         self._ask_teacher(batch)
@@ -147,10 +152,10 @@ class Learner:
         self, version: int, batch_url: str, rows: Sequence[Row], whiten_apart: bool
     ) -> dict[int, RankBatch]:
         """Batches from step `version` on, with what only the weights from before the iteration give."""
-        steps = sorted({row.train_step for row in rows})
-        old = self._needs_old(len(steps))
+        steps, passes = sorted({row.train_step for row in rows}), self.config.trainer.passes
+        old = self._needs_old(len(steps) * passes)
         # later weights are not those that sampled
-        sampled = self._needs_sampled(len(steps)) and version == steps[0]
+        sampled = self._needs_sampled(len(steps) * passes) and version == steps[0]
         whiten = self.algorithm.whiten and not self.objective.supervised and not whiten_apart
         if (old or whiten or self.critic is not None) and version != steps[0]:
             raise TrainerError(
@@ -160,9 +165,12 @@ class Learner:
             )
         rewards = self._rewards(rows)
         oldest = oldest_age(rows)
-        batches = {}
+        batches: dict[int, RankBatch] = {}
         for step in steps:
-            if step < version:
+            due = [
+                again for again in range(step, steps[0] + passes * len(steps), len(steps)) if again >= version
+            ]
+            if not due:
                 continue
             members = [i for i, row in enumerate(rows) if row.train_step == step]
             batch = make_rank_batch(
@@ -176,13 +184,13 @@ class Learner:
             )
             if old:
                 batch.set_per_token("old", self.passes.logprobs(batch.packs))
-            if sampled and step != steps[0]:  # the first step computes its own
+            if sampled and (step != steps[0] or passes > 1):  # a first step alone computes its own
                 batch.set_per_token("sampled", self.passes.logprobs(batch.packs))
             if self.critic is not None:
                 batch.set_per_token("values", self.critic.values(batch))
-            batches[step] = batch
+            batches |= dict.fromkeys(due, batch)
         if whiten:
-            self._whiten(list(batches.values()))
+            self._whiten([batches[step] for step in steps])
         return batches
 
     def _whiten(self, batches: Sequence[RankBatch]) -> None:
@@ -222,12 +230,14 @@ class Learner:
         assert self._iteration is not None
         sums: MetricSums = {}
         counts = mpu.get_context_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0
-        for step, batch in self._iteration.batches.items():
+        first_pass = [step for step in self._iteration.first_pass if step in self._iteration.batches]
+        for step in first_pass:
+            batch = self._iteration.batches[step]
             if counts and batch.sampled_logprobs is not None:
                 gap = logprob_gap(batch.sampled_logprobs, batch.rollout_logprobs, batch.compared)
                 add_sums(sums, {f"{name}/{step}": value for name, value in to_numbers(gap).items()})
         means = means_of(sum_over_ranks(sums)) if len(self._iteration.batches) > 1 else {}
-        steps = [step for step in self._iteration.batches if f"logprob_gap_mean/{step}" in means]
+        steps = [step for step in first_pass if f"logprob_gap_mean/{step}" in means]
         return {step: (means[f"logprob_gap_mean/{step}"], means[f"logprob_gap_max/{step}"]) for step in steps}
 
     # a step
@@ -340,10 +350,18 @@ class Learner:
         update_steps = self.algorithm.reference_update_steps
         if self.reference is not None and update_steps and version % update_steps == 0:
             self.reference.copy_policy(version)
+            self._forget_reference()
         if self._iteration is not None:
             del self._iteration.batches[version]
             if not self._iteration.batches:
                 self._iteration = None
+
+    def _forget_reference(self) -> None:
+        """Have later passes ask the reference again, unless its log-probabilities are in advantages, which are kept."""
+        if self._iteration is not None and self.algorithm.kl_placement == "loss":
+            for batch in self._iteration.batches.values():
+                batch.computed.discard("ref")
+                batch.per_token.pop("ref", None)
 
     # checkpoints
 

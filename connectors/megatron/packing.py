@@ -91,7 +91,7 @@ class Pack:
         return sum(len(row.tokens) for row in self.rows)
 
 
-def read_rows(table: pa.Table) -> list[Row]:
+def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
     """The rows of a batch table, in its order."""
     tokens, masks = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
@@ -129,7 +129,7 @@ def read_rows(table: pa.Table) -> list[Row]:
             teacher_logprobs=teacher[i] if asked[i] else None,
             teacher_top_tokens=top_tokens[i].reshape(row["response_length"], -1) if topped[i] else None,
             teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
-            ages=_ages(row, first - 1, last - first + 1),
+            ages=_ages(row, first - 1, passes * (last - first + 1)),
         )
         for i, row in enumerate(plain)
     ]

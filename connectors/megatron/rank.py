@@ -163,9 +163,12 @@ class TrainerRank(RankWeights):
         if recorded is not None:
             check_trainer_fits(version, recorded, self.step_settings)
         every = self._read(batch_url, batch_sha256)
-        if any(row.train_step < version for row in every):
+        steps = sorted({row.train_step for row in every})
+        versions = range(steps[0], steps[0] + self.config.trainer.passes * len(steps)) if steps else range(0)
+        if version in versions[1:]:
             self._check_made_of(batch_url, batch_sha256)  # the step before is of this iteration
-        rows = [row for row in every if row.train_step == version]
+        due = steps[(version - steps[0]) % len(steps)] if version in versions else version
+        rows = [row for row in every if row.train_step == due]
         check_rows(rows, version, batch_url, self.config.algorithm.correction.max_token_age)
         if chunks:
             prepared = time.perf_counter()
@@ -185,7 +188,7 @@ class TrainerRank(RankWeights):
         self.learner.check_on_policy(version, metrics)
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
-        if version == max(row.train_step for row in every):
+        if version == versions[-1]:
             self._rows = None  # the iteration's last step
         tokens = sum(len(row.tokens) for row in rows)
         return {
@@ -367,7 +370,8 @@ class TrainerRank(RankWeights):
 
         if self._rows is None or self._rows[0] != (url, sha256):
             folder, _, name = url.rpartition("/")
-            self._rows = ((url, sha256), read_rows(Store(folder).read_table(name, "batch", sha256=sha256)))
+            table = Store(folder).read_table(name, "batch", sha256=sha256)
+            self._rows = ((url, sha256), read_rows(table, self.config.trainer.passes))
         return self._rows[1]
 
     @contextlib.contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from millrace.core.config.parts.restart import fixed
 from millrace.core.config.parts.section import Section
 
 EAGER_SHARE = 1 / 8  # of the batch, whose passes are made together
@@ -29,8 +30,14 @@ class Pipeline(Section):
         None,
         ge=0,
         description="Largest age of a token when it is trained, in published weight versions: one an iteration, however many "
-        "steps it makes. At least pipeline.ahead, which null stands for. With pipeline.select=finish, what it exceeds ahead by "
-        "is how many times a group may be deferred.",
+        "steps it makes. At least pipeline.ahead + pipeline.sync_every - 1, which null stands for. With pipeline.select=finish, what it "
+        "exceeds that by is how many times a group may be deferred.",
+    )
+    sync_every: Annotated[int, fixed("which weights generate an iteration follows from it")] = Field(
+        1,
+        ge=1,
+        description="Iterations between two syncs: engines serve the same weights for so many, and tokens are up to as many versions "
+        "less one older. run.iterations, checkpoint.every and evaluation.every are multiples of it.",
     )
     select: Literal["draw", "finish"] = Field(
         "draw",
@@ -79,9 +86,18 @@ class Pipeline(Section):
     @property
     def staleness(self) -> int:
         """Largest age of a token when it is trained, in published versions."""
-        return self.ahead if self.max_staleness is None else self.max_staleness
+        return self.oldest if self.max_staleness is None else self.max_staleness
+
+    @property
+    def oldest(self) -> int:
+        """Largest age of a token of a group that is not deferred: iterations ahead, and those since the last sync."""
+        return self.ahead + self.sync_every - 1
 
     @property
     def deferrals(self) -> int:
         """How many times a group may be deferred to the next iteration."""
-        return self.staleness - self.ahead if self.select == "finish" else 0
+        return self.staleness - self.oldest if self.select == "finish" else 0
+
+    def sent_before(self, iteration: int) -> int:
+        """Iterations that the weights had been trained for that engines were sent last, before this one was trained."""
+        return iteration // self.sync_every * self.sync_every

@@ -109,9 +109,14 @@ class RunConfig(Section):
         return self.trainer.global_batch or self.samples_per_iteration
 
     @property
+    def steps_per_pass(self) -> int:
+        """Optimizer steps that train an iteration's batch once."""
+        return self.samples_per_iteration // self.global_batch
+
+    @property
     def steps_per_iteration(self) -> int:
         """Optimizer steps that one iteration makes."""
-        return self.samples_per_iteration // self.global_batch
+        return self.trainer.passes * self.steps_per_pass
 
     @property
     def samplings(self) -> list[tuple[str, Sampling]]:

@@ -61,6 +61,12 @@ class Trainer(Section):
     global_batch: Annotated[int | None, fixed("the number of steps an iteration follows from it")] = Field(
         None, ge=1, description="Samples per optimizer step; all samples of the iteration when not given."
     )
+    passes: Annotated[int, fixed("the number of steps an iteration follows from it")] = Field(
+        1,
+        ge=1,
+        description="Times that an iteration's batch is trained, each time in the same steps and the same order. Advantages and old "
+        "log-probabilities are those of before the first; the loss's clip bounds the others.",
+    )
     max_pack_tokens: Annotated[int, ANY_START] = Field(
         8192, ge=1, description="Longest pack (one microbatch of one rank). Tokens."
     )

@@ -123,7 +123,7 @@ class JudgedSample:
     prompt_id: str
     verdict: Verdict
     reason: str | None
-    train_step: int | None  # weight version that the sample's step makes; None unless kept
+    train_step: int | None  # weight version that the sample's step makes, in the first pass; None unless kept
     group_reward: float | None = None  # mean reward of the group's scored rollouts
     group_reward_std: float | None = None  # standard deviation of these; None without a buffer
     reused_from: Int32 | None = None  # of a reused sample: the iteration that generated it

@@ -58,7 +58,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     n = plan.numbers
     spare = f" (and up to {n.spare_prompts} to replace dropped ones)" if n.spare_prompts else ""
     chunks = f", its passes in chunks of {n.chunk_groups} groups as they are whole" if n.chunk_groups else ""
-    steps = f"{n.steps} step{'s' if n.steps > 1 else ''} of {n.global_batch}{chunks}"
+    passes = f"{n.passes} passes of " if n.passes > 1 else ""
+    a_pass = n.steps // n.passes
+    steps = f"{passes}{a_pass} step{'s' if a_pass > 1 else ''} of {n.global_batch}{chunks}"
     return [
         (
             "an iteration",
@@ -69,7 +71,11 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
             f"prompt {n.prompt_tokens} + response {n.response_tokens} tokens at most; packs of {n.pack_tokens}, "
             f"{n.samples_a_pack} or more samples each",
         ),
-        ("all iterations", f"{n.iterations} × {n.steps} -> weight versions 1 .. {n.weight_versions}"),
+        (
+            "all iterations",
+            f"{n.iterations} × {n.steps} -> weight versions 1 .. {n.weight_versions}"
+            + (f"; engines are sent one every {n.sync_every} iterations" if n.sync_every > 1 else ""),
+        ),
         (
             "evaluations",
             f"{n.evaluations}: {n.evaluated_samples} samples a prompt" if n.evaluations else "none",

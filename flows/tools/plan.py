@@ -62,7 +62,7 @@ def plan_from(config: RunConfig, root: str, run: str) -> Plan:
     again = replay(recorded.groups, recorded.batch, recorded.layout, Mode())
     p = config.pipeline
     drain, recompute = p.on_update == "finish" and p.ahead > 0, p.on_update != "keep"
-    wanted = Mode(p.ahead, p.staleness, p.select, p.reserve, drain, recompute)
+    wanted = Mode(p.ahead, p.staleness - p.sync_every + 1, p.select, p.reserve, drain, recompute)
     rows = list(ways(recorded, config.rollout.prompts, wanted))
     listed: list[Sequence[Any]] = [
         (

@@ -172,7 +172,9 @@ def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict)
         ],
     )
     verdict.trained_samples += len(stored.batch)
-    problems = inconsistencies(stored, range(index * steps + 1, (index + 1) * steps + 1))
+    problems = inconsistencies(
+        stored, range(index * steps + 1, (index + 1) * steps + 1), config.trainer.passes
+    )
     if rollouts is not None:
         where, account = (
             f"iteration {iteration_number(index)}",

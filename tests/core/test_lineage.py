@@ -82,6 +82,20 @@ def test_consistent_tables_have_no_problem() -> None:
     assert problems(tables()) == []
 
 
+def test_later_passes_train_the_steps_of_the_first_again() -> None:
+    stored = tables()
+    stored["steps"] += [{"version": version, "samples": 1} for version in (7, 8)]
+    iteration = StoredIteration(index=2, **stored)
+    assert inconsistencies(iteration, range(5, 9), passes=2) == []
+    assert "step.json names steps [5, 6, 7, 8], [5, 6] were due" in inconsistencies(iteration, VERSIONS)[0]
+    stored["steps"][3]["samples"] = 2
+    assert (
+        "step 8 trained 2 samples, the batch names 1" in inconsistencies(iteration, range(5, 9), passes=2)[0]
+    )
+    stored["steps"].pop()
+    assert "were due" in inconsistencies(iteration, range(5, 9), passes=2)[0]
+
+
 def test_a_supervised_iteration_has_neither_rollouts_nor_rewards() -> None:
     assert problems({**tables(), "rollouts": [], "rewards": []}) == []
 

@@ -166,6 +166,12 @@ def _evaluated_in_parts(run: Path) -> bool:
     return len(list(run.glob("iterations/000001/evaluations/part-*.parquet"))) > 2
 
 
+def _trained_in_passes(run: Path) -> bool:
+    """Whether each iteration made more steps than its batch names."""
+    steps = [json.loads(path.read_text())["steps"] for path in sorted(run.glob("iterations/*/step.json"))]
+    return sum(map(len, steps)) == 2 * len({row["train_step"] for row in _rows(run, "batch")})
+
+
 def tailed_rows() -> str:
     """Sums whose answers are of very different lengths, as JSON lines: a few are far longer than most."""
     numbers = random.Random(1)
@@ -298,6 +304,18 @@ FORMS = {
         driver_dies=(("sample_prompts", "in"), ("filter", "in")),
         all_die_in="rollout",
         at_work=lambda run: any(row["level"] for row in _rows(run, "prompts")),
+    ),
+    "sent_seldom": _pipeline(
+        (("train_step", "after"), ("sync_weights", "before"), ("publish", "before")),
+        evaluation={"run.iterations": 4},
+        sync_every=2,
+        repeats=True,
+    ),
+    "passes": Form(
+        settings={"trainer.passes": 2},
+        driver_dies=(("train_step", "after"), ("sync_weights", "in")),
+        all_die_in="train_step",
+        at_work=_trained_in_passes,
     ),
     "reuse": Form(
         settings={

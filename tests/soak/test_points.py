@@ -57,6 +57,8 @@ def test_the_matrix_and_the_random_kills_have_every_form_of_the_run() -> None:
         "eager_shards",
         "flushed",
         "levels",
+        "passes",
+        "sent_seldom",
         "reuse",
         "remote_reward",
         "shards",

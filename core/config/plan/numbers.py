@@ -19,8 +19,10 @@ class Numbers:
     samples_per_prompt: int
     samples: int
     global_batch: int
+    passes: int
     steps: int
     weight_versions: int
+    sync_every: int
     prompt_tokens: int
     response_tokens: int
     pack_tokens: int
@@ -51,8 +53,10 @@ def numbers_of(config: RunConfig) -> Numbers:
         samples_per_prompt=config.rollout.samples_per_prompt,
         samples=config.samples_per_iteration,
         global_batch=config.global_batch,
+        passes=config.trainer.passes,
         steps=config.steps_per_iteration,
         weight_versions=iterations * config.steps_per_iteration,
+        sync_every=config.pipeline.sync_every,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.longest_response,
         pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,

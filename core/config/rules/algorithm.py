@@ -164,7 +164,7 @@ def _loss(a: Algorithm, steps: int) -> Iterator[Problem]:
             "algorithm.loss",
             "reinforce",
             f"it has no ratio, and from the second of {steps} steps an iteration the samples are not of the policy being trained",
-            "leave trainer.global_batch out (one step an iteration), or take loss=clipped",
+            "leave trainer.global_batch and trainer.passes out (one step an iteration), or take loss=clipped",
         )
     if loss.kind == "clipped" and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         yield Problem(
@@ -295,7 +295,7 @@ def _max_token_age(a: Algorithm, ages: tuple[int, int] | None) -> Iterator[Probl
         yield Problem(
             field,
             bound,
-            f"no token is older than {largest} when it is trained, by pipeline.ahead, pipeline.max_staleness and rollout.buffer, "
+            f"no token is older than {largest} when it is trained, by pipeline.ahead, sync_every and max_staleness, and rollout.buffer, "
             "so that none would be left out",
             f"set it below {largest}, or leave it out" if largest else "leave it out",
         )
@@ -303,9 +303,9 @@ def _max_token_age(a: Algorithm, ages: tuple[int, int] | None) -> Iterator[Probl
         yield Problem(
             field,
             bound,
-            f"with pipeline.ahead={whole} an iteration may be made by weights that are {whole} versions old, and would have no token "
-            "to train on",
-            f"set it to at least {whole}, or lower pipeline.ahead",
+            f"by pipeline.ahead and pipeline.sync_every an iteration may be made by weights that are {whole} versions old, and would "
+            "have no token to train on",
+            f"set it to at least {whole}, or lower one of the two",
         )
 
 

@@ -52,4 +52,4 @@ def _ages(config: RunConfig) -> tuple[int, int]:
     """Age that all tokens of an iteration may have, and the largest of any, in published versions."""
     p, buffer = config.pipeline, config.rollout.buffer
     reused = -(-buffer.max_age // max(1, config.steps_per_iteration)) if buffer is not None else 0
-    return p.ahead, max(p.staleness, reused)
+    return p.oldest, max(p.staleness, reused)

@@ -12,6 +12,7 @@ from millrace.core.config.run_config import RunConfig
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Steps, layout, packs and learning rates that do not add up, and options of megatron-core that are not passed on."""
     yield from _batch(config)
+    yield from _passes(config)
     yield from _parallel(config)
     yield from _pack(config)
     yield from _optimizer(config)
@@ -27,6 +28,16 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             batch,
             f"rollout.prompts × rollout.samples_per_prompt = {samples} samples an iteration are not a whole number of steps",
             f"set it to a divisor of {samples} such as {near}, or leave it out for one step an iteration",
+        )
+
+
+def _passes(config: RunConfig) -> Iterator[Problem]:
+    if config.algorithm.supervised and config.trainer.passes > 1:
+        yield Problem(
+            "trainer.passes",
+            config.trainer.passes,
+            "supervised training draws its rows again once all were drawn",
+            "set it to 1, and raise run.iterations",
         )
 
 

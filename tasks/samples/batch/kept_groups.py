@@ -148,7 +148,8 @@ def check_ages(ctx: IterationContext, kept: KeptGroups) -> None:
     fresh = (score.group_id not in kept.reused for score in kept.scores)
     made = {(origin, version) for origin, version, new in zip(origins, oldest, fresh, strict=True) if new}
     for origin, version in made:
-        allowed = max(ctx.config.pipeline.staleness, ctx.index - origin + ahead.at(origin))
+        between = ctx.config.pipeline.sync_every - 1
+        allowed = max(ctx.config.pipeline.staleness, ctx.index - origin + ahead.at(origin) + between)
         assert admissible(version, ctx.index, allowed, steps), (
             f"a token of version {version} in iteration {ctx.index}"
         )

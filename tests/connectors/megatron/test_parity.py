@@ -12,7 +12,14 @@ from torch import Tensor
 
 from examples.plain_rl import grpo_loss
 from tests.support.plain_trainer import Plain
-from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
+from tests.support.trainer_ranks import (
+    RankFailedError,
+    Workers,
+    configuration,
+    log_probabilities,
+    samples,
+    write_batch,
+)
 
 STEPS = 4
 
@@ -68,6 +75,32 @@ def test_several_steps_an_iteration_take_the_ratio_against_the_weights_before_it
         assert found["grad_norm"] == pytest.approx(plain.step(loss), rel=1e-5)
     assert ours[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
     assert ours[2]["ratio_distance"] > 1e-4
+
+
+def test_a_later_pass_makes_the_steps_of_the_first_again_against_the_weights_before_both(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    iteration = [row for step in (1, 2) for row in samples(step)]
+    url = write_batch(tmp_path, iteration)
+    config = configuration(model(), global_batch=8, passes=3, optimizer={"lr": 1e-3, "clip_grad": 0.5})
+    with workers.group(config) as group:
+        ours = group.train(list(range(1, 7)), url)
+        with pytest.raises(RankFailedError, match="no sample names step 7"):
+            group.train([7], url)
+    plain = Plain(model())
+    with torch.no_grad():
+        old = {row["sample_id"]: plain.logprobs(row) for row in iteration}
+    for made, found in enumerate(ours):
+        loss = policy_loss(plain, samples(1 + made % 2), old, 0.0)
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-6)
+        assert found["grad_norm"] == pytest.approx(plain.step(loss), rel=1e-5)
+        assert found["samples"] == 8
+    assert ours[0]["ratio_distance"] == 0
+    assert ours[4]["ratio_distance"] > ours[2]["ratio_distance"] > 1e-4
+    gaps = [
+        step["logprob_gap_mean"] for step in ours
+    ]  # of the weights that sampled, whatever was trained since
+    assert gaps[2:4] == gaps[4:] == gaps[:2]
 
 
 def test_supervised_steps_are_those_of_plain_likelihood(

@@ -80,10 +80,11 @@ def figures(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def assert_steps_of(plain: PlainLearner, iteration: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    """Hold the figures of every step of an iteration to those of the plain learner."""
+    """Hold the figures of every step of an iteration, in one pass or several, to those of the plain learner."""
     plain.begin(iteration)
+    a_pass = max(row["train_step"] for row in iteration)
     for step, found in enumerate(ours, start=1):
-        rows = [row for row in iteration if row["train_step"] == step]
+        rows = [row for row in iteration if row["train_step"] == 1 + (step - 1) % a_pass]
         for figure, value in plain.learn(rows, step).items():
             assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
 
@@ -118,6 +119,21 @@ def test_several_steps_an_iteration_take_values_and_advantages_from_before_it(
         ours = group.train([1, 2, 3], url)
     plain = PlainLearner(model(), config)
     assert_steps_of(plain, iteration, ours)
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel": {"pipeline": 2}}], ids=["data", "pipeline"])
+def test_later_passes_keep_values_and_advantages_from_before_the_first(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    config = Algorithm.model_validate(CASES["ppo"])
+    iteration = [row for step in (1, 2) for row in scored(samples(step), config)]
+    url = write_batch(tmp_path, iteration)
+    world = 1 + bool(layout)
+    settings = configuration(model(), world, algorithm=CASES["ppo"], global_batch=8, passes=2, **layout)
+    with workers.group(settings) as group:
+        ours = group.train([1, 2, 3, 4], url)
+    assert len(ours) == 4
+    assert_steps_of(PlainLearner(model(), config), iteration, ours)
 
 
 @pytest.mark.parametrize("layout", [{}, {"parallel": {"pipeline": 2}}], ids=["data", "pipeline"])

@@ -24,6 +24,7 @@ REFUSED: dict[str, list[str]] = {
     "algorithm.loss": ["algorithm.loss={kind: function, function: 'package.module:name'}"],
     "a teacher": ["algorithm.distillation_coef=0.5", "algorithm.teacher=teacher"],
     "a KL in the reward": ["algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"],
+    "trainer.passes": ["trainer.passes=2"],
     "trainer.global_batch": ["trainer.global_batch=16"],
     "trainer.megatron.moe_aux_loss_coeff": ["trainer.megatron={moe_aux_loss_coeff: 0.1}"],
     "trainer.megatron.moe_z_loss_coeff": ["trainer.megatron={moe_z_loss_coeff: 0.1}"],

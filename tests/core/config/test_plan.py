@@ -70,6 +70,8 @@ def test_numbers_of_an_iteration_and_of_the_run(tmp_path: Path) -> None:
     assert (numbers.checkpoints, numbers.checkpoints_kept, numbers.exports) == ([10, 20, 25], [25], [25])
     assert numbers.evaluations == 4  # before, 10, 20, 25
     assert numbers.spare_prompts == 32
+    twice = make_plan(config(tmp_path, *changes, "trainer.passes=2"), gpus=0).numbers
+    assert (twice.samples, twice.passes, twice.steps, twice.weight_versions) == (128, 2, 8, 200)
 
 
 def test_layout_follows_the_gpus_of_the_host(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def fields(*overrides: str) -> list[str]:
     [
         [],
         ["trainer.global_batch=8"],
+        ["trainer.passes=2"],
         ["pipeline.select=finish", "pipeline.max_staleness=1", "algorithm.correction.max_token_age=0"],
         [
             "pipeline={select: finish, ahead: 1, max_staleness: 3}",
@@ -106,6 +107,8 @@ def test_these_agree(overrides: list[str]) -> None:
     [
         (["trainer.global_batch=5"], "trainer.global_batch"),
         (["trainer.global_batch=64"], "trainer.global_batch"),
+        ([*SUPERVISED, "trainer.passes=2"], "trainer.passes"),
+        (["algorithm.preset=rloo", "trainer.passes=2"], "algorithm.loss"),
         (["trainer.world_size=6", "trainer.parallel.context=4"], "trainer.world_size"),
         (["trainer.world_size=6", "trainer.parallel.expert=4"], "trainer.parallel.expert"),
         (

@@ -83,9 +83,11 @@ def _algorithm(a: Algorithm) -> Iterator[tuple[str, str]]:
 
 
 def _trainer(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.steps_per_iteration > 1:
+    if config.trainer.passes > 1:
+        yield "the batch is trained in several passes (trainer.passes)", "set trainer.passes=1"
+    if config.steps_per_pass > 1:
         yield (
-            f"an iteration makes {config.steps_per_iteration} optimizer steps (trainer.global_batch), and the later ones "
+            f"an iteration makes {config.steps_per_pass} optimizer steps (trainer.global_batch), and the later ones "
             "begin with other weights",
             "set trainer.global_batch=null",
         )

@@ -12,15 +12,18 @@ from millrace.core.config.run_config import RunConfig
 def problems(config: RunConfig) -> Iterator[Problem]:
     """What cannot run ahead of the trainer, and bounds that contradict each other."""
     p = config.pipeline
-    if p.staleness < p.ahead:
+    yield from _sync_every(config)
+    if p.staleness < p.oldest:
         yield Problem(
             "pipeline.max_staleness",
             p.max_staleness,
-            f"with pipeline.ahead={p.ahead} tokens are up to {p.ahead} versions old when they are trained",
-            f"set it to at least {p.ahead}, or lower pipeline.ahead",
+            f"with pipeline.ahead={p.ahead} and sync_every={p.sync_every} tokens are up to {p.oldest} versions old when they are "
+            "trained",
+            f"set it to at least {p.oldest}, or lower one of the two",
         )
-    if (p.ahead or p.deferrals) and not config.algorithm.supervised:
-        field = "pipeline.ahead" if p.ahead else "pipeline.max_staleness"
+    if (p.oldest or p.deferrals) and not config.algorithm.supervised:
+        field = "ahead" if p.ahead else "sync_every" if p.oldest else "max_staleness"
+        field = f"pipeline.{field}"
         yield from unweighed(config.algorithm, f"with {field} tokens are made by older weights")
     if p.min_ess is not None:
         yield from _min_ess(config)
@@ -53,6 +56,51 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "set placement.colocate=false and give the engines GPUs of their own, or set it to 0: "
             "pipeline.select=finish with max_staleness=1 shortens the wait for long answers there",
         )
+
+
+def _sync_every(config: RunConfig) -> Iterator[Problem]:
+    """What needs the newest weights in the engines between two syncs, or could not bring the last ones there again."""
+    p, every = config.pipeline, config.pipeline.sync_every
+    if every == 1:
+        return
+    multiples = {
+        "run.iterations": (
+            config.run.iterations,
+            "the last iteration would leave engines behind the trained weights",
+        ),
+        "checkpoint.every": (
+            config.checkpoint.every,
+            "engines that are lost between two syncs get the weights of the last one again, which a newer checkpoint does not hold",
+        ),
+    }
+    if config.evaluation.sets and not config.algorithm.supervised:
+        multiples["evaluation.every"] = (
+            config.evaluation.every,
+            "engines evaluate the trained weights, which they have after a sync alone",
+        )
+    for field, (value, why) in multiples.items():
+        if value % every:
+            yield Problem(
+                field,
+                value,
+                f"with pipeline.sync_every={every}, {why}",
+                f"set it to {-(-value // every) * every}, or pipeline.sync_every to a divisor of {value}",
+            )
+    others = {
+        "algorithm.loss=sft": (config.algorithm.supervised, "supervised training generates nothing"),
+        "placement.colocate": (
+            config.placement.colocate,
+            "on shared GPUs engines lose their weights while the trainer works",
+        ),
+        "pipeline.eager": (p.eager, "passes are made early of what the weights that are trained generate"),
+        "rollout.buffer": (
+            config.rollout.buffer is not None,
+            "rollout.buffer counts a group's age from its iteration's weights on",
+        ),
+    }
+    for other, (given, why) in others.items():
+        if given:
+            yield Problem("pipeline.sync_every", every, why, f"set it to 1, or leave {other} out")
 
 
 def _oversample(config: RunConfig) -> Iterator[Problem]:
