@@ -1,6 +1,6 @@
 """Every assignment into an object of PyTorch or megatron-core: one function each, with the version and the reason.
 
-Written for megatron-core 0.16.1 and PyTorch 2.13, without Transformer Engine and Apex. On an upgrade, read each function
+Written for megatron-core 0.16 to 0.19 and PyTorch 2.13, without Transformer Engine and Apex. On an upgrade, read each function
 against the new source. Imports nothing of millrace: other modules call these functions and pass what they put in place.
 
 Not patches, and set where they are used: fields meant to be set (hooks of a TransformerConfig, layer specs, `param_groups`)
@@ -36,7 +36,7 @@ def answer_cuda_calls_on_cpu(device: torch.device) -> None:
 
 
 def use_cpu_rng() -> None:
-    """megatron-core 0.16.1, tensor_parallel.random: its RNG tracker reads and writes the state of a GPU's generator."""
+    """megatron-core 0.16 to 0.19, tensor_parallel.random: its RNG tracker reads and writes the state of a GPU's generator."""
     from megatron.core.tensor_parallel import random
 
     module: Any = random
@@ -45,7 +45,7 @@ def use_cpu_rng() -> None:
 
 
 def keep_token_dispatcher_on_cpu(device: torch.device) -> None:
-    """megatron-core 0.16.1, moe.token_dispatcher: it copies split sizes to the host on a side stream of the GPU.
+    """megatron-core 0.16 to 0.19, moe.token_dispatcher: it copies split sizes to the host on a side stream of the GPU.
 
     On a CPU there is no stream and nothing to copy, but collectives still take the sizes as arrays, not tensors.
     """
@@ -68,7 +68,7 @@ def _split_sizes_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any =
 
 
 def name_missing_transformer_engine() -> None:
-    """megatron-core 0.16.1, moe.moe_utils: the router reads `te_general_gemm`, which is defined only with the engine."""
+    """megatron-core 0.16 to 0.19, moe.moe_utils: the router reads `te_general_gemm`, which is defined only with the engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
@@ -77,7 +77,7 @@ def name_missing_transformer_engine() -> None:
 
 
 def offer_weight_gradient_product(accumulate: Accumulate) -> bool:
-    """megatron-core 0.16.1, tensor_parallel.layers: it sums weight gradients in fp32 with an extension of Apex.
+    """megatron-core 0.16 to 0.19, tensor_parallel.layers: it sums weight gradients in fp32 with an extension of Apex.
 
     Where there is a GPU and no Apex, `accumulate` takes the place of both functions of that extension. Returns whether
     megatron has gradient accumulation fusion.
@@ -103,7 +103,7 @@ def leave_new_memory_unfilled() -> None:
 
 
 def replace_weight_copy(optimizer: Any, copy: Callable[[], None]) -> None:
-    """DistributedOptimizer (megatron-core 0.16.1): it copies fp32 parameters to the model's one by one."""
+    """DistributedOptimizer (megatron-core 0.16 to 0.19): it copies fp32 parameters to the model's one by one."""
     optimizer._copy_main_params_to_model_params = copy
 
 
@@ -118,7 +118,7 @@ def set_gradient_divisor(adam: torch.optim.Optimizer, divisor: Tensor | None) ->
 
 @contextlib.contextmanager
 def parameters_saved_in_place(optimizers: list[Any], state_of: Callable[..., Any]) -> Iterator[None]:
-    """DistributedOptimizer (megatron-core 0.16.1): saving gathers all parameters and moments in each rank's host memory, twice.
+    """DistributedOptimizer (megatron-core 0.16 to 0.19): saving gathers all parameters and moments in each rank's host memory, twice.
 
     For 4 billion parameters that takes minutes. It also loses the padding between buckets, which tied embeddings over
     pipeline stages have, though it indexes with it. state_of(optimizer, model_state, loading=...) takes its place.
@@ -141,7 +141,7 @@ def parameters_saved_in_place(optimizers: list[Any], state_of: Callable[..., Any
 
 @contextlib.contextmanager
 def steps_kept_on_load(optimizers: list[Any]) -> Iterator[None]:
-    """DistributedOptimizer (megatron-core 0.16.1): loading sets a parameter's state without Adam's `step`.
+    """DistributedOptimizer (megatron-core 0.16 to 0.19): loading sets a parameter's state without Adam's `step`.
 
     The loaded state keeps the step elsewhere, and PyTorch's AdamW requires it with the rest.
     """

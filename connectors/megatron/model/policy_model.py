@@ -70,6 +70,11 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
+def submodules_of(part: Any) -> Any:
+    """What a layer's part is built from. The part is a ModuleSpec up to megatron-core 0.17, and may be a partial from 0.18 on."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
+
+
 def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
     """This rank's stage of a model on its device; the weights of matrices are not set."""
     tc = transformer_config(config, hf)
@@ -84,8 +89,9 @@ def build_model(config: RunConfig, hf: dict[str, Any], kind: type[PolicyModel] =
     spec.module = PackedLayer
     layer = spec.submodules
     layer.self_attention.module = PackedSelfAttention
-    feed_forward = layer.mlp.submodules
-    (feed_forward.experts.submodules if tc.num_moe_experts else feed_forward).activation_func = GatedSilu
+    feed_forward = submodules_of(layer.mlp)
+    experts_or_dense = submodules_of(feed_forward.experts) if tc.num_moe_experts else feed_forward
+    experts_or_dense.activation_func = GatedSilu
     if losses is not None:
         feed_forward.router = partial(LossRouter, losses)
     attention = layer.self_attention.submodules

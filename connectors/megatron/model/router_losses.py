@@ -153,8 +153,12 @@ class _AddLoss(torch.autograd.Function):
 class LossRouter(TopKRouter):
     """megatron's router with millrace's losses. `bounds` is the pack that the layer is about to route."""
 
-    def __init__(self, losses: RouterLosses, *, config: TransformerConfig, pg_collection: Any) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(
+        self, losses: RouterLosses, *, config: TransformerConfig, pg_collection: Any, **more: Any
+    ) -> None:
+        super().__init__(
+            config=config, pg_collection=pg_collection, **more
+        )  # more: from megatron-core 0.17 on
         self.losses = losses
         self.bounds: PackBounds | None = None
 

@@ -32,7 +32,9 @@ REFUSED = by_reason(
     {
         "the optimizer is AdamW: its state is what checkpoints, offload and the fused step know": """optimizer sgd_momentum
             muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps
-            muon_tp_mode muon_extra_scale_factor""",
+            muon_tp_mode muon_extra_scale_factor muon_nesterov muon_coefficient_type muon_scalar_optimizer
+            adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method lion_beta1 lion_beta2
+            soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo use_layer_wise_distributed_optimizer""",
         _SCHEDULE: "decoupled_lr decoupled_min_lr",
         "it needs Transformer Engine, which is not installed": """fp8_recipe reuse_grad_buf_for_mxfp8_param_ag
             use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype
@@ -44,6 +46,8 @@ REFUSED = by_reason(
         "placement.offload_trainer moves the optimizer's state between steps": """optimizer_cpu_offload
             optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads
             pin_cpu_params""",
+        "a batch trains its step, or the step is refused whole with the reason": "grad_norm_skip_threshold",
+        "packs have different lengths": "optimizer_cuda_graph",
         "millrace reports no such number": "log_num_zeros_in_grad",
         "millrace measures times itself": "barrier_with_L1_time timers",
         "run.json holds the configuration": "config_logger_dir",

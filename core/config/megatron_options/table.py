@@ -1,7 +1,8 @@
 """What is known of every field of one of megatron-core's configuration classes, and the rules that follow.
 
-Owns the form of a table and the check of a configuration's options against it. A table names every field of megatron-core
-0.16.1: it is accepted, set by a field of millrace, or refused with a reason. The tests hold it against the installed version.
+Owns the form of a table and the check of a configuration's options against it. A table names every field of
+every supported version of megatron-core: it is accepted, set by a field of millrace, or refused with a reason. An accepted field
+is in all of them. The tests hold it against the installed version.
 """
 
 from __future__ import annotations

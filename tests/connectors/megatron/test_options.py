@@ -6,8 +6,9 @@ with a new field fails until somebody has judged it.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from packaging.requirements import Requirement
 
 from millrace.connectors.megatron.model.transformer_config import transformer_config
 from millrace.core.config import RunConfig
@@ -26,6 +28,8 @@ from millrace.core.config.megatron_options.rules import problems
 from millrace.core.config.megatron_options.table import OptionTable
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.model_folder.config_file import read_hf_config
+from tests.connectors.megatron.fields import installed as installed_fields
+from tests.connectors.megatron.fields import kept as kept_fields
 from tests.connectors.megatron.test_gradient_overlap import watch
 from tests.connectors.megatron.test_recompute import WIDER, kept
 from tests.support.trainer_ranks import Workers, configuration, log_probabilities, samples, write_batch
@@ -37,8 +41,29 @@ REFUSED = [(table, name) for table in TABLES.values() for name in (*table.refuse
 @pytest.mark.parametrize(("upstream", "table"), TABLES.items(), ids=lambda x: getattr(x, "__name__", ""))
 def test_every_field_of_upstream_has_one_row(upstream: Any, table: OptionTable) -> None:
     rows = [*table.accepted, *table.elsewhere, *table.refused]
-    assert sorted(rows) == sorted(item.name for item in fields(upstream))
+    assert len(rows) == len(table.names)
+    by_version = {version: set(found[upstream.__name__]) for version, found in kept_fields().items()}
+    version, found = installed_fields()
+    assert by_version.get(version, set()) == set(found[upstream.__name__]), (
+        f"`python -m tests.connectors.megatron.fields` keeps the fields of megatron-core {version}"
+    )
+    assert table.names == set.union(*by_version.values())
     assert all(table.refused.values())
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.of)
+def test_an_accepted_field_is_in_every_version_that_is_supported(table: OptionTable) -> None:
+    for version, found in kept_fields().items():
+        assert set(table.accepted) <= set(found[table.of]), version
+
+
+def test_fields_are_kept_of_every_minor_version_that_pyproject_allows() -> None:
+    settings = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    needed = [Requirement(line) for line in settings["project"]["dependencies"]]
+    (allowed,) = {line.specifier for line in needed if line.name == "megatron-core"}
+    minors = [f"0.{minor}" for minor in range(99) if allowed.contains(f"0.{minor}.9")]
+    assert minors == [version.rpartition(".")[0] for version in kept_fields()]
+    assert all(allowed.contains(version) for version in kept_fields())
 
 
 @pytest.mark.parametrize(("table", "name"), REFUSED, ids=lambda x: x if isinstance(x, str) else x.place)

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 import millrace
 
@@ -117,3 +122,22 @@ def test_an_assignment_into_upstream_is_seen(source: str) -> None:
 )
 def test_an_assignment_into_an_object_of_millraces_own_is_not(source: str) -> None:
     assert assignments_into_upstream(source) == []
+
+
+@pytest.mark.parametrize(
+    ("upstream", "name"),
+    [
+        (megatron_random, "_get_cuda_rng_state"),
+        (megatron_random, "_set_cuda_rng_state"),
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize"),
+        (moe_utils, "HAVE_TE"),
+        (layers, "_grad_accum_fusion_available"),
+        (DistributedOptimizer, "_copy_main_params_to_model_params"),
+        (DistributedOptimizer, "sharded_param_state_fully_reshardable"),
+        (DistributedOptimizer, "_set_main_param_and_optimizer_states"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_replaced_is_in_the_installed_megatron_core(upstream: object, name: str) -> None:
+    assert hasattr(upstream, name)
