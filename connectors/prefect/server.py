@@ -194,6 +194,8 @@ def _environment(page: str) -> dict[str, str]:
         "PREFECT_SERVER_API_AUTH_STRING": secret,
         AUTH: secret,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
+        # else Prefect copies its page beside its own files, which only the first user who starts a server can write
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home().absolute() / "prefect-page"),
     }
 
 

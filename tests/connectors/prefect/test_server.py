@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -172,3 +175,15 @@ def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
     assert same == port
     another.close()
     again.close()
+
+
+def test_the_page_is_copied_into_the_home_and_not_beside_prefects_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect copies it at the first start, by default into the installation, where another user may not write."""
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PREFECT_UI_STATIC_DIRECTORY", "/nowhere")  # of a user who has another server
+    code = "from prefect.settings import get_current_settings as s; print(s().server.ui.static_directory)"
+    environment = {**os.environ, **server._environment("http://127.0.0.1:1")}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert Path(told.stdout.strip()).parent == tmp_path / "home", told.stderr
