@@ -25,11 +25,20 @@ TORCH_INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile)
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-for-tests
 
+define ASK_PYTHON
+import sys
+version = ".".join(map(str, sys.version_info[:3]))
+if not (3, 11) <= sys.version_info[:2] <= (3, 12):
+    sys.exit(f"millrace needs Python 3.11 or 3.12, and $(PYTHON) is Python {version}: make setup PYTHON=python3.12")
+endef
+export ASK_PYTHON
+
 .PHONY: setup quickstart test lint docs
 
 setup: $(TOOLS)
 
 $(READY): pyproject.toml requirements.lock
+	@$(PYTHON) -c "$$ASK_PYTHON"
 	@echo "1/3 a virtual environment with torch $(TORCH)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip

@@ -37,6 +37,19 @@ def of_run(run: str, url: str, *words: str) -> str:
     return " ".join((run, *words, *named))
 
 
+def remedy_of(error: BaseException, otherwise: str) -> str:
+    """What to do about a path that cannot be opened; `otherwise` if this user's rights and the kind of path are not the cause."""
+    if error.__cause__ and not isinstance(error, OSError):
+        return remedy_of(error.__cause__, otherwise)
+    if isinstance(error, PermissionError):
+        return f"give this user (uid {os.geteuid()}) the right to it, or name another"
+    if isinstance(error, IsADirectoryError):
+        return "a folder is there: name a file"
+    if isinstance(error, NotADirectoryError):
+        return "a file is there: name a folder"
+    return otherwise
+
+
 class MillraceError(Exception):
     """Base of all errors that millrace raises for people to read.
 

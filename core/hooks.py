@@ -15,6 +15,7 @@ What happens when a function raises or returns something unusable:
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 import traceback
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from millrace.core.contracts.own_code import check_unchanged
 from millrace.core.contracts.references import resolved, scrubbed
-from millrace.core.errors import ConfigError, MillraceError, described
+from millrace.core.errors import ConfigError, MillraceError, described, remedy_of
 from millrace.core.slime.sample import SLIME, provide
 
 if TYPE_CHECKING:
@@ -194,6 +195,23 @@ HOOKS: dict[str, type] = {
 }
 
 
+def _closed(module_name: str) -> str:
+    """The remedy if a folder on the way to a module may not be looked into, which Python takes for one without modules."""
+    parts = module_name.split(".")
+    for entry, length in itertools.product(sys.path, range(len(parts))):
+        folder = os.path.join(entry, *parts[:length])
+        try:
+            os.scandir(folder).close()
+            os.stat(
+                os.path.join(folder, os.curdir)
+            )  # a folder may be listed, and closed to a look for one file
+        except PermissionError as error:
+            return f"{folder} cannot be read: {remedy_of(error, '')}"
+        except OSError:
+            continue  # no folder: another entry may have it
+    return ""
+
+
 def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
     """The function at `package.module:function` (`function` may be dotted), named by `field_name` of the configuration.
 
@@ -215,6 +233,7 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
             f"cannot be imported: {error}",
             where=where,
             remedy=_rename(module_name)
+            or _closed(module_name)
             or "correct the path, put the module beside the YAML file or into the folder where you start, or its package on "
             "PYTHONPATH",
         ) from error

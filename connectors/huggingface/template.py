@@ -64,6 +64,10 @@ class TokenizerFolder:
         from tokenizers import Tokenizer
 
         try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ValueError(f"its tokenizer.json cannot be read: {error.strerror}") from error
+        try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise ValueError(f"its tokenizer.json cannot be read: {error}") from error
@@ -74,7 +78,9 @@ class TokenizerFolder:
             return {}
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ValueError(f"its {name} cannot be read: {error.strerror}") from error
+        except ValueError as error:
             raise ValueError(f"its {name} is not JSON: {error}") from error
         return values if isinstance(values, dict) else {}
 

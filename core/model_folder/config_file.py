@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.model_folder.config_keys import (
     ALIASES,
     BOUND,
@@ -37,7 +37,9 @@ def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", where=where, remedy=WHOLE) from error
+        raise ConfigError(
+            f"cannot read {path}: {error}", where=where, remedy=remedy_of(error, WHOLE)
+        ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no object", where=where, remedy=WHOLE)
     return resolved(config, where)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.architecture import Architecture
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.model_folder.config_file import WHOLE
 
 INDEX = "model.safetensors.index.json"
@@ -159,7 +159,9 @@ def _weight_map(folder: Path, where: str) -> dict[str, str]:
         if not listed or not all(isinstance(file, str) for file in listed.values()):
             raise ValueError("weight_map is empty, or names no files")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"its {INDEX} cannot be read: {error}", where=where, remedy=WHOLE) from error
+        raise ConfigError(
+            f"its {INDEX} cannot be read: {error}", where=where, remedy=remedy_of(error, WHOLE)
+        ) from error
     return dict(listed)
 
 
@@ -190,9 +192,8 @@ def _header(path: Path, where: str) -> dict[str, StoredTensor]:
             if width and tensor.end - tensor.start != width * math.prod(tensor.shape):
                 raise ValueError(f"the bytes of {name} are not those of its shape")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(
-            f"{path.name} is no whole safetensors file: {error}", where=where, remedy=WHOLE
-        ) from error
+        reason = f"{path.name} is no whole safetensors file: {error}"
+        raise ConfigError(reason, where=where, remedy=remedy_of(error, WHOLE)) from error
     return found
 
 

@@ -34,6 +34,7 @@ from millrace.flows.preflight.check_references import check_references
 from millrace.flows.preflight.check_reward import RewardAnswers, check_rewards
 from millrace.flows.preflight.check_run import StoredRun, check_run
 from millrace.flows.preflight.check_session import check_named_rollouts, check_session
+from millrace.flows.preflight.check_versions import check_versions, installed, needs
 
 PATIENCE_S = 5.0  # for a server that accepts the connection and never answers
 DISK_PATIENCE_S = 60.0  # for a disk, which may be busy
@@ -92,7 +93,9 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     data = [rows for rows in data if not _lacks_secret(rows, referred)]
     found = Checked(config, problems, data)
     touches = _touches(found, wrong_fields)
-    later = [*check_model(config, may_be_made, found.model)]
+    needed = needs()
+    later = [*check_versions(needed, installed([item.name for item in needed]))]
+    later += check_model(config, may_be_made, found.model)
     if found.model.dtype:  # then rules see what auto means
         later += rules.problems(config.with_dtype(found.model.dtype))
     if found.model.shape:

@@ -26,7 +26,7 @@ from millrace.core.config.rules.passthrough import (
     SGLANG_OWNED,
     SGLANG_REFUSED,
 )
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.hooks import hidden_module, load, written_for_slime
 from millrace.core.rewards.selection import all_rewards, comparisons
 from millrace.core.sessions.selection import rollout_functions
@@ -102,7 +102,12 @@ def _hook(
         yield Problem(field, path, error.reason, error.remedy or "correct the path")
         return
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-        yield Problem(field, path, f"its module fails: {type(error).__name__}: {error}", "correct the module")
+        yield Problem(
+            field,
+            path,
+            f"its module fails: {type(error).__name__}: {error}",
+            remedy_of(error, "correct the module"),
+        )
         return
     try:
         signature = inspect.signature(function)

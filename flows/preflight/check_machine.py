@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from millrace.core.config.plan import (
     weights_on_disk,
 )
 from millrace.core.contracts.references import resolved
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.resource_layout import resource_layout
 
 CONNECT_S = 1.0
@@ -158,8 +159,14 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
     if here:
         yield from _listens(config.engines.host)
     folder = None if config.sync.by_url else config.sync.directory
-    if folder and here and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
-        yield Problem("sync.directory", folder, "no folder that can be written", "make it, or leave it out")
+    if folder and here:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            remedy = remedy_of(error, "make it, or leave it out")
+            yield Problem(
+                "sync.directory", folder, f"no folder that can be written: {error.strerror}", remedy
+            )
 
 
 def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ Imports no torch and no transformers.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.megatron_options import stages
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
-from millrace.core.errors import ConfigError, StorageError
+from millrace.core.errors import ConfigError, StorageError, remedy_of
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import weight_tensors
 from millrace.flows.driver.named_model import model_here
@@ -53,7 +54,7 @@ class Checkpoint:
 def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iterator[Problem]:
     """Problems of the model's folder and of the teacher's; fills `found` with what later checks need."""
     path, whole = config.model.path, True
-    if may_be_made and not (Path(path) / "config.json").exists():
+    if may_be_made and not os.path.exists(Path(path) / "config.json"):
         return
     if is_named(config.model):
         try:
@@ -77,10 +78,10 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
                 yield Problem(error.where, "auto", error.reason, error.remedy)
         if not shape.experts:
             yield from TRANSFORMER.experts_problems(config.trainer.megatron)
-    if Path(path).is_dir() or config.model.tokenizer:
+    if os.path.isdir(path) or config.model.tokenizer:
         yield from _tokenizer(config, found)
     teacher_path = config.algorithm.teacher
-    if teacher_path and not (may_be_made and not (Path(teacher_path) / "config.json").exists()):
+    if teacher_path and not (may_be_made and not os.path.exists(Path(teacher_path) / "config.json")):
         teacher = yield from _folder("algorithm.teacher", teacher_path)
         if teacher and shape and teacher.vocab != shape.vocab:
             yield Problem(
@@ -95,8 +96,12 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
 
 def _folder(field: str, folder: str, whole: bool = True) -> Generator[Problem, None, Architecture | None]:
     """The shape of a folder's model. whole: its weights must be there too."""
-    if not Path(folder).is_dir():
-        yield Problem(field, folder, "no such folder", GET + RELATIVE)
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+        reason = "no such folder" if absent else f"cannot be read: {error.strerror}"
+        yield Problem(field, folder, reason, remedy_of(error, GET + RELATIVE))
         return None
     shape = None
     try:
@@ -184,7 +189,8 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
         found.reads_answers = bool(files.config.get("response_template"))
         found.tokenizer = files.load()
     except (ValueError, OSError) as error:
-        yield Problem(field, folder, str(error), "copy the tokenizer's files there, or set model.tokenizer")
+        remedy = remedy_of(error, "copy the tokenizer's files there, or set model.tokenizer")
+        yield Problem(field, folder, str(error), remedy)
     else:
         yield from _vocabulary(field, folder, found, special)
     file = config.model.chat_template
@@ -193,9 +199,8 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             found.has_template = True
-            yield Problem(
-                "model.chat_template", file, f"cannot be read: {error}", "name a file of Jinja text"
-            )
+            remedy = remedy_of(error, "name a file of Jinja text")
+            yield Problem("model.chat_template", file, f"cannot be read: {error}", remedy)
             return
     if text is None:
         return

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from millrace.core.config.plan import Part, Plan, size_text
 from millrace.flows.preflight import plan_seen
 from millrace.flows.preflight.check import Checked
+from millrace.flows.preflight.check_versions import versions_line
 from millrace.flows.preflight.plan_learning import learning
 
 NARROWEST = 40  # columns of a text, however narrow the terminal is
@@ -52,6 +53,7 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
         if parts:
             yield name, _parts(parts)
     yield "files", "\n".join(plan.files)
+    yield "versions", versions_line(found.config)
 
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:

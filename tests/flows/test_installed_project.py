@@ -6,9 +6,9 @@ By the command line first; then a deployment on a worker resumes the same run.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.installed.environment import PACKAGES, REPOSITORY, build_wheel
 from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, configuration, make_workplace
 from tests.support.own_functions import LOSS, REWARD, assert_trained_by_them
 
-REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("core", "connectors", "tasks", "flows", "deployments")
 BY_WHEEL = pytest.mark.parametrize(  # from a checkout every other test runs
     "project", [pytest.param("checkout", marks=pytest.mark.slow), "wheel"], indirect=True
 )
@@ -33,20 +32,7 @@ SHADOW = 'raise AssertionError("the user\'s {name} was imported in place of mill
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("src", *PACKAGES):
-        shutil.copytree(
-            REPOSITORY / name,
-            folder / "tree" / name,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"),
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder / "tree")
-    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", *build, str(folder / "tree")], check=True)
-    (found,) = folder.glob("*.whl")
-    return found
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_a_wheel_holds_every_module_recipe_and_settings_file_and_no_test(wheel: Path) -> None:
@@ -163,3 +149,12 @@ def test_only_the_checkout_is_imported_from_a_checkout(project: Project) -> None
     )
     in_checkout = str(REPOSITORY) in os.path.realpath(done.stdout.strip())
     assert in_checkout == (project.place.command[0] == sys.executable)
+
+
+def test_a_source_distribution_holds_what_the_wheel_holds(wheel: Path, tmp_path: Path) -> None:
+    """The links under src are followed: whoever unpacks it elsewhere has files."""
+    with tarfile.open(build_wheel(tmp_path, sdist=True)) as archive:
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+        files = {name.partition("/src/")[2] for name in archive.getnames() if "/src/millrace/" in name}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("millrace/")}
+    assert packed <= files

@@ -19,7 +19,7 @@ from millrace.core.config.reading.own_paths import folder_of, from_folder, with_
 from millrace.core.config.reading.short_forms import without_short_forms
 from millrace.core.config.reading.yaml_text import parse
 from millrace.core.config.run_config import RunConfig
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, remedy_of
 
 Values = dict[str, Any]
 
@@ -38,7 +38,7 @@ def read_files(path: str, chain: Sequence[Path] = ()) -> Values:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "correct `base` in the file before it" if chain else "name a YAML file"
+        remedy = remedy_of(error, "correct `base` in the file before it" if chain else "name a YAML file")
         raise ConfigError(f"cannot be read: {error}", where=_shown(here), remedy=remedy) from error
     return parse_values(text, _shown(here), here)
 

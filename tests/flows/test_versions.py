@@ -1,0 +1,139 @@
+"""What is installed against what millrace needs and was tested with, and the Python that `make setup` takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from millrace.connectors.sglang import server_args
+from millrace.core.config import RunConfig
+from millrace.flows.preflight import check_versions as versions
+from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED
+from tests.support.wrong_configs import GOOD
+
+REPOSITORY = Path(__file__).parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+NEEDED = [Requirement(line) for line in PROJECT["dependencies"]]
+OUTSIDE = {  # a version of each package that pyproject.toml does not allow
+    "aiohttp": "3.9.0", "docstring-parser": "0.15", "duckdb": "1.0.0", "fastapi": "0.151.0", "fsspec": "2025.2.0",
+    "jsonschema": "4.17.3", "math-verify": "0.7.0", "matplotlib": "3.8.4", "megatron-core": "0.20.0", "mlflow": "4.0.0",
+    "numpy": "1.25.2", "orjson": "3.9.15", "packaging": "24.1", "prefect": "4.0.0", "prefect-ray": "0.5.3",
+    "psutil": "5.9.8", "pyarrow": "16.1.0", "pydantic": "2.9.2", "pyyaml": "6.0", "ray": "2.49.2", "rich": "12.6.0",
+    "s3fs": "2025.2.0", "safetensors": "0.4.5", "sqlalchemy": "2.1.0", "sympy": "1.12.1", "tenacity": "8.5.0",
+    "tokenizers": "0.20.3", "torch": "2.10.0", "transformers": "6.0.0", "typer": "0.14.0", "typing-extensions": "4.11.0",
+    "uvicorn": "0.29.0",
+}  # fmt: skip
+
+
+def test_every_package_that_is_needed_has_tested_versions_which_are_allowed() -> None:
+    assert {item.name for item in NEEDED} == set(TESTED) == set(OUTSIDE)
+    for item in NEEDED:
+        assert all(item.specifier.contains(version) for version in TESTED[item.name]), item
+        assert list(TESTED[item.name]) == sorted(TESTED[item.name], key=Version)
+    assert {*SHOWN, *versions.BECAUSE} <= set(TESTED)
+
+
+def test_the_versions_of_the_lock_are_tested_ones() -> None:
+    lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
+    locked = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+    assert {name: locked[name] for name in TESTED if locked[name] not in TESTED[name]} == {}
+
+
+def test_what_tests_run_with_is_tested() -> None:
+    assert list(versions.check_versions(versions.needs(), versions.installed(list(TESTED)))) == []
+
+
+@pytest.mark.parametrize("item", NEEDED, ids=lambda item: item.name)
+def test_a_version_that_does_not_work_is_refused_with_the_one_to_install(item: Requirement) -> None:
+    found = {name: known[-1] for name, known in TESTED.items()}
+    assert list(versions.check_versions(NEEDED, found)) == []
+    (problem,) = versions.check_versions(NEEDED, found | {item.name: OUTSIDE[item.name]})
+    assert problem.field == item.name
+    assert problem.value == OUTSIDE[item.name]
+    assert f"pip install '{item}'" in problem.remedy
+    assert versions.BECAUSE.get(item.name, "") in problem.reason
+    del found[item.name]
+    (problem,) = versions.check_versions(NEEDED, found)
+    assert problem.field == item.name
+    assert "is not installed" in problem.reason
+
+
+def test_extras_and_other_platforms_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "torch>=2",
+        'mcp>=2; extra == "mcp"',
+        'x>=1; sys_platform == "nowhere"',
+        'y>=1; python_version >= "3"',
+    ]
+    monkeypatch.setattr(metadata, "requires", lambda name: lines)
+    assert [item.name for item in versions.needs()] == ["torch", "y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "strange"),
+    [
+        ("torch", "2.13.0+cpu", False),
+        ("torch", "2.13.1", False),
+        ("torch", "2.99.0", True),
+        ("torch", "2.12.0", True),
+        ("megatron-core", "0.19.2", False),
+        ("megatron-core", "0.19.0", True),
+        ("megatron-core", "0.18.0rc1", True),
+        ("pydantic", "2.14.99", False),
+        ("prefect", "3.10.0", True),
+        ("prefect", "3.9.1.dev2", False),
+        ("sglang", "0.5.17", False),
+        ("sglang", "0.5.18", True),
+        ("ray", "as installed", True),
+        ("another", "1.0", False),
+    ],
+)
+def test_a_version_is_told_if_nothing_ran_with_it(name: str, version: str, strange: bool) -> None:
+    tested = {**TESTED, "sglang": versions.TESTED_SGLANG}
+    assert versions.untested({name: version}, tested) == ({name: version} if strange else {})
+    assert set(EXACT) <= set(tested)
+
+
+def test_the_plan_shows_the_versions_and_what_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"millrace": "0.1.0", **{name: known[0] for name, known in TESTED.items()}}
+    monkeypatch.setattr(versions, "installed", lambda names: dict(found))
+    config = RunConfig.model_validate(GOOD)
+    monkeypatch.setattr(versions, "sglang_finds", lambda package: False)
+    line = versions.versions_line(config)
+    assert line.startswith(f"millrace 0.1.0, torch {TESTED['torch'][0]}, megatron-core 0.16.1, ")
+    assert line.endswith(": tested")
+    found["duckdb"] = "9.9"
+    monkeypatch.setattr(versions, "sglang_finds", lambda package: True)
+    monkeypatch.setattr(versions, "server_args", lambda: ("0.5.99", {}))
+    shown, strange = versions.versions_line(config).split("\n")
+    assert shown.endswith("sglang 0.5.99")
+    assert strange == (
+        f"not tested: duckdb 9.9 (tested: {', '.join(TESTED['duckdb'])}), sglang 0.5.99 (tested: 0.5.17, 0.5.23)"
+    )
+    monkeypatch.setattr(versions, "server_args", lambda: (server_args.UNTOLD, {}))
+    assert "sglang" not in versions.versions_line(config)
+
+
+@pytest.mark.parametrize("minor", range(8, 16))
+def test_make_setup_says_which_python_it_takes(minor: int, tmp_path: Path) -> None:
+    """Instead of pip's ResolutionImpossible, or of a venv without torch."""
+    allowed = PROJECT["requires-python"]
+    python = tmp_path / "python"
+    code = f"import sys; sys.version_info = (3, {minor}, 0, 'final', 0); exec(sys.argv[2])"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{code}" "$@"\nexit 7\n')
+    python.chmod(0o755)
+    make = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
+    done = subprocess.run(make, cwd=REPOSITORY, capture_output=True, text=True)
+    refused = (
+        f"millrace needs Python 3.11 or 3.12, and {python} is Python 3.{minor}.0" in done.stdout + done.stderr
+    )
+    assert refused == (Version(f"3.{minor}.0") not in Requirement(f"x{allowed}").specifier)
+    assert done.returncode != 0
+    assert not (tmp_path / "venv").exists()
