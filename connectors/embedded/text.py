@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.core.model_folder.tokenizer_file import before_text_of, load_tokenizer_file
 from millrace.core.plain_text import whole
 
 
@@ -27,15 +27,18 @@ class Text:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
-        self.tokenizer: Any = Tokenizer.from_file(str(path)) if path.exists() else None
+        self.tokenizer: Any = load_tokenizer_file(path) if path.exists() else None
         self.eos = _eos_ids(folder)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids. Raises RequestError without a tokenizer."""
+        """Token ids of a prompt. Raises RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("text: this model has no tokenizer.json; send input_ids")
-        ids: list[int] = self.tokenizer.encode(whole(text)).ids
-        return ids
+        return [*self._before_text, *self.tokenizer.encode(whole(text), add_special_tokens=False).ids]
+
+    @cached_property
+    def _before_text(self) -> list[int]:
+        return before_text_of(self.tokenizer)
 
     def decode(self, ids: list[int], params: SamplingParams) -> str:
         """Text of token ids; empty without a tokenizer."""

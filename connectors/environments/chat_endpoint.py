@@ -62,7 +62,7 @@ class ChatEndpoint:
             if body.get("tools"):
                 raise SessionError("the environment gives the model tools, which are not passed on")
             asked = read_request(body, (), self._sampling)
-            turn = await self._turn(body["messages"], asked.max_tokens, asked.stop)
+            turn = await self._turn(asked.messages, asked.max_tokens, asked.stop)
         except Exception as error:  # noqa: BLE001 - the rollout ends with it, whatever the caller makes of the answer
             self.problem = self.problem or error
             return web.json_response({"error": {"message": str(error), "type": "rollout"}}, status=400)
@@ -91,10 +91,7 @@ class ChatEndpoint:
 
 
 def _plain(message: Mapping[str, Any]) -> Plain:
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
-    return str(message["role"]), content
+    return str(message["role"]), str(message["content"])
 
 
 def _completion(turn: Turn, model: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from millrace.connectors.huggingface.trained_turns import pieces
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.trained_messages import for_template
 from millrace.core.errors import ConfigError
-from millrace.core.plain_text import whole
 from millrace.core.sessions.interface import ToolCall, Turn
 
 SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
@@ -64,7 +63,7 @@ class Dialogues:
     def opening(self, messages: Sequence[Message], chat: bool, options: ChatOptions = PLAIN) -> list[int]:
         """Token ids of a prompt of its own."""
         if not chat:
-            return self._encode("".join(str(message.get("content", "")) for message in messages))
+            return self._tokenizer.encode_opening(_joined(messages))
         return self._encode(self._renderer(options)(messages, True))
 
     def following(
@@ -75,7 +74,7 @@ class Dialogues:
         Where the turn does not end as the template ends turns, that comes first. Raises ValueError where the template refuses them.
         """
         if not chat:
-            return self._encode("".join(str(message.get("content", "")) for message in messages))
+            return self._encode(_joined(messages))
         end, text = suffix(self._renderer(options), messages, self._ends)
         ended = bool(end) and ids[-1] == self._tokenizer.tokenizer.convert_tokens_to_ids(end)
         return self._encode(text if ended else end + text)
@@ -96,7 +95,7 @@ class Dialogues:
                 remedy="name one that does not (in tokenizer.json: prepend_scheme never), or set loss_on=answer",
             )
         cut = pieces(self._renderer(options), for_template(messages), numbers, self._ends)
-        ids = self._tokenizer.tokenizer([piece.text for piece in cut], add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer.encode_texts([piece.text for piece in cut])
         later = list(zip(cut, ids, strict=True))[1:]
         return TrainedDialogue(
             prompt_tokens=list(ids[0]),
@@ -169,8 +168,7 @@ class Dialogues:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.tokenizer(whole(text), add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenizer.encode_texts([text])[0]
 
     def _without_end(self, text: str) -> str:
         for end in self._ends:
@@ -183,6 +181,10 @@ def ends_of(tokenizer: Any) -> list[str]:
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     special = [tokenizer.eos_token, *added]
     return [token for token in dict.fromkeys(special) if token]
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content", "")) for message in messages)
 
 
 def _call(item: Mapping[str, Any]) -> ToolCall:

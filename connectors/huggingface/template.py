@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from millrace.core.contracts.rows.prompts import Prompt
+from millrace.core.model_folder.tokenizer_file import load_tokenizer_file
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -61,14 +62,12 @@ class TokenizerFolder:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return None
-        from tokenizers import Tokenizer
-
         try:
             path.open("rb").close()
         except OSError as error:
             raise ValueError(f"its tokenizer.json cannot be read: {error.strerror}") from error
         try:
-            return Tokenizer.from_file(str(path))
+            return load_tokenizer_file(path)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise ValueError(f"its tokenizer.json cannot be read: {error}") from error
 
@@ -145,10 +144,7 @@ class ChatTemplate:
 
 def last_text(prompt: Prompt) -> str:
     """Text that a rendered prompt must contain: that of its last message, stripped."""
-    if isinstance(prompt, str):
-        return prompt.strip()
-    content = prompt[-1].get("content")
-    return content.strip() if isinstance(content, str) else ""
+    return (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))).strip()
 
 
 class _Generation(jinja2.ext.Extension):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.errors import ConfigError
+from millrace.core.model_folder.tokenizer_file import before_text
+from millrace.core.plain_text import whole
 
 
 class PromptTokenizer:
@@ -80,14 +83,29 @@ class PromptTokenizer:
             self.render(prompt, chat=chat, system=system, options=own)
             for prompt, own in zip(prompts, each, strict=True)
         ]
-        encoded = self.tokenizer(texts, add_special_tokens=not chat)
-        ids: list[list[int]] = encoded["input_ids"]
+        return [
+            self._before_text + ids if is_plain(prompt, chat) else ids
+            for prompt, ids in zip(prompts, self.encode_texts(texts), strict=True)
+        ]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that follow others, or that a chat template wrote: the tokenizer adds nothing to them."""
+        ids: list[list[int]] = self.tokenizer([*map(whole, texts)], add_special_tokens=False)["input_ids"]
         return ids
+
+    def encode_opening(self, text: str) -> list[int]:
+        """Token ids of a plain text that opens a sequence."""
+        return [*self._before_text, *self.encode_texts([text])[0]]
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a reference answer with the end-of-sequence token."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*ids, self.tokenizer.eos_token_id]
+        return [*self.encode_texts([text])[0], self.tokenizer.eos_token_id]
+
+    @cached_property
+    def _before_text(self) -> list[int]:
+        return before_text(
+            lambda text, special: self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of an answer's token ids, as an engine gives it."""
@@ -96,8 +114,8 @@ class PromptTokenizer:
 
     def render(self, prompt: Prompt, *, chat: bool, system: str | None, options: ChatOptions = PLAIN) -> str:
         """The text that is tokenised."""
-        if isinstance(prompt, str) and not chat:
-            return (system or "") + prompt
+        if is_plain(prompt, chat):
+            return f"{system or ''}{prompt}"
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
@@ -117,6 +135,11 @@ class PromptTokenizer:
             **options.template_kwargs,
         )
         return text
+
+
+def is_plain(prompt: Prompt, chat: bool) -> bool:
+    """Whether a prompt is sent as it is, without the chat template."""
+    return isinstance(prompt, str) and not chat
 
 
 def _class(kind: str | None) -> Any:

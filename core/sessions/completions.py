@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.core.contracts.rows.messages import ROLES, NotTextError, message_of
 from millrace.core.plain_text import json_text, whole_values
 from millrace.core.sessions.history import Place
 from millrace.core.sessions.interface import Message, Turn
 
 MODEL = "policy"  # the only model; a request may name it as it likes
-ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 # what changes logits, and its value that changes nothing
 RESHAPING: dict[str, Any] = {
@@ -110,8 +110,12 @@ def read_messages(given: Any) -> list[Message]:
 def _message(given: Any, field: str) -> Message:
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
         raise BadRequestError(field, f"an object with a role is wanted, one of {', '.join(ROLES)}")
-    message = {key: value for key, value in given.items() if value not in (None, [], {})}
-    message["content"] = _content(given.get("content"), field)
+    try:
+        message = message_of(given)
+    except NotTextError as error:
+        raise BadRequestError(f"{field}.content", str(error)) from error
+    except ValueError as error:
+        raise BadRequestError(f"{field}.tool_calls", "a list is wanted, of the assistant") from error
     if "ids" in message:
         raise BadRequestError(f"{field}.ids", "token ids are not taken here")
     for key in ("reasoning_content", "tool_call_id", "name"):
@@ -123,20 +127,6 @@ def _message(given: Any, field: str) -> Message:
             raise BadRequestError(f"{field}.tool_calls", "a list is wanted, of the assistant")
         message["tool_calls"] = [_call(call, f"{field}.tool_calls.{at}") for at, call in enumerate(calls)]
     return message
-
-
-def _content(given: Any, field: str) -> str:
-    if given is None:
-        return ""
-    if isinstance(given, str):
-        return given
-    parts = given if isinstance(given, list) else [given]
-    texts = [
-        part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-    ]
-    if len(texts) < len(parts):
-        raise BadRequestError(f"{field}.content", "text is wanted, or parts of type text")
-    return "".join(texts)
 
 
 def _call(given: Any, field: str) -> dict[str, Any]:

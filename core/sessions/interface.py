@@ -16,7 +16,7 @@ from millrace.core.hooks import Score
 
 Message = Mapping[str, Any]  # of a chat: role, content, and what the template knows besides
 Content = str | Message | Sequence[Message] | Sequence[int]
-"""What a prompt grows by: text (one message of a role), messages, or token ids as they are."""
+"""What a prompt grows by: text or the parts of a content (one message of a role), messages, or token ids as they are."""
 
 
 @dataclass(frozen=True)

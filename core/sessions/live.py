@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.contracts.rows.messages import message_of
 from millrace.core.sessions.history import Again, Begin, History, Place, Said, compared
 from millrace.core.sessions.interface import (
     Content,
@@ -326,21 +327,35 @@ class LiveSession:
 
 
 def pieces(content: Content, role: str) -> list[Any]:
-    """Content as it is sent: messages, and lists of token ids. Raises TypeError for what is neither, nor text."""
+    """Content as it is sent: messages, and lists of token ids. Raises TypeError for what is neither, nor text.
+
+    Parts without a role are the content of one message. SessionError for a part that is no text.
+    """
     if isinstance(content, str):
         return [{"role": role, "content": content}]
+    items: list[Any] = [None]
     if isinstance(content, Mapping):
-        return [dict(content)]
-    if isinstance(content, Sequence):
+        items = [content]
+    elif isinstance(content, Sequence):
         items = list(content)
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            return [{"ids": items}] if items else []
-        messages = [dict(item) for item in items if isinstance(item, Mapping)]
-        if len(messages) == len(items):
-            return messages
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return [{"ids": items}] if items else []
+    if all(isinstance(item, Mapping) for item in items):
+        if all(item.keys().isdisjoint(("role", "ids")) for item in items):
+            return [_message({"role": role, "content": items})]
+        return [_message(item) for item in items]
     raise TypeError(
         f"a prompt grows by text, a message, messages or token ids, not by {type(content).__name__}"
     )
+
+
+def _message(given: Any) -> dict[str, Any]:
+    if "ids" in given:
+        return dict(given)
+    try:
+        return message_of(given)
+    except ValueError as error:
+        raise SessionError(f"a message of the {given.get('role')} cannot be shown: {error}") from error
 
 
 def _options(max_new_tokens: int | None, stop: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from millrace.core.config.rollout import AnyTool, Tool
+from millrace.core.contracts.rows.messages import text_of_answer
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import failure_of, load_function
 from millrace.core.plain_text import json_text, whole
@@ -96,7 +97,9 @@ def load_tools(tools: Sequence[AnyTool]) -> dict[str, LoadedTool]:
 
 
 def as_text(answer: Any) -> str:
-    """A tool's answer as the model sees it: text as it is, else JSON."""
+    """A tool's answer as the model sees it: text as it is, parts of a content as their text, else JSON."""
+    parts = text_of_answer(answer)
+    answer = answer if parts is None else parts
     if isinstance(answer, str):
         return whole(answer)
     try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from millrace.connectors.huggingface.tokenizer import is_plain
 from millrace.connectors.huggingface.trained_turns import Piece
 from millrace.connectors.storage.prompts import first_rows
 from millrace.core.config import RunConfig, UserFunction
@@ -23,6 +24,7 @@ from millrace.core.contracts.rows.own_sampling import SAMPLING
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, too_long
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput
+from millrace.core.model_folder.tokenizer_file import before_text_of
 from millrace.core.rewards.forms import answer_of, reward_of
 from millrace.flows.preflight.check_dialogues import check_dialogues
 from millrace.flows.preflight.check_model import Checkpoint
@@ -33,6 +35,7 @@ ROWS, BYTES = 20_000, 8 << 20  # that are read of a file on a disk
 ROWS_FROM_AFAR, BYTES_FROM_AFAR = 1_000, 1 << 20
 REMEDIES = {  # by the kind of reason why no row can be used
     "not UTF-8": "save the file as UTF-8; unpack it if it is compressed",
+    "not text": "leave these parts out, or write as text what they show",
     "wrong type": "change the column, or name another one in the source",
     "too long": "shorten the prompts, or raise data.max_prompt_tokens",
 }
@@ -129,8 +132,13 @@ class Rows:
 
     def measure(self, tokenizer: Any, limit: int) -> None:
         """Count the tokens of the texts, and note the rows with more than `limit`."""
-        chat = self.source.chat
-        self.lengths = [len(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in self.texts]
+        before = len(before_text_of(tokenizer))
+        pieces = [[piece.text for piece in cut] for cut in self.pieces.values()]
+        added = [before if is_plain(row.prompt, self.source.chat) else 0 for row in self.usable]
+        self.lengths = [
+            sum(len(tokenizer.encode(part, add_special_tokens=False).ids) for part in parts) + more
+            for parts, more in zip(pieces or [[text] for text in self.texts], added, strict=False)
+        ]
         self.too_long = [
             too_long(row, self.source, length, limit)
             for row, length in zip(self.usable, self.lengths, strict=False)

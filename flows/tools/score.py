@@ -19,10 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from millrace.connectors.storage.sources.formats import without_nulls_of_tables
 from millrace.connectors.workers.pool import Outcome, WorkerPool
 from millrace.connectors.workers.process import Limits
 from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.references import resolved, scrubbed
+from millrace.core.contracts.rows.messages import message_of
 from millrace.core.contracts.rows.prompts import value_at
 from millrace.core.contracts.sample import split_parts
 from millrace.core.errors import ConfigError, DataError
@@ -134,7 +136,7 @@ def _read(path: str) -> list[dict[str, Any]]:
     try:
         if path.endswith(".parquet"):
             rows: list[dict[str, Any]] = _table(Path(path)).to_pylist()
-            return rows
+            return [{name: without_nulls_of_tables(value) for name, value in row.items()} for row in rows]
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise DataError(f"cannot be read: {error}", where=path, remedy="correct the path") from error
@@ -183,17 +185,29 @@ def _sample(values: dict[str, Any], number: int, path: str, columns: Columns) ->
             where=f"{path}, row {number}",
             remedy="name the column with --response-key",
         )
-    label = of(columns.label, "", None)
+    prompt, label = of(columns.prompt, "--prompt-key", ""), of(columns.label, "", None)
+    try:
+        prompt = [message_of(each) for each in prompt] if _is_chat(prompt) else prompt
+    except ValueError as error:
+        raise DataError(
+            f"a message of its {columns.prompt} cannot be shown: {error}",
+            where=f"{path}, row {number}",
+            remedy="leave the row out, or write as text what it shows",
+        ) from error
     return {
         "row": number,
         "group": None if columns.group is None else json.dumps(of(columns.group, "--group-key"), default=str),
-        "prompt": json.dumps(of(columns.prompt, "--prompt-key", "")),
+        "prompt": json.dumps(prompt),
         "response": response,
         "label": None if label is None else json.dumps(label, default=str),
         "metadata": json.dumps(metadata, default=str) if isinstance(metadata, dict) else None,
         "response_length": int(values.get("response_length") or 0),
         "status": "truncated" if values.get("status") == "truncated" else "completed",
     }
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(each, dict) and "role" in each for each in prompt)
 
 
 async def _score_all(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Sized
 from functools import cached_property, lru_cache
 from typing import Any
 
+from millrace.connectors.storage.sources.formats import without_nulls_of_tables
 from millrace.connectors.workers.pool import WorkerPool
 from millrace.core.config import UserFunction
 from millrace.core.config.data import Levels, Source
@@ -21,6 +22,7 @@ from millrace.core.hooks import cleaned, failure_of, load_function
 
 TIMEOUT_S = 600.0  # for the function itself, and for the rows of a draw
 SAMPLED = 64  # rows of each level, spread over it, that a fingerprint is made of
+TABLES = "datasets"  # the package whose rows are those of a table
 UNSTORABLE = (TypeError, ValueError, RecursionError)
 
 
@@ -125,6 +127,8 @@ def _row(rows: Any, number: int, function: UserFunction) -> str | dict[str, str]
         return {"problem": f"raised: {failure_of(error, function)}"}
     if not isinstance(row, Mapping):
         return {"problem": f"not an object: {type(row).__name__}"}
+    if type(rows).__module__.partition(".")[0] == TABLES:
+        row = without_nulls_of_tables(dict(row))
     try:
         return json.dumps(dict(row), allow_nan=False)
     except UNSTORABLE as error:

@@ -126,3 +126,23 @@ def test_half_a_character_in_a_reason_or_a_name_is_stored_and_printed_with_its_e
     made = scores(out) if ending == "jsonl" else pq.read_table(out).to_pylist()
     assert [row["scoring"] for row in made] == ["scored", "failed", "scored"]
     assert "half \\ud83d" in next(iter(dict(made[0]["reward_parts"])))
+
+
+def test_messages_and_labels_reach_a_reward_as_they_do_in_a_run(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    rows = [
+        {"prompt": [{"role": "user", "content": parts}], "response": "2", "label": {"sum": 2}},
+        {"prompt": [{"role": "user", "content": parts}], "response": "2", "label": {"all": [2]}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    called(str(tmp_path / "rows.parquet"), "--reward", f"{FORMS}:seen")
+    assert [row["reward_parts"] for row in scores(tmp_path / "rows.scores.jsonl")] == [
+        {"user: 1+1=": 1.0, "label: sum": 1.0},
+        {"user: 1+1=": 1.0, "label: all": 1.0},
+    ]
+    rows[1]["prompt"][0]["content"] = [{"type": "image_url", "image_url": "x"}]  # type: ignore[index]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = called(str(tmp_path / "rows.jsonl"), "--reward", f"{FORMS}:seen", expect=2)
+    assert "row 1: a message of its prompt cannot be shown: part 0 is of type image_url" in " ".join(
+        said.split()
+    )

@@ -150,3 +150,9 @@ async def waits(sample: RewardInput) -> float:
 def length_in_words(sample: RewardInput) -> dict[str, float | str]:
     """A reward with a part that is a text."""
     return {"reward": len(sample.response), "words": f"{len(sample.response)} letters"}
+
+
+def seen(sample: RewardInput) -> dict[str, float]:
+    """Says in its parts what it sees of a prompt of messages and of a label that is an object."""
+    shown = [f"{message['role']}: {message['content']}" for message in sample.prompt]
+    return {"reward": 1.0, **dict.fromkeys([*shown, *(f"label: {key}" for key in sample.label)], 1.0)}

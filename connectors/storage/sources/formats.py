@@ -66,8 +66,25 @@ def parse_batch(source: Located, batch: pa.RecordBatch, first: int) -> Iterator[
         yield from parse_batch(source, batch.slice(0, half), first)
         yield from parse_batch(source, batch.slice(half), first + half)
         return
+    prompt = column_of(source.prompt_key, batch.schema.names)
     for number, values in enumerate(rows, first):
-        yield parse_row(values, number, source)
+        held = {prompt: None, **without_nulls_of_tables(values)}  # a null there is said to be one
+        yield parse_row(held, number, source)
+
+
+def without_nulls_of_tables(value: Any) -> Any:
+    """A value of a table without the keys that an object has only because another row's has them: all whose value is null.
+
+    A null that was written there cannot be distinguished from these. In lists and maps, which get nothing from other rows, nulls
+    stay.
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls_of_tables(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(item, tuple) for item in value):  # a map
+            return {str(name): without_nulls_of_tables(item) for name, item in value}
+        return [without_nulls_of_tables(item) for item in value]
+    return value
 
 
 class _Reader:

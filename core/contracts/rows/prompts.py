@@ -17,16 +17,21 @@ from millrace.core.contracts.ids import prompt_id
 from millrace.core.contracts.rows.chat_options import (
     TEMPLATE_KWARGS,
     TOOLS,
-    from_sharegpt,
     row_template_kwargs,
     row_tools,
+)
+from millrace.core.contracts.rows.messages import (
+    ROLES,
+    NotTextError,
+    from_sharegpt,
+    from_text,
+    message_of,
     with_read_arguments,
 )
 from millrace.core.contracts.rows.own_sampling import SAMPLING, row_sampling
 from millrace.core.contracts.rows.trained_messages import SWITCHES, LossOn, trained_messages
 from millrace.core.plain_text import json_text, whole
 
-ROLES = ("system", "user", "assistant", "tool", "developer")
 EXCERPT = 80
 CHARACTERS_A_TOKEN = 256  # more than the longest token of a vocabulary has
 ALWAYS_TOKENISED = 1 << 20  # characters
@@ -43,6 +48,8 @@ class Keys(Protocol):
     def prompt_key(self) -> str: ...
     @property
     def label_key(self) -> str | None: ...
+    @property
+    def chat(self) -> bool: ...
     @property
     def metadata_key(self) -> str | None: ...
     @property
@@ -187,11 +194,14 @@ def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Qu
     given = value_at(values, keys.prompt_key, _ABSENT)
     if given is _ABSENT:
         return refuse(keys, row, f"missing key: {keys.prompt_key}", _shown(values))
-    whole = keys.loss_on != "answer"
-    prompt, problem = _prompt(given, with_tools=keys.tools_key is not None or whole, switches=whole)
-    if whole and not problem:
-        problem = _untrainable(prompt, keys.loss_on)
-    label = value_at(values, keys.label_key) if keys.label_key and not whole else None
+    trained = keys.loss_on != "answer"
+    try:
+        prompt, problem = _prompt(given, keys), None
+        if trained:
+            _check_trainable(prompt, keys.loss_on)
+    except ValueError as error:
+        prompt, problem = "", str(error)
+    label = value_at(values, keys.label_key) if keys.label_key and not trained else None
     if keys.label_from_prompt and not problem:
         prompt, label = _without_answer(prompt)
         problem = None if prompt else "empty prompt: the answer is its only message"
@@ -262,7 +272,7 @@ def too_long(row: PromptRow, keys: Keys, length: int, limit: int) -> Quarantined
 def far_too_long(row: PromptRow, keys: Keys, limit: int) -> Quarantined | None:
     """A row whose prompt has more characters than `limit` tokens hold: tokenising it would take gigabytes. None for others."""
     prompt = row.prompt if isinstance(row.prompt, list) else [{"content": row.prompt}]
-    length = sum(len(content) for content in map(_text_of, prompt))
+    length = sum(len(message["content"]) for message in prompt)
     if length <= max(ALWAYS_TOKENISED, limit * CHARACTERS_A_TOKEN):
         return None
     reason = f"too long: {length} characters, data.max_prompt_tokens is {limit}"
@@ -274,50 +284,63 @@ def refuse(keys: Keys, row: int, reason: str, shown: str) -> Quarantined:
     return Quarantined(keys.name, row, whole(reason), whole(shown[:EXCERPT]))
 
 
-def _prompt(value: Any, with_tools: bool, switches: bool) -> tuple[Prompt, str | None]:
-    """The prompt, and what is wrong with it. with_tools: calls of tools in it are read. switches: those of messages are kept."""
+def _prompt(value: Any, keys: Keys) -> Prompt:
+    """The prompt. Raises ValueError, with `kind of reason: details`, for what is none."""
+    trained = keys.loss_on != "answer"
     if isinstance(value, str):
-        return value, None if value.strip() else "empty prompt: only white space"
+        if not value.strip():
+            raise ValueError("empty prompt: only white space")
+        try:
+            messages = from_text(value) if keys.chat or trained else None
+        except ValueError as error:
+            raise ValueError(f"wrong type: the prompt is text; {error}") from error
+        if messages is None:
+            return value
+        value = messages
     if not isinstance(value, list):
-        return "", f"wrong type: the prompt is {_type(value)}, not text or a list of messages"
-    value, problem = from_sharegpt(value, SWITCHES if switches else ())
-    messages: list[dict[str, Any]] = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            return "", f"bad message: number {number}: {_type(message)}, not an object"
-        present = {name: item for name, item in message.items() if item is not None}
-        if present.get("role") not in ROLES:
-            return (
-                "",
-                f"bad message: number {number}: role is {str(present.get('role'))[:20]!r}, not one of {', '.join(ROLES)}",
-            )
-        if not isinstance(present.get("content"), str | list) and not present.get("tool_calls"):
-            return "", f"bad message: number {number}: content is {_type(message.get('content'))}"
-        messages.append(present)
-    if problem:
-        return "", problem
-    if not any(_has_text(message.get("content")) for message in messages):
-        return "", "empty prompt: no message has content"
-    return with_read_arguments(messages) if with_tools else (messages, None)
+        raise ValueError(f"wrong type: the prompt is {_type(value)}, not text or a list of messages")
+    read = [
+        _message(number, message)
+        for number, message in enumerate(from_sharegpt(value, SWITCHES if trained else ()))
+    ]
+    if not any(message["content"].strip() for message in read):
+        raise ValueError("empty prompt: no message has content")
+    return with_read_arguments(read) if keys.tools_key is not None or trained else read
 
 
-def _untrainable(prompt: Prompt, loss_on: LossOn) -> str | None:
-    """Why a dialogue has nothing to train."""
-    if isinstance(prompt, str):
-        return "wrong type: the dialogue is text, not a list of messages"
+def _message(number: int, given: Any) -> dict[str, Any]:
+    """A message of a prompt. Raises ValueError, with `kind of reason: details`."""
+    place = f"bad message: number {number}"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place}: {_type(given)}, not an object")
+    if given.get("role") not in ROLES:
+        raise ValueError(f"{place}: role is {str(given.get('role'))[:20]!r}, not one of {', '.join(ROLES)}")
+    content = given.get("content")
+    if isinstance(content, int | float):
+        raise ValueError(f"{place}: content is {_type(content)}")
     try:
-        trained_messages(prompt, loss_on)
+        message = message_of(given)
+    except NotTextError as error:
+        raise ValueError(f"not text: message {number}: {error}") from error
     except ValueError as error:
-        return str(error)
-    return None
+        raise ValueError(f"{place}: its tool_calls are text that is not JSON") from error
+    if content is None and "tool_calls" not in message:
+        raise ValueError(f"{place}: content is null")
+    return message
+
+
+def _check_trainable(prompt: Prompt, loss_on: LossOn) -> None:
+    """Raises ValueError for a dialogue that has nothing to train."""
+    if isinstance(prompt, str):
+        raise ValueError("wrong type: the dialogue is text, not a list of messages")
+    trained_messages(prompt, loss_on)
 
 
 def _without_answer(prompt: Prompt) -> tuple[Prompt, str | None]:
     """A dialogue without the assistant's text that ends it, and that text."""
     if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
         return prompt, None
-    answer = prompt[-1].get("content")
-    return prompt[:-1], answer if isinstance(answer, str) and answer else None
+    return prompt[:-1], prompt[-1]["content"] or None
 
 
 def _metadata(value: Any) -> tuple[dict[str, Any], str | None]:
@@ -361,15 +384,6 @@ def _json_problem(value: Any) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         return f"wrong type: {error}"
     return None
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else str(content)
-
-
-def _has_text(content: Any) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)
 
 
 def _not_json(constant: str) -> NoReturn:

@@ -48,11 +48,6 @@ def test_a_row_may_have_no_tools_even_where_its_metadata_names_some(empty: Any) 
     assert found.metadata["tools"] == []
 
 
-def test_nulls_that_a_table_puts_into_tools_are_left_out() -> None:
-    with_null = {**ADD, "function": {**ADD["function"], "strict": None}}
-    assert row({"prompt": "3+4=", "tools": [with_null]}).metadata["tools"] == [ADD]
-
-
 @pytest.mark.parametrize(
     ("values", "why"),
     [

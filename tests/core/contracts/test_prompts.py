@@ -35,6 +35,7 @@ class Columns:
     tools_key: str | None = None
     chat_template_kwargs_key: str | None = None
     sampling_key: str | None = None
+    chat: bool = True
     label_from_prompt: bool = False
     loss_on: LossOn = "answer"
 
@@ -86,7 +87,7 @@ def test_text_and_messages_are_prompts_with_label_and_metadata() -> None:
     called = [*messages, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     assert usable(json.dumps({"prompt": called}).encode()).prompt == [
         *messages,
-        {"role": "assistant", "tool_calls": [{"name": "f"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
     ]
 
 

@@ -1,0 +1,175 @@
+"""Chat messages in the forms that people write them, as the one form that templates read. Pure.
+
+A message has a role, its content as text, no empty keys, and calls with arguments as objects. Every message passes here on its
+way in: rows of all sources, what a session observes, what a client sends. Parts of a content become text in `text_of` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+SENDERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+TEXT_TYPES = ("text", "input_text", "output_text", "summary_text", "plain_text", "refusal")
+TEXT_KEYS = ("text", "content", "value", "refusal")  # where a part of text has it
+OF_TOOL_TEXT = {"type", "text", "annotations", "cache_control", "_meta"}  # keys of a part in a tool's answer
+MEDIA = re.compile(
+    "image|picture|pixel|audio|speech|video|file|document|inline_?data|resource", re.IGNORECASE
+)
+OBJECTS = re.compile(r"\s*\[\s*\{")
+AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+
+
+class NotTextError(ValueError):
+    """A content holds what a model of text cannot be shown. The message says which part."""
+
+
+def text_of(content: Any) -> str:
+    """A message's content as text: its parts joined, None as no text. Raises NotTextError naming the first part that is no text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping) and isinstance(content.get("parts"), list | tuple):
+        content = content["parts"]
+    if isinstance(content, Mapping):
+        return _text_of_part(0, content)
+    if isinstance(content, list | tuple):
+        return "".join(_text_of_part(number, part) for number, part in enumerate(content))
+    raise NotTextError(f"it is {type(content).__name__}, not text or parts of text")
+
+
+def _text_of_part(number: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise NotTextError(f"part {number} is {'null' if part is None else type(part).__name__}, no object")
+    held = {str(key): value for key, value in part.items() if value not in (None, [], {})}
+    kind = str(held.get("type") or held.get("content_type") or held.get("kind") or "")
+    if kind and kind.lower() not in TEXT_TYPES:
+        raise NotTextError(f"part {number} is of type {kind[:40]}, which a model of text cannot be shown")
+    media = next((key for key in held if MEDIA.search(key)), None)
+    if media:
+        raise NotTextError(f"part {number} holds {media[:40]}, which a model of text cannot be shown")
+    text = next((held[key] for key in TEXT_KEYS if key in held), None)
+    if isinstance(text, Mapping):  # {"value": ..., "annotations": [...]}
+        text = text.get("value")
+    if not isinstance(text, str):
+        raise NotTextError(f"part {number} holds no text, only {', '.join(held)[:40] or 'nothing'}")
+    return text
+
+
+def message_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its content as text, and without empty keys: no calls are no calls, however they are written.
+
+    Raises NotTextError, and ValueError for calls that are text and not JSON.
+    """
+    held = {**given, "content": text_of(given.get("content"))}
+    if isinstance(held.get("tool_calls"), str):
+        held["tool_calls"] = json.loads(held["tool_calls"].strip() or "null")
+    return {str(key): value for key, value in held.items() if value not in (None, [], {})}
+
+
+def text_of_answer(answer: Any) -> str | None:
+    """A tool's answer that is parts of a content, as text, with the type of what is none in brackets. None if it is no parts."""
+    parts = [answer] if isinstance(answer, Mapping) else answer
+    if not isinstance(parts, list | tuple) or not any(map(_is_text_part, parts)):
+        return None
+    if not all(_is_text_part(part) or _is_media_part(part) for part in parts):
+        return None
+    return "".join(part["text"] if _is_text_part(part) else f"({part['type']})" for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") in TEXT_TYPES
+        and isinstance(part.get("text"), str)
+        and part.keys() <= OF_TOOL_TEXT
+    )
+
+
+def _is_media_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and bool(MEDIA.search(str(part.get("type") or "")))
+
+
+def from_text(text: str) -> list[Any] | None:
+    """Messages that a column has as JSON text; None for any other text.
+
+    Raises ValueError for text that starts as messages do and is no JSON: Python's form of a list, or JSON that was cut off.
+    """
+    if not OBJECTS.match(text):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if AS_MESSAGES.match(text):
+            raise ValueError(f"it starts as a list of messages does, and is not JSON: {error}") from error
+        return None
+    known = all(isinstance(each, Mapping) and ("role" in each or _is_sharegpt(each)) for each in found)
+    return list(found) if known else None
+
+
+def from_sharegpt(value: Sequence[Any], keep: Sequence[str] = ()) -> list[Any]:
+    """ShareGPT's messages, {from, value}, as {role, content}; others as they are. Raises ValueError for an unknown sender.
+
+    keep: further keys of a message.
+    """
+    if not value or not all(_is_sharegpt(message) for message in value):
+        return list(value)
+    messages: list[Any] = []
+    for number, message in enumerate(value):
+        role = SENDERS.get(message["from"]) if isinstance(message["from"], str) else None
+        if role is None:
+            known = ", ".join(SENDERS)
+            raise ValueError(
+                f"bad message: number {number}: from is {str(message['from'])[:20]!r}, not one of {known}"
+            )
+        kept = {name: message[name] for name in keep if name in message}
+        messages.append({"role": role, "content": message["value"], **kept})
+    return messages
+
+
+def _is_sharegpt(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping) and "from" in message and "value" in message and not message.get("role")
+    )
+
+
+def with_read_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with arguments of tool calls as objects, which OpenAI's form has as JSON text. No arguments are an empty object.
+
+    Raises ValueError for a call that cannot be read.
+    """
+    read: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list):
+            read.append(dict(message))
+            continue
+        try:
+            read.append({**message, "tool_calls": [_call(call) for call in calls]})
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(
+                f"bad message: number {number}: a tool call has no function with JSON arguments"
+            ) from error
+    return read
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

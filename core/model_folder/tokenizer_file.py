@@ -1,0 +1,41 @@
+"""How text becomes tokens wherever a model's tokenizer is used: nothing is cut off, padded, or put after a text.
+
+A tokenizer may put special tokens around every text. Those before it open a prompt that is plain text; one after it, mostly the
+end of the sequence, would end the prompt before its answer starts, so nothing is put there.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PROBE = f"{string.printable}一"  # of which every vocabulary has something
+
+Encode = Callable[[str, bool], Sequence[int]]
+"""Token ids of a text; with the special tokens around it, or without."""
+
+
+def load_tokenizer_file(path: Path) -> Any:
+    """A tokenizer.json, without the padding and truncation that were saved in it. Raises what the tokenizers library raises."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def before_text(encode: Encode) -> list[int]:
+    """The token ids that a tokenizer puts before every text."""
+    plain, whole = list(encode(PROBE, False)), list(encode(PROBE, True))
+    at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
+    assert plain, "the vocabulary has no token for any of them"
+    assert at is not None, "special tokens stand around a text, not in it"
+    return whole[:at]
+
+
+def before_text_of(tokenizer: Any) -> list[int]:
+    """The same of a tokenizer of the tokenizers library."""
+    return before_text(lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids)
