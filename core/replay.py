@@ -25,6 +25,7 @@ NOT_BUILT_IN = (  # what a trainer follows without being built again
     "trainer.optimizer.lr",  # the rates follow from these, and are among the figures
     "trainer.schedule.",
     "algorithm.advantage.critic.lr",
+    "algorithm.advantage.critic.schedule",
     "algorithm.on_policy_guard",  # refuses, and changes no step
 )
 LOSS_TOLERANCE = (1e-3, 1e-2)  # absolute, relative

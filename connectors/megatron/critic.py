@@ -1,7 +1,7 @@
 """PPO's critic: values of response tokens, and the gradient of the value loss.
 
-A second model with the policy's architecture and initial weights, a scalar head that starts at zero, and an optimizer and
-schedule of its own. Reads returns from the batch and does not compute them. Value loss: token mean over the global batch.
+A second model with a scalar head that starts at zero, and an optimizer and a schedule. It starts from the policy's folder, or
+from algorithm.advantage.critic.path. Reads returns from the batch and does not compute them. Value loss: token mean over the global batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from millrace.connectors.megatron.trainable_model import TrainableModel, model_f
 from millrace.core.algorithms.losses import value_loss
 from millrace.core.algorithms.packed import clean
 from millrace.core.config import RunConfig
+from millrace.core.model_folder.config_file import read_hf_config
 
 
 class Critic:
@@ -26,8 +27,13 @@ class Critic:
     def __init__(self, config: RunConfig, hf: dict[str, Any], device: Any) -> None:
         assert config.algorithm.critic is not None
         self.config = config.algorithm.critic
-        inner = model_from_hf(config, config.model.path, hf, device, CriticModel)
-        self.trainable = TrainableModel(inner, config, self.config.lr)
+        if self.config.path is None:
+            inner = model_from_hf(config, config.model.path, hf, device, CriticModel)
+        else:
+            field = "algorithm.advantage.critic.path"
+            own = read_hf_config(self.config.path, field)
+            inner = model_from_hf(config, self.config.path, own, device, CriticModel, field)
+        self.trainable = TrainableModel(inner, config, self.config.lr, self.config.schedule)
         self.passes = ValueForwardBackward(config, self.trainable.model, inner, device)
 
     def values(self, batch: RankBatch) -> Tensor | None:

@@ -20,19 +20,44 @@ from millrace.connectors.megatron.forward_backward import LogprobForwardBackward
 from millrace.connectors.megatron.packing import Row
 from millrace.connectors.megatron.rank_batch import RankBatch
 from millrace.connectors.megatron.trainable_model import model_from_hf
+from millrace.connectors.megatron.weights.hf_folder import load_hf
+from millrace.core.architecture import architecture
 from millrace.core.config import RunConfig
-from millrace.core.errors import TrainerError
+from millrace.core.errors import ConfigError, TrainerError
 from millrace.core.model_folder.config_file import read_hf_config
+
+OF_A_FOLDER = -1  # the version of a reference that the run did not make
+
+
+def reference_of(config: RunConfig, policy: GPTModel, hf: dict[str, Any]) -> Reference:
+    """The reference that the configuration names, by way of the policy's model, which holds the weights of model.path after it too.
+
+    Raises ConfigError if the folder's model is not the policy's, or its weights do not fit.
+    """
+    field, folder = "algorithm.reference", config.algorithm.reference
+    if folder is None:
+        return Reference(policy)
+    if architecture(read_hf_config(folder, field)) != architecture(hf):
+        raise ConfigError(
+            "its architecture is not that of model.path",
+            where=f"{field} = {folder}",
+            remedy="name a folder of the same architecture and sizes, such as an export of a run from the same model",
+        )
+    load_hf(policy, folder, hf, field)
+    reference = Reference(policy, OF_A_FOLDER)
+    load_hf(policy, config.model.path, hf)
+    return reference
 
 
 class Reference:
-    """A copy of the policy's parameters in host memory, swapped into the policy's model for a forward pass."""
+    """Parameters of the policy's architecture in host memory, swapped into the policy's model for a forward pass."""
 
-    def __init__(self, policy: GPTModel) -> None:
+    def __init__(self, policy: GPTModel, version: int = 0) -> None:
+        """A copy of what the policy's model holds now. version: OF_A_FOLDER where these are no weights of the run."""
         self._policy = policy
-        self.version = 0  # weight version that it is a copy of
+        self.version = version  # weight version that it is a copy of
         self._weights: dict[str, Tensor] = {}
-        self.copy_policy(0)
+        self.copy_policy(version)
 
     def copy_policy(self, version: int) -> None:
         """Copy the policy's current weights, which are of `version`."""

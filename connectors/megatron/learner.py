@@ -25,7 +25,7 @@ from millrace.connectors.megatron.forward_backward import (
     sum_over_ranks,
     to_numbers,
 )
-from millrace.connectors.megatron.frozen_models import Reference, Teacher
+from millrace.connectors.megatron.frozen_models import Teacher, reference_of
 from millrace.connectors.megatron.packing import Row, oldest_age
 from millrace.connectors.megatron.policy_step import logprob_gap, policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, make_rank_batch
@@ -80,12 +80,13 @@ class Learner:
         self.objective = Objective(self.algorithm)
         self.kl_controller = KLController(self.algorithm)
         inner = model_from_hf(config, config.model.path, hf, device)
+        # before the optimizer copies the weights
+        self.reference = reference_of(config, inner, hf) if self.objective.needs_ref else None
         self.policy = TrainableModel(inner, config, config.trainer.optimizer.lr)
         temperature = 1.0 if self.objective.supervised else config.rollout.sampling.temperature
         self.passes = LogprobForwardBackward(
             config, self.policy.model, inner, device, vocab=hf["vocab_size"], temperature=temperature
         )
-        self.reference = Reference(inner) if self.objective.needs_ref else None
         self.critic = Critic(config, hf, device) if self.needs_critic else None
         self.teacher = Teacher(config, temperature, device) if self.algorithm.teacher_held else None
         self._iteration: _Iteration | None = None

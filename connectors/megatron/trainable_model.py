@@ -23,6 +23,7 @@ from millrace.connectors.megatron.optim.optimizer_state import (
 from millrace.connectors.megatron.optim.step_numbers import step_numbers
 from millrace.connectors.megatron.weights.hf_folder import load_hf
 from millrace.core.config import RunConfig
+from millrace.core.config.trainer import Schedule
 from millrace.core.replay import StepNumbers
 
 
@@ -57,11 +58,15 @@ def bytes_of_weights(inner: Module) -> int:
 class TrainableModel:
     """A model with its optimizer."""
 
-    def __init__(self, inner: PolicyModel | CriticModel, config: RunConfig, lr: float) -> None:
+    def __init__(
+        self, inner: PolicyModel | CriticModel, config: RunConfig, lr: float, schedule: Schedule | None = None
+    ) -> None:
+        """schedule: trainer.schedule where not given."""
         self.inner = inner
         self.model = wrap(inner, config)
-        self.optimizer = make_optimizer(self.model, config, lr)
-        self.schedule = make_schedule(self.optimizer, config, lr)
+        schedule = schedule or config.trainer.schedule
+        self.optimizer = make_optimizer(self.model, config, lr, schedule)
+        self.schedule = make_schedule(self.optimizer, config, lr, schedule)
         inner.config.grad_scale_func = self.optimizer.scale_loss
         self._fused = fused_adamw.applies(self.optimizer)
         self.lr = 0.0  # learning rate of the last step

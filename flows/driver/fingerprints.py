@@ -43,10 +43,13 @@ def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    critic = config.algorithm.critic
     folders = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
         "algorithm.teacher": config.algorithm.teacher,
+        "algorithm.reference": config.algorithm.reference,
+        "algorithm.advantage.critic.path": critic.path if critic else None,
     }
     for field, folder in folders.items():
         if folder and Path(folder).is_dir():

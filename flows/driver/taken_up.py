@@ -15,7 +15,12 @@ from millrace.core.errors import ConfigError
 from millrace.flows.driver.fingerprints import differences
 
 log = logging.getLogger(__name__)
-LATER = ("algorithm.teacher: ", "model.chat_template: ")  # what the hashes of an earlier start may lack
+LATER = (  # what the hashes of an earlier start may lack
+    "algorithm.teacher: ",
+    "algorithm.reference: ",
+    "algorithm.advantage.critic.path: ",
+    "model.chat_template: ",
+)
 
 
 def check_same_model(run: str, before: dict[str, Any] | None, now: dict[str, dict[str, str]]) -> None:

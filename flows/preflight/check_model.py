@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from millrace.core.model_folder.tensors import weight_tensors
 from millrace.flows.driver.named_model import model_here
 from millrace.flows.driver.weights_type import DType, of_new_run, stored_as
 
+CRITIC = "algorithm.advantage.critic.path"
 PATIENCE_S = 10.0  # for one answer of a served teacher
 RELATIVE = "; a relative path in a file means that file's folder"
 
@@ -80,18 +81,44 @@ def check_model(config: RunConfig, may_be_made: bool, found: Checkpoint) -> Iter
             yield from TRANSFORMER.experts_problems(config.trainer.megatron)
     if os.path.isdir(path) or config.model.tokenizer:
         yield from _tokenizer(config, found)
-    teacher_path = config.algorithm.teacher
-    if teacher_path and not (may_be_made and not os.path.exists(Path(teacher_path) / "config.json")):
-        teacher = yield from _folder("algorithm.teacher", teacher_path)
-        if teacher and shape and teacher.vocab != shape.vocab:
-            yield Problem(
-                "algorithm.teacher",
-                teacher_path,
-                f"its vocabulary of {teacher.vocab} is not the model's, {shape.vocab}",
-                "take a teacher with the model's tokenizer",
-            )
-        if teacher:
-            yield from _sizes(config, teacher, "teacher")
+    yield from _reference(config, shape, may_be_made)
+    critic = config.algorithm.critic
+    beside = {"algorithm.teacher": config.algorithm.teacher, CRITIC: critic.path if critic else None}
+    for field, folder in beside.items():
+        if folder and not (may_be_made and not os.path.exists(Path(folder) / "config.json")):
+            yield from _beside(config, field, folder, shape)
+
+
+def _beside(config: RunConfig, field: str, path: str, shape: Architecture | None) -> Iterator[Problem]:
+    """What keeps a folder from being a model beside the policy, in its layout and with its tokenizer. shape: the policy's."""
+    whose = "critic" if field == CRITIC else "teacher"
+    other = yield from _folder(field, path)
+    if other and shape and other.vocab != shape.vocab:
+        yield Problem(
+            field,
+            path,
+            f"its vocabulary of {other.vocab} is not the model's, {shape.vocab}",
+            f"take a {whose} with the model's tokenizer",
+        )
+    if other:
+        yield from _sizes(config, other, whose)
+
+
+def _reference(config: RunConfig, shape: Architecture | None, may_be_made: bool) -> Iterator[Problem]:
+    """What keeps a folder from being the reference: it is laid into the policy's model."""
+    field, path = "algorithm.reference", config.algorithm.reference
+    if not path or (may_be_made and not os.path.exists(Path(path) / "config.json")):
+        return
+    reference = yield from _folder(field, path)
+    if reference and shape and reference != shape:
+        sizes, own = asdict(shape), asdict(reference)
+        differs = [name for name, value in sizes.items() if own[name] != value]
+        yield Problem(
+            field,
+            path,
+            f"its architecture is not that of model.path: {', '.join(differs)} differ",
+            "name a folder of the same architecture and sizes, such as an export of a run from the same model",
+        )
 
 
 def _folder(field: str, folder: str, whole: bool = True) -> Generator[Problem, None, Architecture | None]:

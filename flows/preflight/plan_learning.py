@@ -87,7 +87,9 @@ def _kl(a: Algorithm) -> str:
     steered = f", steered to {a.kl_target:g} nats a token over {a.kl_horizon} samples" if a.kl_target else ""
     unbiased = ", weighted by pi / pi_old" if a.kl_unbiased else ""
     every = a.reference_update_steps
-    reference = f"the policy of every {every} steps" if every else "the initial weights"
+    reference = f"{a.reference}" if a.reference else "the initial weights"
+    if every:
+        reference = f"{reference}, and from step {every} on the policy of every {every} steps"
     return f"{a.kl_kind} in the {a.kl_placement}, coefficient {a.kl_coef:g}{steered}{unbiased}; the reference is {reference}"
 
 
@@ -166,6 +168,8 @@ def _learning_rate(config: RunConfig) -> str:
         text += f", then {s.kind} to {s.min_lr:g} at step {s.decay_steps or steps}"
         text += f" of {steps}" if s.decay_steps else ""
     if critic:
-        text += f"; of the critic {critic.lr:g}"
+        text += f"; of the critic {f'({critic.path}) ' if critic.path else ''}{critic.lr:g}"
+        if critic.schedule:
+            text += f" by its schedule ({_fields(critic.schedule.model_dump())})"
         text += f", which trains alone for {critic.only_steps} steps" if critic.only_steps else ""
     return text

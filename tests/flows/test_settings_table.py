@@ -70,6 +70,8 @@ def bases() -> dict[str, RunConfig]:
         made += [
             configuration(algorithm={**algorithm, choice: section}) for section in kinds(choice, Algorithm)
         ]
+    critic = {"kind": "gae", "critic": {"schedule": {}}}
+    made.append(configuration(algorithm={"preset": "ppo", "advantage": critic}))
     for tool in (FUNCTION, {"mcp": {"command": ["serve"]}}):
         session = {
             "function": FUNCTION,

@@ -73,12 +73,18 @@ class PlainLearner(Plain):
         self.config = config
         self.objective = Objective(config)
         self.controller = KLController(config)
-        self.critic = PlainCritic(folder, config.critic.lr) if config.critic else None
+        if config.reference:
+            self.reference = transformers.AutoModelForCausalLM.from_pretrained(
+                config.reference, dtype=torch.float32
+            )
+        body = Path(config.critic.path) if config.critic and config.critic.path else folder
+        self.critic = PlainCritic(body, config.critic.lr) if config.critic else None
         self.teacher = (
             transformers.AutoModelForCausalLM.from_pretrained(config.teacher, dtype=torch.float32)
             if config.teacher
             else None
         )
+        self.critic_rates: dict[int, float] = {}  # by step, where the schedule is not constant
         self.old: dict[str, Tensor] = {}
         self.old_values: dict[str, Tensor] = {}
         self.whitened: dict[str, tuple[Tensor, Tensor | None]] = {}  # advantages and returns by sample
@@ -153,6 +159,8 @@ class PlainLearner(Plain):
             returns = torch.cat([returned for _, returned in credits if returned is not None])
             each = value_loss(self.critic.values(rows), values, returns, clip=c.critic.clip)
             error = (each * mask).sum() / mask.sum()
+            for group in self.critic.optimizer.param_groups:
+                group["lr"] = self.critic_rates.get(version, group["lr"])
             step_metrics["value_loss"] = float(error.detach())
             step_metrics["critic_grad_norm"] = clipped_step(error, self.critic.optimizer, CLIP_GRAD)
         if c.critic is None or version > c.critic.only_steps:

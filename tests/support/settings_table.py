@@ -126,9 +126,13 @@ ROWS: dict[str, Row] = {
             "preset whiten old_logprobs aggregation constant_length kl_kind kl_placement kl_unbiased",
         ),
         *_under(
-            "algorithm", "kl_target kl_horizon reference_update_steps entropy_coef distillation_coef teacher"
+            "algorithm",
+            "kl_target kl_horizon reference reference_update_steps entropy_coef distillation_coef teacher",
         ),
-        *_under("algorithm.advantage", "kind divide_by_std epsilon gamma lam critic.clip critic.only_steps"),
+        *_under(
+            "algorithm.advantage",
+            "kind divide_by_std epsilon gamma lam critic.path critic.clip critic.only_steps",
+        ),
         *_under("algorithm.advantage", FUNCTION),
         *_under("algorithm.loss", "kind clip_low clip_high dual_clip temperatures"),
         *_under("algorithm.loss", FUNCTION),
@@ -147,6 +151,9 @@ ROWS: dict[str, Row] = {
     **_branch(TRAINED_WITH, "algorithm.kl_coef", "algorithm.advantage.critic.lr"),
     **_any_start(REBUILT, "algorithm.on_policy_guard"),
     **_branch(TRAINED_WITH, *_under("trainer.optimizer", "lr betas eps weight_decay clip_grad")),
+    **_branch(
+        TRAINED_WITH, *_under("algorithm.advantage.critic.schedule", "kind warmup_steps decay_steps min_lr")
+    ),
     **_branch(TRAINED_WITH, *_under("trainer.schedule", "kind warmup_steps decay_steps min_lr")),
     **_any_start(
         REBUILT,

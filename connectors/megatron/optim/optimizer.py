@@ -11,16 +11,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from millrace.connectors.megatron.optim import fused_adamw
 from millrace.core.config import RunConfig
+from millrace.core.config.trainer import Schedule
 
 
-def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float) -> Any:
+def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float, s: Schedule) -> Any:
     """AdamW over fp32 main parameters."""
     o = config.trainer.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=lr,
-            min_lr=config.trainer.schedule.min_lr,
+            min_lr=s.min_lr,
             weight_decay=o.weight_decay,
             adam_beta1=o.betas[0],
             adam_beta2=o.betas[1],
@@ -38,9 +39,9 @@ def make_optimizer(model: DistributedDataParallel, config: RunConfig, lr: float)
     return optimizer
 
 
-def make_schedule(optimizer: Any, config: RunConfig, lr: float) -> OptimizerParamScheduler:
+def make_schedule(optimizer: Any, config: RunConfig, lr: float, s: Schedule) -> OptimizerParamScheduler:
     """Learning rate by optimizer step: linear warm-up, then the configured decay."""
-    o, s = config.trainer.optimizer, config.trainer.schedule
+    o = config.trainer.optimizer
     total = s.decay_steps or config.run.iterations * config.steps_per_iteration
     return OptimizerParamScheduler(
         optimizer,

@@ -8,8 +8,11 @@ from pydantic import Field
 
 from millrace.core.config.parts.from_preset import EMPTY_IN_FORMS, FROM_PRESET
 from millrace.core.config.parts.menu import Menu
+from millrace.core.config.parts.paths import READS
+from millrace.core.config.parts.restart import in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
+from millrace.core.config.trainer import Schedule
 
 
 class GroupRelative(Section):
@@ -52,7 +55,16 @@ class ReinforcePlusPlusBaseline(Section):
 class Critic(Section):
     """PPO's value model."""
 
+    path: Annotated[str | None, in_a_branch("one run has one algorithm", moves=True), READS] = Field(
+        None,
+        description="Hugging Face checkpoint folder that the critic's body starts from, of any supported architecture with the model's "
+        "tokenizer; null: model.path. It has the policy's ranks and layout.",
+    )
     lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic.")
+    schedule: Schedule | None = Field(
+        None,
+        description="Learning rate of the critic over optimizer steps; null: trainer.schedule, from its own peak.",
+    )
     clip: float | None = Field(0.2, gt=0, description="Clip range of values around the old values.")
     only_steps: int = Field(0, ge=0, description="Optimizer steps at the start that train the critic alone.")
 

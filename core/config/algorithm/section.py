@@ -94,6 +94,11 @@ class Algorithm(Section):
         description="Adaptive coefficient: the KL it steers to; fixed when not given. Nats a token.",
     )
     kl_horizon: int = Field(10000, ge=1, description="Samples over which the adaptive coefficient moves.")
+    reference: Annotated[str | None, in_a_branch("one run has one algorithm", moves=True), READS] = Field(
+        None,
+        description="Hugging Face checkpoint folder of the reference model, of the policy's architecture; null: the weights that the "
+        "run starts from.",
+    )
     reference_update_steps: int | None = Field(
         None, ge=1, description="Steps after which the reference becomes the policy; never when not given."
     )

@@ -55,7 +55,8 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
     t = config.trainer
     held = parameters_of_rank(config, shape)
     width = 2 if config.dtype == "bfloat16" else 4
-    trained = held * (2 if config.algorithm.critic is not None else 1)
+    critic = critic_shape(config, shape)
+    trained = held + (parameters_of_rank(config, critic) if critic else 0)
     shards = config.data_parallel * t.parallel.context if t.optimizer.distributed else 1
     states = 2 * FP32 + (FP32 if width == 2 else 0)
     parts = [
@@ -91,8 +92,20 @@ def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[
 def saved_bytes(config: RunConfig, shape: Architecture) -> tuple[int, int]:
     """Bytes of what is trained: its weights, and the optimizer's state. A checkpoint holds both."""
     width = 2 if config.dtype == "bfloat16" else 4
-    trained = shape.parameters * (2 if config.algorithm.critic is not None else 1)
+    critic = critic_shape(config, shape)
+    trained = shape.parameters + (critic.parameters if critic else 0)
     return trained * width, trained * (2 * FP32 + (FP32 if width == 2 else 0))
+
+
+def critic_shape(config: RunConfig, policy: Architecture) -> Architecture | None:
+    """The critic's sizes; None without a critic. Those of the policy too where its folder cannot be read yet."""
+    critic = config.algorithm.critic
+    if critic is None or critic.path is None:
+        return policy if critic else None
+    try:
+        return architecture(read_hf_config(critic.path, "algorithm.advantage.critic.path"))
+    except ConfigError:
+        return policy
 
 
 def _teacher(config: RunConfig, width: int) -> int:

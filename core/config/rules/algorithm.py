@@ -212,6 +212,13 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
             "an adaptive coefficient is multiplied, and 0 stays 0",
             "start it above 0, 0.05 for instance",
         )
+    elif a.reference is not None:
+        yield Problem(
+            "algorithm.reference",
+            a.reference,
+            "without a KL term there is no reference",
+            "set kl_coef, or leave it out",
+        )
     elif a.reference_update_steps is not None:
         yield Problem(
             "algorithm.reference_update_steps",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from millrace.core.config.megatron_options import rules as megatron_options
 from millrace.core.config.parts.problems import Problem
 from millrace.core.config.run_config import RunConfig
+from millrace.core.config.trainer import Schedule
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
@@ -91,24 +92,27 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"trainer.optimizer.betas.{number}", beta, "a decay rate lies in [0, 1)", "use 0.9 and 0.98"
             )
-    if s.min_lr > o.lr:
+    yield from _schedule(config, "trainer.schedule", s, "the peak, trainer.optimizer.lr", o.lr)
+    if critic is not None:
+        peak = "the critic's peak, algorithm.advantage.critic.lr"
+        if critic.schedule is not None:
+            yield from _schedule(
+                config, "algorithm.advantage.critic.schedule", critic.schedule, peak, critic.lr
+            )
+        elif o.lr >= s.min_lr > critic.lr:
+            yield from _schedule(config, "trainer.schedule", s, peak, critic.lr)
+
+
+def _schedule(config: RunConfig, field: str, s: Schedule, of_peak: str, peak: float) -> Iterator[Problem]:
+    """A schedule that ends above its peak, or before its warm-up does."""
+    if s.min_lr > peak:
         yield Problem(
-            "trainer.schedule.min_lr",
-            s.min_lr,
-            f"it is above the peak, trainer.optimizer.lr = {o.lr:g}",
-            "lower it, or raise the peak",
-        )
-    elif critic is not None and s.min_lr > critic.lr:
-        yield Problem(
-            "trainer.schedule.min_lr",
-            s.min_lr,
-            f"it is above the critic's peak, algorithm.advantage.critic.lr = {critic.lr:g}",
-            "lower it, or raise the peak",
+            f"{field}.min_lr", s.min_lr, f"it is above {of_peak} = {peak:g}", "lower it, or raise the peak"
         )
     steps = s.decay_steps or config.run.iterations * max(1, config.steps_per_iteration)
     if s.kind != "constant" and s.warmup_steps >= steps:
         yield Problem(
-            "trainer.schedule.warmup_steps",
+            f"{field}.warmup_steps",
             s.warmup_steps,
             f"the warm-up is not over when the decay ends, after {steps} steps",
             f"set it below {steps}",

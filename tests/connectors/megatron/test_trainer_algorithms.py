@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from millrace.connectors.rewards.served_teacher import ServedTeacher
 from millrace.core.config.algorithm import Algorithm
@@ -102,6 +104,80 @@ def test_steps_are_those_of_plain_models_and_the_pure_functions(
     with workers.group(configuration(model(), algorithm=algorithm(name))) as group:
         ours = trained(group, batches)
     plain = PlainLearner(model(), config)
+    for step, found in enumerate(ours, start=1):
+        rows = scored(samples(step), config)
+        plain.begin(rows)
+        for figure, value in plain.learn(rows, step).items():
+            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+
+
+def perturbed(folder: Path, target: Path) -> str:
+    """The folder's model with other weights."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    torch.manual_seed(5)
+    moved = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+    save_file(moved, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+@pytest.mark.parametrize("updates", [None, 2])
+@pytest.mark.parametrize("layout", [{}, {"parallel": {"tensor": 2}}], ids=["one rank", "tensor"])
+def test_a_folder_may_be_the_reference_and_the_policy_starts_from_its_own(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, updates: int | None, layout: dict[str, Any]
+) -> None:
+    values = {"kl_coef": 0.1, "reference": perturbed(model(), tmp_path / "reference")}
+    config = Algorithm.model_validate({**values, "reference_update_steps": updates})
+    batches = urls(tmp_path, config, 3)
+    settings = configuration(model(), 1 + bool(layout), algorithm=config.model_dump(mode="json"), **layout)
+    with workers.group(settings) as group:
+        ours = trained(group, batches[:2])
+        group.call("save", str(tmp_path / "saved"))
+        ours += trained(group, batches[2:], 3)
+    with workers.group(settings) as group:  # a new trainer has the same reference
+        group.call("load", str(tmp_path / "saved"))
+        again = trained(group, batches[2:], 3)
+    assert figures(again) == figures(ours[2:])
+    plain = PlainLearner(model(), config)
+    for step, found in enumerate(ours, start=1):
+        rows = scored(samples(step), config)
+        plain.begin(rows)
+        for figure, value in plain.learn(rows, step).items():
+            assert found[figure] == pytest.approx(value, rel=2e-5, abs=5e-6), f"{figure} of step {step}"
+    assert ours[0]["kl"] > 1e-3
+
+
+def test_a_reference_of_another_architecture_is_refused_by_name(
+    workers: Workers, model: Callable[..., Path]
+) -> None:
+    algorithm = {"kl_coef": 0.1, "reference": str(model("qwen3", hidden_size=48))}
+    with (
+        pytest.raises(RankFailedError, match=r"^ConfigError: algorithm.reference = .*architecture"),
+        workers.group(configuration(model(), algorithm=algorithm)),
+    ):
+        pass
+
+
+def test_a_critic_may_be_another_model_with_a_schedule_that_is_not_the_policys(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path
+) -> None:
+    schedule = {"kind": "linear", "warmup_steps": 1, "decay_steps": 3, "min_lr": 1e-4}
+    critic = {"path": str(model("qwen2", hidden_size=48)), "lr": 5e-4, "schedule": schedule, "only_steps": 1}
+    values = {"preset": "ppo", "kl_coef": 0.0, "advantage": {"critic": critic}}
+    config = Algorithm.model_validate(values)
+    batches = urls(tmp_path, config, 4)
+    with workers.group(configuration(model(), algorithm=values)) as group:
+        ours = trained(group, batches[:2])
+        group.call("save", str(tmp_path / "saved"))
+        ours += trained(group, batches[2:], 3)
+        group.call("load", str(tmp_path / "saved"))
+        again = trained(group, batches[2:], 3)
+    assert figures(again) == figures(ours[2:])
+    rates = [0.0, 5e-4, 3e-4, 1e-4]  # half-way down at the second step after the warm-up
+    assert [step["critic_lr"] for step in ours] == pytest.approx(rates)
+    assert [step["lr"] for step in ours] == pytest.approx([1e-3] * 4)
+    plain = PlainLearner(model(), config)
+    plain.critic_rates = dict(enumerate(rates, start=1))
     for step, found in enumerate(ours, start=1):
         rows = scored(samples(step), config)
         plain.begin(rows)

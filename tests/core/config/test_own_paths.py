@@ -22,6 +22,8 @@ READS = {
     "model.tokenizer",
     "model.chat_template",
     "algorithm.teacher",
+    "algorithm.reference",
+    "algorithm.advantage.critic.path",
     "data.sources[].path",
     "evaluation.sets[].path",
     "run.import_from",
