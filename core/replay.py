@@ -28,6 +28,8 @@ NOT_BUILT_IN = (  # what a trainer follows without being built again
     "algorithm.advantage.critic.schedule",
     "algorithm.on_policy_guard",  # refuses, and changes no step
 )
+# folders that are known by their files' hashes, and may lie elsewhere at another start
+MAY_MOVE = ("algorithm.teacher", "algorithm.reference", "algorithm.advantage.critic.path")
 LOSS_TOLERANCE = (1e-3, 1e-2)  # absolute, relative
 NORM_TOLERANCE = (1e-4, 1e-2)
 BFLOAT16_FACTOR = 10.0
@@ -86,7 +88,8 @@ def check_trainer_fits(version: int, recorded: StepMetrics, now: StepSettings) -
         return
     then, here = (dict(_flat(each["configuration"])) for each in (recorded["settings"], now))
     for path in then.keys() & here.keys():
-        if then[path] != here[path] and not path.startswith(NOT_BUILT_IN):
+        moved = path in MAY_MOVE and None not in (then[path], here[path])
+        if then[path] != here[path] and not moved and not path.startswith(NOT_BUILT_IN):
             raise TrainerError(
                 f"step {version} was made under {path} = {then[path]!r}, this trainer was built with {here[path]!r}",
                 remedy="replay the iterations before and after the change apart",

@@ -26,7 +26,7 @@ from millrace.core.contracts.rows.prompts import SourceFingerprint, source_chang
 from millrace.core.errors import BudgetError, DataError, MissingFileError, StalledError
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
-from millrace.flows.driver.taken_up import check_same_model, taken_up
+from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
 from millrace.flows.tools.browse import ahead_of, check_no_run, spans_of
 from millrace.tasks import report
 from millrace.tasks.runtime.runtime import Runtime
@@ -80,7 +80,8 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     check_goes_on(record, str(flow_run.id), since)
     record["id"] = runtime.run_id
     prints = await asyncio.to_thread(fingerprints, runtime.config)
-    check_same_model(runtime.config.run.name, record.get("fingerprints"), prints)
+    branched = branched_fields(record, before, asked)
+    check_same_model(runtime.config.run.name, record.get("fingerprints"), prints, branched)
     undrawn = await asyncio.to_thread(first_undrawn_iteration, runtime.run_folder)
     installed = versions()
     record["changes"] = taken_up(record, before, asked, prints, installed, since)

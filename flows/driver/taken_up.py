@@ -6,6 +6,7 @@ Owns the list `changes` in run.json, so that the record of a run never forgets w
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from millrace.core.config import RunConfig
@@ -23,17 +24,27 @@ LATER = (  # what the hashes of an earlier start may lack
 )
 
 
-def check_same_model(run: str, before: dict[str, Any] | None, now: dict[str, dict[str, str]]) -> None:
-    """Refuse to go on with another model than the run's, naming the files. `before`: fingerprints of an earlier start, if any."""
-    changed = (
-        [
-            name
-            for name in differences(before["model"], now["model"])
-            if not name.startswith(LATER) or name in before["model"]
-        ]
-        if before
-        else []
-    )
+def branched_fields(record: dict[str, Any], before: RunConfig, now: RunConfig) -> list[str]:
+    """The fields that a branch sets otherwise than its parent, at its first start; none at any other start."""
+    return [] if record["config"] is not None else [change.path for change in changes(before, now)]
+
+
+def check_same_model(
+    run: str,
+    before: dict[str, Any] | None,
+    now: dict[str, dict[str, str]],
+    branched: Collection[str] = (),
+) -> None:
+    """Refuse to go on with another model than the run's, naming the files. `before`: fingerprints of an earlier start, if any.
+
+    branched: fields that a branch sets otherwise at its first start; the files of these are others.
+    """
+    changed = [
+        name
+        for name in (differences(before["model"], now["model"]) if before else ())
+        if not name.startswith(LATER)
+        or (before and name in before["model"] and not name.startswith(tuple(branched)))
+    ]
     if changed:
         raise ConfigError(
             "its model changed:\n  " + "\n  ".join(changed),

@@ -25,7 +25,7 @@ from millrace.flows.driver.same_run import (
     refused_in_run,
     stored_config,
 )
-from millrace.flows.driver.taken_up import check_same_model
+from millrace.flows.driver.taken_up import branched_fields, check_same_model
 from millrace.flows.driver.weights_type import DType
 from millrace.flows.tools.browse import check_no_run
 
@@ -90,7 +90,8 @@ def _refused(config: RunConfig, record: dict[str, Any], stored: StoredRun) -> It
             yield _changed(config, change, f"run {name} has", remedy)
     try:
         if not is_named(config.model):  # else it is the run's own commit
-            check_same_model(name, record.get("fingerprints"), {"model": of_model(config)})
+            prints, branched = {"model": of_model(config)}, branched_fields(record, before, config)
+            check_same_model(name, record.get("fingerprints"), prints, branched)
     except ConfigError as error:
         reason = error.reason.replace("\n  ", " ").replace("model.path: ", "")
         yield Problem("model.path", config.model.path, reason, error.remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from millrace.core.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.flows.driver.fingerprints import SMALL, fingerprints
-from millrace.flows.driver.taken_up import check_same_model, taken_up
+from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
 from tests.support.flow_runs import configuration
 
 
@@ -77,6 +78,40 @@ def test_another_text_in_the_chat_template_is_refused_once_its_hash_is_known(
     check_same_model("a", without, prints())  # of an earlier release
     with pytest.raises(ConfigError, match=r"its model changed:\s+model.chat_template: file"):
         check_same_model("a", before, prints())
+
+
+BESIDE: dict[str, Callable[[str], dict[str, Any]]] = {
+    "algorithm.teacher": lambda folder: {"preset": "opd", "teacher": folder},
+    "algorithm.reference": lambda folder: {"kl_coef": 0.1, "reference": folder},
+    "algorithm.advantage.critic.path": lambda folder: {
+        "preset": "ppo",
+        "advantage": {"critic": {"path": folder}},
+    },
+}
+
+
+@pytest.mark.parametrize("field", BESIDE)
+def test_a_branch_may_name_another_model_beside_the_policy_and_a_run_may_not(
+    field: str, model: Path, tmp_path: Path
+) -> None:
+    one, other = (tmp_path / name for name in ("one", "other"))
+    for number, folder in enumerate((one, other)):
+        folder.mkdir()
+        save_file({"a": torch.full((10,), float(number))}, folder / "model.safetensors")
+    before, now = (config(model, algorithm=BESIDE[field](str(folder))) for folder in (one, other))
+    prints = fingerprints(before), fingerprints(now)
+    assert branched_fields({"config": {}}, before, now) == []
+    with pytest.raises(ConfigError, match=rf"its model changed:\s+{field}: model.safetensors"):
+        check_same_model("a", *prints)
+    check_same_model("a", *prints, branched_fields({"config": None}, before, now))
+    moved = one.rename(tmp_path / "moved")
+    check_same_model("a", prints[0], fingerprints(config(model, algorithm=BESIDE[field](str(moved)))))
+    save_file(
+        {"a": torch.ones(10)}, moved / "model.safetensors"
+    )  # another one in the folder that stays named
+    changed = fingerprints(config(model, algorithm=BESIDE[field](str(moved))))
+    with pytest.raises(ConfigError, match="its model changed"):
+        check_same_model("a", prints[0], changed, branched_fields({"config": None}, before, before))
 
 
 def test_a_large_file_is_sampled(model: Path) -> None:
