@@ -12,13 +12,31 @@ from prefect import flow
 from prefect.context import FlowRunContext
 
 from millrace.core.config import RunConfig
+from millrace.core.config.reading.files import read_files
 from millrace.core.config.reading.load import load_config
+from millrace.core.errors import ConfigError
 from millrace.flows.driver.drive import DriveResult
 from millrace.flows.sft import sft
 from millrace.flows.train import train
 
 
-@flow(name="train", flow_run_name="{path}")
+def name_of_file(given: dict[str, Any]) -> str:
+    """The name of the run that a file and overrides ask for. If the file has none, its path: the flow says what is wrong."""
+    if named := _overridden(given):
+        return named
+    try:
+        return str(read_files(given["path"])["run"]["name"])
+    except (ConfigError, LookupError, TypeError):
+        return str(given["path"])
+
+
+def _overridden(given: dict[str, Any]) -> str | None:
+    """The name that overrides give the run."""
+    names = [item.partition("=")[2] for item in given.get("overrides") or () if item.startswith("run.name=")]
+    return names[-1] if names else None
+
+
+@flow(name="train", flow_run_name=lambda: name_of_file(_given()))
 async def train_file(path: str, overrides: tuple[str, ...] = ()) -> DriveResult:
     """Train the run of a file, by RL or supervised as the file says; the same run name resumes.
 
@@ -32,8 +50,7 @@ async def train_file(path: str, overrides: tuple[str, ...] = ()) -> DriveResult:
 def _run_name() -> str:
     """The name of the run, as the parameters give it, right or wrong."""
     given = _given()
-    names = [item.partition("=")[2] for item in given.get("overrides") or () if item.startswith("run.name=")]
-    return str(names[-1] if names else given["config"]["run"]["name"])
+    return str(_overridden(given) or given["config"]["run"]["name"])
 
 
 @flow(name="train", flow_run_name=_run_name)

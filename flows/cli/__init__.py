@@ -9,7 +9,7 @@ import typer
 
 from millrace.connectors.storage.local import keep_private
 from millrace.core.plain_text import take_any_text
-from millrace.flows.cli import evaluate, look, run, score, server, tools
+from millrace.flows.cli import evaluate, look, run, score, server, start, tools
 
 app = typer.Typer(
     help="LLM reinforcement-learning post-training as resumable Prefect flows.",
@@ -26,7 +26,7 @@ def _process() -> None:
 
 
 for command in (
-    *(run.train, run.check, run.quickstart),
+    *(start.new, run.train, run.check, run.quickstart, start.pretrained),
     *(
         look.runs,
         look.show,

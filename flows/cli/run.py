@@ -35,11 +35,14 @@ T = TypeVar("T")
 
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train a run, or go on with it: the same name resumes."""
+    from millrace.flows.preflight.plan_seen import run_elsewhere
     from millrace.flows.tools.ending import ending
 
     def work() -> tuple[RunConfig, DriveResult]:
-        resolved = _checked(config, overrides).config
-        return resolved, _run_flow(resolved)
+        found = _checked(config, overrides)
+        if warning := run_elsewhere(found):
+            errors.print(warning, markup=False, highlight=False, soft_wrap=True)
+        return found.config, _run_flow(found.config)
 
     resolved, result = _interruptible(work)
     did, total = result["did"], result["iterations"]
@@ -132,4 +135,5 @@ def _checked(path: Path, overrides: list[str] | None) -> Checked:
     if problems or found is None:
         errors.print(render_problems(problems), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(2)
+    found.file = path
     return found

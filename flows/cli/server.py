@@ -54,8 +54,9 @@ def ui(
 def deploy(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="YAML files of runs that get a deployment each, besides the recipes."),
+        typer.Argument(help="YAML files of runs that get a deployment each."),
     ] = None,
+    recipes: Annotated[bool, typer.Option("--recipes", help="Deploy millrace's recipes too.")] = False,
     pool: Annotated[str, typer.Option(help="Work pool of the deployments; made unless it exists.")] = "local",
     kind: Annotated[
         str, typer.Option("--type", help="What a flow run is there: process, docker or kubernetes.")
@@ -64,7 +65,11 @@ def deploy(
         str | None, typer.Option(help="Image that has millrace, for docker and kubernetes.")
     ] = None,
 ) -> None:
-    """Create Prefect deployments of all recipes and given files; a worker runs them from this folder."""
+    """Create Prefect deployments of the files, and of the flows for any run; a worker runs them from this folder."""
     from millrace.flows.tools import deploy as tool
 
-    print_lines(guarded(lambda: tool.deploy(Path.cwd(), files or (), pool=pool, kind=kind, image=image)))
+    print_lines(
+        guarded(
+            lambda: tool.deploy(Path.cwd(), files or (), recipes=recipes, pool=pool, kind=kind, image=image)
+        )
+    )

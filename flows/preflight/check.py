@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -52,6 +53,7 @@ class Checked:
     model: Checkpoint = field(default_factory=Checkpoint)
     run: StoredRun = field(default_factory=StoredRun)
     rewards: list[RewardAnswers] = field(default_factory=list)
+    file: Path | None = None  # that the configuration was read from
 
     @property
     def located(self) -> RunConfig:

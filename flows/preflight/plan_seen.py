@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from millrace.core.config import RunConfig
@@ -43,6 +46,40 @@ def run_in_storage(config: RunConfig, run: StoredRun) -> Line:
         )
         text += f"; {which} trained again from the stored batches"
     return "run", text
+
+
+def run_folder(found: Checked) -> Iterator[Line]:
+    """Where the run's folder is, if the shell stands elsewhere than the file: data are relative to the file, runs to the shell."""
+    root, file = found.config.storage.root, found.file
+    if file is None or "://" in root or os.path.isabs(root):
+        return
+    beside = file.absolute().parent
+    if os.path.realpath(beside) == os.path.realpath(os.getcwd()):
+        return
+    yield (
+        "run folder",
+        f"{os.path.abspath(os.path.join(root, found.config.run.name))}: storage.root means the folder of the shell",
+    )
+    if other := _run_beside(found, beside):
+        yield "", other
+
+
+def run_elsewhere(found: Checked) -> str | None:
+    """A warning if the run is new here, and one of its name lies beside the file."""
+    text = [text for name, text in run_folder(found) if not name]
+    return text[0] if text else None
+
+
+def _run_beside(found: Checked, folder: Path) -> str | None:
+    if found.run.exists:
+        return None
+    root = folder / found.config.storage.root
+    if not (root / found.config.run.name / "run.json").exists():
+        return None
+    return (
+        f"WARNING: run {found.config.run.name} exists beside the file, in {root}, and a start from here begins another. "
+        f"To go on with it: storage.root={shlex.quote(str(root))}"
+    )
 
 
 def weights(found: Checked) -> Iterator[Line]:

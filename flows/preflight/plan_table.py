@@ -35,6 +35,7 @@ def _laid_out(name: str, text: str, indent: int, width: int | None) -> str:
 
 def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield plan_seen.run_in_storage(found.config, found.run)
+    yield from plan_seen.run_folder(found)
     yield from plan_seen.weights(found)
     yield from learning(found.config)
     yield from plan_seen.data(found)

@@ -1,4 +1,4 @@
-"""`millrace deploy`: Prefect deployments of millrace, one for each recipe and each given file, to run from a folder of the user's.
+"""`millrace deploy`: Prefect deployments of millrace, one for each given file and each recipe, to run from a folder of the user's.
 
 Owns how a recipe becomes a deployment. deployments/ holds the rest: prefect.yaml the deployments for any run, pools/ what a
 kind of work pool needs, automations.yaml what the server does by itself.
@@ -35,16 +35,18 @@ def deploy(
     folder: Path,
     files: Sequence[Path] = (),
     *,
+    recipes: bool = False,
     pool: str = "local",
     kind: str = "process",
     image: str | None = None,
 ) -> list[str]:
     """Create the work pool, unless it exists, the deployments and the automations; returns the lines that start a worker.
 
-    Flow runs import from `folder` and resolve relative paths against it. files: YAML files of runs. image: for containers.
+    Flow runs import from `folder` and resolve relative paths against it. files: YAML files of runs. recipes: all of
+    millrace's get a deployment too. image: for containers.
     """
     where = pool_of(pool, kind, str(folder), image)
-    described = all_deployments(files)
+    described = all_deployments(files, recipes)
     api = ensure_server()
     asyncio.run(_create(described, where, str(folder)))
     return [
@@ -86,8 +88,8 @@ def pool_of(name: str, kind: str, folder: str, image: str | None) -> Pool:
     return {"name": name, "kind": kind, "variables": _filled(variables, words)}
 
 
-def all_deployments(files: Sequence[Path]) -> list[Described]:
-    """The deployments of prefect.yaml, of recipes and of files.
+def all_deployments(files: Sequence[Path], with_recipes: bool = False) -> list[Described]:
+    """The deployments of prefect.yaml, of files and, if they are asked for, of recipes.
 
     Raises ConfigError for a file that is no configuration, and for two deployments of one name.
     """
@@ -101,7 +103,7 @@ def all_deployments(files: Sequence[Path]) -> list[Described]:
         }
         for item in yaml.safe_load((FILES / "prefect.yaml").read_text())["deployments"]
     ]
-    recipes = sorted((FILES / "recipes").glob("*.yaml"))
+    recipes = sorted((FILES / "recipes").glob("*.yaml")) if with_recipes else []
     described = [*for_any_run, *map(of_recipe, recipes), *map(of_file, files)]
     names = list(map(shown_name, described))
     for name in names:
@@ -117,7 +119,7 @@ def of_recipe(path: Path) -> Described:
     return {
         "name": path.stem,
         "entrypoint": "millrace.flows.from_file.train_recipe",
-        "description": "\n".join(_comment(path)),
+        "description": "\n".join(comment_of(path)),
         "tags": _tags(load_config(str(path))),
         "parameters": {"config": read_files(str(path)), "overrides": []},
     }
@@ -145,7 +147,7 @@ def _tags(config: RunConfig) -> list[str]:
     return [TAG, *sorted(run_tags(config))]
 
 
-def _comment(path: Path) -> list[str]:
+def comment_of(path: Path) -> list[str]:
     """The lines of comment that a file begins with."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return [line.removeprefix("#").strip() for line in lines]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from millrace import BufferedGroup, GroupSample, RewardInput, TokenBatch
+from millrace.connectors.huggingface.pretrained import PACKAGE, WHEEL
 from millrace.core.config.reading.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,7 @@ FOLDERS = [
 ELSEWHERE = {  # folders whose pages another test holds
     "code_repair": "test_agent_examples.py",
     "critic": "test_agent_examples.py",
+    "pretrained": "test_pages.py",
     "sft_dialogues": "test_sft_dialogues.py",
     "verifiers_env": "test_agent_examples.py",
 }
@@ -62,6 +64,25 @@ def test_an_examples_page_shows_its_module_and_its_configuration(folder: str) ->
     (config,) = (ROOT / "examples" / folder).glob("*.yaml")
     assert blocks(page, "python") == [module.read_text()]
     assert blocks(page, "yaml") == [config.read_text()]
+
+
+def test_the_page_of_the_pretrained_model_shows_its_configuration_and_a_problem_as_it_is() -> None:
+    page = ROOT / "examples" / "pretrained" / "README.md"
+    assert blocks(page, "yaml") == [(page.parent / "words.yaml").read_text()]
+    (problem,) = blocks(page, "text")
+    text, _, label = problem.strip().rpartition(" ")
+    one, other = re.findall(r"\d+", text)
+    assert int(label) == int(one) * (int(other) + 1)
+    assert WHEEL in page.read_text()
+    assert PACKAGE in page.read_text()
+
+
+def test_the_list_of_examples_names_each_folder_once() -> None:
+    listed = re.findall(
+        r"^\| \[(\w+)\]\((\w+)/README.md\)", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(name for name, _ in listed) == sorted([*FOLDERS, *ELSEWHERE])
+    assert all(name == folder for name, folder in listed)
 
 
 def test_every_folder_of_examples_is_held() -> None:

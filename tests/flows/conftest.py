@@ -73,7 +73,7 @@ def project(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> P
 def own_deployments(workplace: Workplace, project: Path) -> Iterator[Deployed]:
     """A worker in that folder for what `millrace deploy run.yaml` makes there."""
     here = Deployed(workplace.api, workplace.login, workplace.environment, project)
-    here.millrace("deploy", "run.yaml")
+    here.millrace("deploy", "run.yaml", "--recipes")
     here.start_worker(workplace.folder / "worker.log")
     yield here
     here.close()

@@ -19,7 +19,8 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.tracker import run_tags, with_run_tags
 from millrace.core.errors import ConfigError
 from millrace.flows import from_file, sft, train
-from millrace.flows.tools.deploy import FILES, TAG, all_deployments, deploy, pool_of
+from millrace.flows.from_file import name_of_file
+from millrace.flows.tools.deploy import FILES, TAG, all_deployments, deploy, pool_of, shown_name
 
 RECIPES = sorted((FILES / "recipes").glob("*.yaml"))
 POOLS = ("docker", "kubernetes", "process")
@@ -28,7 +29,7 @@ HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 
 @pytest.fixture(scope="module")
 def deployments() -> dict[str, dict[str, Any]]:
-    return {item["name"]: item for item in all_deployments([])}
+    return {item["name"]: item for item in all_deployments([], with_recipes=True)}
 
 
 def automation(end: str) -> dict[str, Any]:
@@ -39,8 +40,44 @@ def automation(end: str) -> dict[str, Any]:
     return trigger
 
 
-def test_there_is_one_for_each_recipe_and_three_for_any_run(deployments: dict[str, Any]) -> None:
+def test_there_are_three_for_any_run_and_one_for_each_recipe_when_asked(
+    deployments: dict[str, Any], tmp_path: Path
+) -> None:
     assert set(deployments) == {"train", "file", "sft", *(path.stem for path in RECIPES)}
+    assert [shown_name(item) for item in all_deployments([])] == [
+        "train/train",
+        "train/file",
+        "sft/sft",
+    ]
+    own = tmp_path / "own.yaml"
+    own.write_text(f"base: {RECIPES[0]}\nrun: {{name: mine}}\n")
+    assert [item["name"] for item in all_deployments([own])] == ["train", "file", "sft", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "wanted"),
+    [
+        ("run: {name: a}", (), "a"),
+        ("run: {name: a}", ("run.iterations=3",), "a"),
+        ("run: {name: a}", ("run.name=b",), "b"),
+        ("run: {name: a}", ("run.name=b", "run.name=c"), "c"),
+        ("run: {seed: 1}", ("run.name=b",), "b"),
+        ("base: other.yaml", (), "other"),
+        ("base: other.yaml\nrun: {name: a}", (), "a"),
+        ("run: {seed: 1}", (), "run.yaml"),
+        ("run:", (), "run.yaml"),
+        ("[", (), "run.yaml"),
+        (None, (), "run.yaml"),
+    ],
+)
+def test_a_flow_run_of_a_file_is_named_by_its_run(
+    text: str | None, overrides: tuple[str, ...], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.yaml").write_text("run: {name: other}")
+    if text is not None:
+        Path("run.yaml").write_text(text)
+    assert name_of_file({"path": "run.yaml", "overrides": overrides}) == wanted
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

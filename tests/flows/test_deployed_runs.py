@@ -37,7 +37,7 @@ def end(server: Deployed, flow_run: str) -> None:
 
 
 def test_deploy_makes_a_deployment_a_recipe_and_each_automation_once(server: Deployed, project: Path) -> None:
-    server.millrace("deploy", "run.yaml")  # again
+    server.millrace("deploy", "run.yaml", "--recipes")  # again
     listed = server.ask("/deployments/filter", {"limit": 100})
     found = {item["name"]: item for item in listed if "millrace" in item["tags"]}
     recipes = {path.stem for path in (Path(__file__).parents[2] / "deployments" / "recipes").glob("*.yaml")}

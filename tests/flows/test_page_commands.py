@@ -63,14 +63,14 @@ def started(server: Deployed, name: str) -> Any:
 def test_the_page_on_deployments(shell: Shell, workplace: Workplace, tmp_path: Path) -> None:
     server = Deployed(workplace.api, workplace.login, workplace.environment, tmp_path)
     lines = [line for block in blocks("deployments", "sh") for line in block.splitlines()]
-    deploy, deploy_file, run_recipe, run_file, schedule, docker, kubernetes = lines
+    deploy_file, deploy, run_recipe, run_file, schedule, docker, kubernetes = lines
     (printed,) = blocks("deployments", "text")
-    for line, names in ((deploy, []), (deploy_file, ["train/a"])):
+    for line, names in ((deploy_file, ["train/a"]), (deploy, ["train/grpo"])):
         said = shell.types(line)
         assert [word.split("=")[0] for word in said[-2:]] == [
             word.split("=")[0] for word in printed.splitlines()
         ]
-        for name in ("train/train", "train/file", "sft/sft", "train/grpo", *names):
+        for name in ("train/train", "train/file", "sft/sft", *names):
             assert name in said[-4]
             assert deployment(server, name)["pull_steps"][0].popitem()[1] == {"directory": str(tmp_path)}
     shell.before.append(said[-2])
@@ -96,7 +96,7 @@ def test_the_page_on_deployments(shell: Shell, workplace: Workplace, tmp_path: P
         (kubernetes, "cluster", {"namespace": "default", "finished_job_ttl": 3600}),
     ):
         assert shell.types(line)[-1] == f"prefect worker start --pool {pool}"
-        there = deployment(server, "train/grpo")
+        there = deployment(server, "train/a")
         assert there["work_pool_name"] == pool
         assert there["job_variables"]["image"] == "registry.example/millrace:1"
         assert variables.items() <= there["job_variables"].items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,29 @@ def test_the_page_for_people_who_start_shows_the_plan_as_it_is_printed() -> None
     ]
     printed = CliRunner().invoke(app, ["check", "run.yaml", "run.name=mine"]).output
     assert printed.startswith(shown)
+
+
+def test_a_shell_that_stands_elsewhere_is_told_where_the_runs_folder_is(
+    wrong_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path in a file means the file's folder, and storage.root the shell's."""
+    file = str(wrong_place / "run.yaml")
+
+    def told(*overrides: str) -> str:
+        printed = CliRunner().invoke(app, ["check", file, *overrides]).output
+        return printed.partition("run folder")[2].partition("weights")[0]
+
+    assert told("run.name=trained") == ""
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path}/runs/trained:" in told("run.name=trained", "storage.root=runs")
+    assert f"storage.root={wrong_place}/runs" in told("run.name=trained", "storage.root=runs")
+    assert "WARNING" not in told("run.name=new", "storage.root=runs")
+    assert f"{tmp_path}/runs/new:" in told("run.name=new", "storage.root=runs")
+    for root in (f"{tmp_path}/other", f"{wrong_place}/runs", "memory://runs"):
+        assert told("run.name=trained", f"storage.root={root}") == ""
+    shutil.rmtree(tmp_path / "runs")  # made by the check that it can be written
+    (tmp_path / "runs").symlink_to(wrong_place / "runs")
+    assert "WARNING" not in told("run.name=trained", "storage.root=runs")
+    (tmp_path / "link").symlink_to(wrong_place)
+    monkeypatch.chdir(tmp_path / "link")
+    assert told("run.name=trained") == ""

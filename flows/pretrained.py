@@ -1,0 +1,101 @@
+"""A real pretrained model and something to teach it: SmolLM2-135M-Instruct, and word problems with numbers.
+
+Owns the problems. `connectors/huggingface/pretrained.py` makes the model's folder.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from millrace.connectors.huggingface.pretrained import make_smollm2
+from millrace.core.config import RunConfig
+from millrace.flows.quickstart import write_rows
+
+TRAIN, HELD_OUT = 4_000, 200
+NAMES = [
+    "Ana",
+    "Ben",
+    "Chloe",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gita",
+    "Hugo",
+    "Ines",
+    "Jack",
+    "Kira",
+    "Leo",
+    "Mona",
+    "Nils",
+    "Olga",
+    "Pete",
+]
+THINGS = [
+    "apples",
+    "coins",
+    "marbles",
+    "stickers",
+    "books",
+    "pencils",
+    "shells",
+    "cards",
+    "buttons",
+    "stamps",
+]
+
+
+def prepare(config: RunConfig, *, largest: int = 30) -> None:
+    """Make the model at config.model.path, and beside it word problems, unless they are there. largest: number in a problem."""
+    model = Path(config.model.path)
+    if not (model / "config.json").exists():
+        make_smollm2(model)
+    write_problems(model.parent, largest, config.run.seed)
+
+
+def write_problems(folder: Path, largest: int = 30, seed: int = 0) -> None:
+    """Write train.jsonl and held_out.jsonl, which share no problem, unless they are there."""
+    files = {"held_out": HELD_OUT, "train": TRAIN}
+    if all((folder / f"{name}.jsonl").exists() for name in files):
+        return
+    made = problems(random.Random(seed), largest)
+    for name, count in files.items():
+        write_rows(folder / f"{name}.jsonl", [next(made) for _ in range(count)])
+
+
+def problems(rng: random.Random, largest: int) -> Iterator[dict[str, str]]:
+    """Problems that differ, with their answers, without end."""
+    seen = set()
+    while True:
+        text, answer = _problem(rng, largest)
+        if text not in seen:
+            seen.add(text)
+            yield {"prompt": text, "label": str(answer)}
+
+
+def _problem(rng: random.Random, largest: int) -> tuple[str, int]:
+    (one, other), things = rng.sample(NAMES, 2), rng.choice(THINGS)
+    a, b, few = rng.randint(2, largest), rng.randint(2, largest), rng.randint(2, 9)
+    lost = min(few, a + b - 1)
+    now = f"How many {things} does {one} have now?"
+    together = f"How many {things} do they have together?"
+    return rng.choice(
+        [
+            (f"{one} has {a} {things}. {other} gives {one} {b} more {things}. {now}", a + b),
+            (
+                f"{one} has {a + b} {things} and gives {b} of them to {other}. How many {things} does {one} have left?",
+                a,
+            ),
+            (
+                f"{one} buys {few} boxes with {a} {things} in each box. How many {things} does {one} buy?",
+                a * few,
+            ),
+            (f"{one} has {a} {things}, and {other} has {few} times as many. {together}", a * (few + 1)),
+            (
+                f"{one} shares {a * few} {things} equally among {few} friends. How many {things} does each friend get?",
+                a,
+            ),
+            (f"{one} has {a} {things}. {one} finds {b} more and then loses {lost}. {now}", a + b - lost),
+        ]
+    )
