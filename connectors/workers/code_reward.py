@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from millrace.connectors.workers.sandbox import SandboxLimits, SandboxOutcome, run_python
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import RewardInput, RewardResult
-from millrace.core.rewards.code.answer import decoded, last_code_block, same_output, same_value
+from millrace.core.rewards.code.answer import decoded, last_code_block, long_integers, same_output, same_value
 from millrace.core.rewards.code.cases import Asserts, Call, Case, Tests, tests_of
 from millrace.core.rewards.code.programs import ANSWER, ASSERTS, LINE
 
@@ -45,7 +45,7 @@ def code(
 ) -> RewardResult:
     """1 if the code passes all tests of the row, else 0; with score="share" the share of tests that it passes.
 
-    fenced: the code is the last closed block; else it is the whole response without the space around it. template: the program,
+    fenced: the code is the last closed block, whose fences are CommonMark's; else it is the whole response without the space around it. template: the program,
     with {code} where the code stands: imports before it, or a function around it. timeout_s: of one program; total_s: of all
     of them, after which the tests that are left count as timed out. memory_mb, output_bytes: of one program. max_tests: the
     first of the row's alone.
@@ -63,13 +63,26 @@ def code(
             where="options.template of code",
             remedy=f"write {CODE} where the code stands",
         )
+    with long_integers():
+        return _scored(
+            sample,
+            score,
+            fenced,
+            template,
+            max_tests,
+            _Sandbox(SandboxLimits(timeout_s, memory_mb, output_bytes), total_s),
+        )
+
+
+def _scored(
+    sample: RewardInput, score: str, fenced: bool, template: str, max_tests: int | None, sandbox: _Sandbox
+) -> RewardResult:
     tests = tests_of(sample.metadata)
     count = len(tests.sources) if isinstance(tests, Asserts) else len(tests)
     count = min(count, max_tests or count)
     program = last_code_block(sample.response) if fenced else sample.response.strip() or None
     if program is None:
         return _result(Counter(), count, score, no_code=True)
-    sandbox = _Sandbox(SandboxLimits(timeout_s, memory_mb, output_bytes), total_s)
     program = template.replace(CODE, program)
     ended: Counter[Ended] = Counter()
     for outcome in _outcomes(sandbox, program, tests, count):

@@ -155,7 +155,18 @@ class _Run:
             "memory_bytes": limits.memory_mb << 20,
             "file_bytes": limits.file_mb << 20,
         }
-        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", sandboxed.__file__, json.dumps(settings)]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            "-X",
+            "utf8",
+            "-X",
+            "int_max_str_digits=0",
+            sandboxed.__file__,
+            json.dumps(settings),
+        ]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -58,12 +58,32 @@ def same(a: str, b: str) -> bool:
     return x is not None and y is not None and _equal(x, y)
 
 
+def form(text: str) -> str | None:
+    """What the library writes for an expression, its constants computed; None if it cannot read it."""
+    found = read(text)
+    if not isinstance(found, sympy.Basic):
+        return None
+    try:
+        return str(found.doit())
+    except Exception:  # noqa: BLE001 - see `_equal`
+        return str(found)
+
+
 @lru_cache(maxsize=256)  # a label is compared with every answer of its group
 def read(text: str) -> Any:
     """What math-verify makes of an expression, decimals as fractions; None if it cannot read it."""
     text = DECIMAL.sub(_as_fraction, TIMES.sub(lambda match: match[0] + "\\cdot ", text))
     found = parse(f"\\boxed{{{text}}}", [AS_WRITTEN], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    return _with_constants(found[0]) if found else None
+
+
+def _with_constants(found: Any) -> Any:
+    """With the imaginary unit for the letter i, and sums and products of known length computed."""
+    if not isinstance(found, sympy.Basic):
+        return found
+    letters = [letter for letter in found.free_symbols if letter.name == "i"]
+    found = found.subs(dict.fromkeys(letters, sympy.I)) if letters else found
+    return found.doit() if found.has(sympy.Sum, sympy.Product) else found
 
 
 def _chain(text: str) -> tuple[str | None, str | None]:
@@ -73,6 +93,8 @@ def _chain(text: str) -> tuple[str | None, str | None]:
     """
     text = text[match.end() :] if (match := MEMBER.match(text)) else text
     sides = [side.strip() for side in EQUALS.split(text)]
+    if any(side.count("{") != side.count("}") for side in sides):  # as in \sum_{k=1}
+        return None, text
     if len(sides) == 1 or (len(sides) > 2 and SEPARATOR.search(text)):
         return None, text
     if not all(sides):

@@ -18,9 +18,9 @@ THINK_ANSWER = re.compile(
 
 def think_answer(sample: RewardInput) -> float:
     """1 if the response is <think>...</think><answer>...</answer> with nothing around it and each tag once, else 0."""
-    match = THINK_ANSWER.fullmatch(sample.response)
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    return float(match is not None and all(sample.response.count(tag) == 1 for tag in tags))
+    once = all(sample.response.count(tag) == 1 for tag in tags)  # first: the expression is slow on many tags
+    return float(once and THINK_ANSWER.fullmatch(sample.response) is not None)
 
 
 def boxed(sample: RewardInput) -> float:

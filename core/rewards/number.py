@@ -7,18 +7,21 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.rewards.characters import minus_signs
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# commas group thousands, or stand between two numbers
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3}){1,20}(?!\d|,\d)(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 LONGEST = 64  # digits and signs of one number; longer runs are not answers
 LARGEST = 10_000  # of an exponent of ten; Decimal overflows far beyond it
 
 
 def find_last(text: str) -> Decimal | None:
-    """The last number in a text, commas between digits ignored; None when there is none.
+    """The last number in a text; None when there is none.
 
-    A minus counts only where no digit or letter stands right before it, so that "7-3" ends in 3.
+    A minus counts only where no digit or letter stands right before it, so that "7-3" ends in 3. It may be any of the signs
+    that stand for one.
     """
-    last = None
+    text, last = minus_signs(text), None
     for match in NUMBER.finditer(text):
         last = match
     if last is None:
@@ -38,25 +41,27 @@ def arithmetic(sample: RewardInput, *, tolerance: float = 0.0) -> RewardResult:
 
     Errors: ValueError when the label is not a number: the data are wrong, not the response.
     """
-    label = _decimal(str(sample.label))
+    label = _decimal(sample.label)
     if label is None:
         raise ValueError(f"label {sample.label!r} is not a number")
     answer = find_last(sample.response)
     if answer is None:
         return RewardResult(0.0, answer="")
     right = abs(answer - label) <= Decimal(str(tolerance))
-    return RewardResult(
-        float(right),
-        answer=f"{answer.normalize():f}" if abs(answer.adjusted()) < LONGEST else str(answer.normalize()),
-    )
+    return RewardResult(float(right), answer=_normal_form(answer))
+
+
+def _normal_form(value: Decimal) -> str:
+    plain = value.normalize() or Decimal(0)  # no -0
+    return f"{plain:f}" if abs(plain.adjusted()) < LONGEST else str(plain)
 
 
 def _decimal(text: Any) -> Decimal | None:
-    plain = str(text).replace(",", "").strip()
-    if len(plain) > LONGEST:
+    plain = minus_signs(str(text)).strip()
+    if len(plain) > LONGEST or NUMBER.fullmatch(plain) is None:
         return None
     try:
-        value = Decimal(plain)
+        value = Decimal(plain.replace(",", ""))
     except InvalidOperation:
         return None
     return value if value.is_finite() and abs(value.adjusted()) <= LARGEST else None

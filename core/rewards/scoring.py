@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 from millrace.core.errors import described
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.plain_text import whole
+from millrace.core.rewards.code.answer import long_integers
 from millrace.core.rewards.forms import answer_of, awaited_answer_of, reward_of
 
 Row = Mapping[str, Any]
@@ -35,15 +36,16 @@ Ended = tuple[
 
 def sample_input(row: Row) -> RewardInput:
     """What the reward sees of a stored row, whose prompt, label and metadata are JSON text."""
-    return RewardInput(
-        prompt=json.loads(row["prompt"]),
-        response=row["response"],
-        label=None if row["label"] is None else json.loads(row["label"]),
-        metadata=json.loads(row["metadata"]) if row["metadata"] else {},
-        response_length=row["response_length"],
-        status=row["status"],
-        messages=json.loads(row["dialogue"]) if row.get("dialogue") else (),
-    )
+    with long_integers():
+        return RewardInput(
+            prompt=json.loads(row["prompt"]),
+            response=row["response"],
+            label=None if row["label"] is None else json.loads(row["label"]),
+            metadata=json.loads(row["metadata"]) if row["metadata"] else {},
+            response_length=row["response_length"],
+            status=row["status"],
+            messages=json.loads(row["dialogue"]) if row.get("dialogue") else (),
+        )
 
 
 def score_sample(path: str, options: Mapping[str, Any], row: Row, field: str = "reward") -> Scored:

@@ -9,7 +9,7 @@ Where this differs from math-verify alone, as a careful human would:
 - (1,2) is a pair or an interval, never the list 1,2; the library takes a list for a pair;
 - a chain must be true: 6=5 has no value, 2+3=5 is 5, x=5 is 5; the library takes what stands last;
 - an inequality is its interval on either side; the library allows it for the label only;
-- of several boxes the last one counts (`math.last_boxed`); the library joins boxes that stand close;
+- of several boxes with text between them the last one counts (`math.boxed_answer`);
 - 2(3) is 6; the library reads a mixed number and adds;
 - letters after a number are variables: 2t is not 2; the library drops them as units (`answer_text` knows units).
 """
@@ -46,6 +46,23 @@ def same_expression(a: str, b: str) -> bool:
             return expressions.same(*sorted((a, b)))
     except _OutOfTime:
         return False
+
+
+def simplest(text: str) -> str | None:
+    """The text that the library has for a spelling, one for expressions that only differ in order; None if it has none in time."""
+    if is_apart(text):
+        return None
+    try:
+        check_size(text)
+    except TooLarge:
+        return None
+    from millrace.core.rewards import expressions
+
+    try:
+        with _limit(SECONDS / 4):
+            return expressions.form(text)
+    except _OutOfTime:
+        return None
 
 
 class _OutOfTime(BaseException):

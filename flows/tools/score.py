@@ -30,6 +30,7 @@ from millrace.core.contracts.sample import split_parts
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import load, search_in
 from millrace.core.plain_text import json_text, whole_values
+from millrace.core.rewards.code.answer import long_integers
 from millrace.core.rewards.scoring import Scored, score_group, score_sample
 from millrace.flows.tools.named_files import check_file
 
@@ -123,7 +124,8 @@ def score_file(
     search_in()
     load(function.function, "reward.function")  # before processes start
     resolved(function.options, "--options")
-    rows = [_sample(values, number, path, columns) for number, values in enumerate(_read(path))]
+    with long_integers():
+        rows = [_sample(values, number, path, columns) for number, values in enumerate(_read(path))]
     if not rows:
         raise DataError("holds no rows", where=path, remedy="give a file with prompts and responses")
     scores = Scores(asyncio.run(_score_all(function, rows, workers, timeout_s, limits)))

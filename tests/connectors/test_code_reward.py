@@ -147,6 +147,56 @@ def test_when_the_time_for_all_is_over_the_rest_has_timed_out() -> None:
     assert result.reward <= 0.5
 
 
+HUGE = 10**5000 + 3  # of more digits than Python writes by default
+
+
+@pytest.mark.parametrize(
+    ("program", "metadata"),
+    [
+        ("print(10**5000 + 3)", {"tests": [{"input": "", "output": "1" + "0" * 4999 + "3"}]}),
+        ("print(int(input()) % 7)", {"tests": [{"input": "1" + "0" * 4999 + "3", "output": str(HUGE % 7)}]}),
+        (
+            "def f(n):\n    return n + 1",
+            {"input_output": {"fn_name": "f", "inputs": [[HUGE]], "outputs": [HUGE + 1]}},
+        ),
+        (
+            "def f(n):\n    return 10**n",
+            {"test_list": ["assert f(5000) == 10**5000", "assert len(str(f(5000))) == 5001"]},
+        ),
+        (
+            "def f(n):\n    return str(n)",
+            {"entry_point": "f", "test": "def check(c):\n    assert len(c(10**6000)) == 6001\n"},
+        ),
+    ],
+)
+def test_integers_of_any_length_are_read_and_written(program: str, metadata: dict[str, Any]) -> None:
+    limit = sys.get_int_max_str_digits()
+    assert scored(program, metadata).reward == 1.0
+    assert sys.get_int_max_str_digits() == limit
+
+
+@pytest.mark.parametrize(
+    ("outputs", "returned", "reward"),
+    [
+        ([3], "3", 1.0),
+        ([[3]], "3", 1.0),  # APPS may wrap
+        ([[3]], "[3]", 1.0),
+        ([[3, 4]], "3", 0.0),
+        ([[3, 4]], "[3, 4]", 1.0),
+        ([[[3, 4]]], "[3, 4]", 1.0),
+        ([[3], [3, 4]], "3", 0.0),  # results are lists
+        ([[3], []], "3", 0.0),
+        ([["a", "b"]], "'a'", 0.0),
+        ([[True]], "1", 0.0),
+        ([[[3], [4]]], "[3]", 0.0),
+    ],
+)
+def test_the_first_of_a_list_is_not_the_list(outputs: list[Any], returned: str, reward: float) -> None:
+    tests = {"fn_name": "f", "inputs": [[0]] * len(outputs), "outputs": outputs}
+    program = f"def f(n):\n    return {returned}"
+    assert scored(program, {"input_output": tests}).reward == reward
+
+
 def test_a_response_without_a_closed_block_has_no_code() -> None:
     for response in ("print(3)", "```python\nprint(3)\n", ""):
         result = code(RewardInput("", response, metadata=STDIN))

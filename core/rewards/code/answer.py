@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-FENCE = "```"
+LONGEST_NUMBER = 400  # characters of one that is compared by value
+FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
 
 
 def last_code_block(text: str) -> str | None:
-    """The code of the last fenced block that is closed; None without one. Linear in the text's length."""
+    """The code of the last fenced block that is closed; None without one. Linear in the text's length.
+
+    Fences are CommonMark's: three or more backticks or tildes, closed by at least as many of the same. A block that is indented
+    with its fence, as in a list, loses that indentation.
+    """
     found: str | None = None
     block: list[str] | None = None
-    for line in text.split("\n"):
-        bare = line.strip()
+    indent, fence = 0, ""
+    for line in text.replace("\r\n", "\n").split("\n"):
+        match = FENCE.fullmatch(line)
         if block is None:
-            if bare.startswith(FENCE) and FENCE not in bare[3:]:
-                block = []
-        elif bare == FENCE:
+            if match and not (match[2][0] == "`" and "`" in match[3]):
+                block, indent, fence = [], len(match[1].expandtabs(4)), match[2]
+        elif match and match[2].startswith(fence) and not match[3].strip():
             found, block = "\n".join(block), None
         else:
-            block.append(line)
+            block.append(_dedented(line, indent))
     return found
+
+
+def _dedented(line: str, indent: int) -> str:
+    """The line without as much of its indentation as the fence has."""
+    if not indent:
+        return line
+    spaces = len(line) - len(line.lstrip(" \t"))
+    plain = line[:spaces].expandtabs(4)
+    return plain[indent:] + line[spaces:]
+
+
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Within it, integers of any length are read and written as text: programs and tests may have some of over 4,300 digits."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -90,7 +120,7 @@ def _same_numbers(left: str, right: str) -> bool:
 
 
 def _number(text: str) -> Decimal:
-    if len(text) > 400 or "_" in text:
+    if len(text) > LONGEST_NUMBER or "_" in text:
         raise InvalidOperation
     number = Decimal(text)
     if not number.is_finite():

@@ -65,7 +65,10 @@ def tests_of(metadata: Mapping[str, Any]) -> Tests:
         value = _parsed(metadata[key], key)
         pairs = _pairs_of_tests(value) if key == "tests" else _pairs_of_lists(value)
         name = metadata.get("fn_name") or (value.get("fn_name") if isinstance(value, Mapping) else None)
-        return [_call(name, *pair) for pair in pairs] if name else [_case(*pair) for pair in pairs]
+        if not name:
+            return [_case(*pair) for pair in pairs]
+        wrapped = all(len(result) == 1 for _, result in pairs if isinstance(result, list))
+        return [_call(name, *pair, wrapped) for pair in pairs]
     entry = metadata.get("entry_point")
     if key == "test":
         if not isinstance(metadata["test"], str) or not isinstance(entry, str):
@@ -101,15 +104,17 @@ def _case(given: Any, expected: Any) -> Case:
     return Case(_text(given), _text(expected))
 
 
-def _call(name: str, given: Any, expected: Any) -> Call:
-    """LiveCodeBench has text: a JSON value a line as arguments, and one as the result. APPS may wrap the result in a list."""
+def _call(name: str, given: Any, expected: Any, wrapped: bool) -> Call:
+    """LiveCodeBench has text: a JSON value a line as arguments, and one as the result. APPS may wrap the result in a list.
+
+    wrapped: a list of one may be the wrapped result, as no result of the row is a list of another length.
+    """
     if isinstance(given, str):
         given = [_parsed(line, "tests") for line in given.splitlines() if line.strip()]
         return Call(name, given, [_parsed(expected, "tests") if isinstance(expected, str) else expected])
     if not isinstance(given, list):
         raise _wrong("tests", f"the input of {name} is no list of arguments")
-    wrapped = expected[:1] if isinstance(expected, list) else []
-    return Call(name, given, [expected, *wrapped])
+    return Call(name, given, [expected, *(expected if wrapped and isinstance(expected, list) else [])])
 
 
 def _text(value: Any) -> str:

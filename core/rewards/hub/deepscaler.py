@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.core.hooks import RewardInput, RewardResult
-from millrace.core.rewards.math import judged, last_boxed
+from millrace.core.rewards.math import boxed_answer, judged, last_boxed
 from millrace.core.rewards.text import label_text
 
 MARKERS = ("</think>", "###Response")  # the first that occurs decides
@@ -21,4 +21,4 @@ def deepscaler(sample: RewardInput, *, symbolic: bool = True) -> RewardResult:
     marker = next((marker for marker in MARKERS if marker in sample.response), None)
     if marker is None or not label:
         return RewardResult(0.0, answer="")
-    return judged(last_boxed(sample.response.rpartition(marker)[2]), label, symbolic=symbolic)
+    return judged(boxed_answer(sample.response.rpartition(marker)[2]), label, symbolic=symbolic)

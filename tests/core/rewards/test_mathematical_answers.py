@@ -190,7 +190,7 @@ KINDS: dict[str, list[tuple[str, str, int]]] = {
         ("(A)", "A", 1),
         (r"\text{A}", "A", 1),
         (r"\textbf{(B)}", "B", 1),
-        (r"(B)\ 5", "B", 0),
+        (r"(B)\ 5", "B", 1),
         ("yes", r"\text{yes}", 1),
         (r"\text{Yes}", "yes", 1),
         ("no", "yes", 0),
