@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.installed.environment import PACKAGES, REPOSITORY, build_wheel
+from tests.installed.environment import PACKAGES, REPOSITORY, build
 from tests.support.deployed import Deployed
 from tests.support.flow_runs import Workplace, configuration, make_workplace
 from tests.support.own_functions import LOSS, REWARD, assert_trained_by_them
@@ -32,7 +32,7 @@ SHADOW = 'raise AssertionError("the user\'s {name} was imported in place of mill
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the tree."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 def test_a_wheel_holds_every_module_recipe_and_settings_file_and_no_test(wheel: Path) -> None:
@@ -153,7 +153,7 @@ def test_only_the_checkout_is_imported_from_a_checkout(project: Project) -> None
 
 def test_a_source_distribution_holds_what_the_wheel_holds(wheel: Path, tmp_path: Path) -> None:
     """The links under src are followed: whoever unpacks it elsewhere has files."""
-    with tarfile.open(build_wheel(tmp_path, sdist=True)) as archive:
+    with tarfile.open(build(tmp_path, sdist=True)) as archive:
         assert not [member.name for member in archive if member.issym() or member.islnk()]
         files = {name.partition("/src/")[2] for name in archive.getnames() if "/src/millrace/" in name}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("millrace/")}

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.installed.environment import NEWEST, OLDEST, Environment, build_wheel
+from tests.installed.environment import NEWEST, OLDEST, Environment, build
 from tests.installed.use import use
 
 
@@ -21,29 +21,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.installed", description=__doc__)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment")
     parser.add_argument(
-        "--oldest", action="store_true", help="the oldest versions that pyproject.toml allows, not the newest"
+        "--oldest", action="store_true", help="the oldest versions of what pyproject.toml names"
     )
     parser.add_argument(
-        "--torch", default="", help="torch to install first: torch==2.13.0+cpu; its newest when not given"
+        "--torch", default="", help="installed first: torch==2.13.0+cpu; the newest if not given"
     )
     parser.add_argument(
-        "--with", dest="beside", nargs="*", default=[], help="further requirements: megatron-core==0.17.1"
+        "--megatron-core", nargs="+", default=[], help="versions to use one after the other: 0.16.1 0.17.1"
     )
     parser.add_argument(
-        "--sdist", action="store_true", help="install from a source distribution, not from a wheel"
+        "--sdist", action="store_true", help="install a source distribution instead of a wheel"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-installed-") as scratch:
         folder, started = Path(scratch), time.monotonic()
         folder.chmod(0o755)
-        built = build_wheel(folder / "built", sdist=options.sdist)
+        built = build(folder / "built", sdist=options.sdist)
         environment = Environment(folder / "environment", options.python)
-        environment.install(
-            options.torch, [str(built), *options.beside], OLDEST if options.oldest else NEWEST
-        )
-        print(f"installed in {time.monotonic() - started:.0f} s: {environment.versions()}", flush=True)
-        use(environment, folder / "user")
-        print(f"1 passed, 0 failed in {time.monotonic() - started:.0f} s")
+        environment.install(options.torch, [str(built)], OLDEST if options.oldest else NEWEST)
+        print(f"installed in {time.monotonic() - started:.0f} s", flush=True)
+        uses = options.megatron_core or [""]
+        for version in uses:
+            if version:
+                environment.install("", [f"megatron-core=={version}"], NEWEST)
+            print(f"with {environment.versions()}", flush=True)
+            use(environment, folder / f"user{version}")
+        print(f"{len(uses)} passed, 0 failed in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def build_wheel(folder: Path, *, sdist: bool = False) -> Path:
+def build(folder: Path, *, sdist: bool = False) -> Path:
     """A wheel of the checkout, or a source distribution."""
     tree = copy_tree(folder / "tree")
     if sdist:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import yaml
 
@@ -39,8 +40,9 @@ class User:
     def __init__(self, folder: Path) -> None:
         self.uid = os.getuid() or 20_000 + os.getpid() % 10_000
         self.folder, self.work = folder, folder / "work"
-        for place in (folder, self.work, *(folder / name for name in ("home", "tmp", "compiled"))):
-            place.mkdir()
+        compiled = folder.parent / "compiled"
+        for place in (folder, self.work, folder / "home", folder / "tmp", compiled):
+            place.mkdir(exist_ok=True)
             os.chown(place, self.uid, -1)
         self.environment = {
             "PATH": "/usr/bin:/bin",
@@ -48,7 +50,7 @@ class User:
             "TMPDIR": str(folder / "tmp"),
             "USER": "somebody",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPYCACHEPREFIX": str(folder / "compiled"),  # else each process compiles torch again
+            "PYTHONPYCACHEPREFIX": str(compiled),  # else each process compiles torch again
         }
         another = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", *READS_ALL]
         self.prefix = another if os.getuid() == 0 else []
@@ -89,21 +91,19 @@ def use(environment: Environment, folder: Path) -> None:
     (user.work / "rewards.py").write_text(REWARD)
     (user.work / "run.yaml").write_text(yaml.safe_dump(RUN))
     millrace = environment.millrace
+    user.run(environment.python, "-c", MODEL)
+    plan = user.run(millrace, "check", "run.yaml")
+    print(next(line for line in plan.splitlines() if line.startswith("versions")), flush=True)
     try:
-        user.run(environment.python, "-c", MODEL)
-        plan = user.run(millrace, "check", "run.yaml")
-        print(next(line for line in plan.splitlines() if line.startswith("versions")))
         assert "2 iterations complete, 2 of them now" in user.run(millrace, "train", "run.yaml")
         out = user.run(millrace, "train", "run.yaml", "run.iterations=3")
         assert "3 iterations complete, 1 of them now" in out
         assert (user.work / "runs/a/checkpoints/000003/complete.json").exists()
-        print(user.run(millrace, "show", "a"))
-        page = json.loads((user.folder / "home/.millrace/prefect-server.json").read_text())[
-            "url"
-        ].removesuffix("/api")
-        assert "<html" in user.run("curl", "--silent", "--location", page)
+        print(user.run(millrace, "show", "a"), flush=True)
+        page = json.loads((user.folder / "home/.millrace/prefect-server.json").read_text())["url"]
+        with urlopen(page.removesuffix("/api"), timeout=60) as answer:
+            assert b"<html" in answer.read()
     finally:
-        user.run(millrace, "stop", "a")
         user.run(millrace, "server", "stop")
     left = user.left_outside()
     assert not left, f"the run wrote outside its folders: {left}"

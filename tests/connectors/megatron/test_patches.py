@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 import millrace
+from millrace.connectors.megatron.model.policy_model import submodules_of
 
 PATCHES = "connectors/megatron/patches.py"
 FOLDERS = ("core", "connectors", "tasks", "flows")
@@ -141,3 +144,11 @@ def test_an_assignment_into_an_object_of_millraces_own_is_not(source: str) -> No
 )
 def test_what_is_replaced_is_in_the_installed_megatron_core(upstream: object, name: str) -> None:
     assert hasattr(upstream, name)
+
+
+def test_the_submodules_of_a_layers_part_are_found_in_each_form_that_megatron_core_gives_it() -> None:
+    parts = object()
+    assert submodules_of(ModuleSpec(module=object, submodules=parts)) is parts
+    assert submodules_of(partial(dict, submodules=parts)) is parts
+    with pytest.raises(AttributeError):
+        submodules_of(dict)
