@@ -18,6 +18,7 @@ from millrace.connectors.storage.iteration_files import IterationFiles, manifest
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.account.count import COLUMNS, account_of
+from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import (
     EvaluatedMetrics,
     FilterRecord,
@@ -79,7 +80,7 @@ async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
     metrics.update(_time_metrics(ctx))
     if "held_out_loss" in ctx.records:
-        metrics.update(report.held_out_metrics(ctx.records["held_out_loss"]))
+        metrics.update(held_out_metrics(ctx.records["held_out_loss"]))
     return await asyncio.to_thread(_commit, ctx, await _shown(ctx, metrics))
 
 
@@ -123,7 +124,7 @@ def _evaluated(ctx: IterationContext) -> EvaluatedMetrics | None:
     record = ctx.records.get("evaluate_before")
     if record is None:
         return None
-    metrics = report.evaluation_metrics(record)
+    metrics = evaluation_metrics(record)
     return {"version": record["version"], "done": record["done"], "metrics": metrics}
 
 
@@ -160,7 +161,7 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:
         **counted.account.metrics(),
     }
     if "evaluate" in records:
-        metrics.update(report.evaluation_metrics(records["evaluate"]))
+        metrics.update(evaluation_metrics(records["evaluate"]))
     return {name: float(value) for name, value in metrics.items() if value is not None}, counted
 
 

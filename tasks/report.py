@@ -17,11 +17,8 @@ from typing import cast
 
 import httpx
 from prefect.artifacts import (
-    acreate_image_artifact,
-    acreate_link_artifact,
     acreate_markdown_artifact,
     acreate_progress_artifact,
-    acreate_table_artifact,
     aupdate_progress_artifact,
 )
 from prefect.exceptions import PrefectException
@@ -31,14 +28,15 @@ from millrace.connectors.mlflow.tracker import is_server
 from millrace.connectors.prefect.run_page import RunPage
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.core.account.account import Account
+from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.contracts.tracker import run_tags
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
 from millrace.tasks.pages.pictures import curves_png
-from millrace.tasks.pages.sample_rows import sample_rows
-from millrace.tasks.pages.texts import iteration_text, run_text
+from millrace.tasks.pages.sample_groups import samples_text
+from millrace.tasks.pages.texts import account_text, iteration_text, run_text
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -76,15 +74,9 @@ async def open_tracking(runtime: Runtime, run_id: str | None) -> str | None:
         folder.store.url, folder.identity(runtime.run_id), run_id, iteration_number(first) if first else 0
     )
     tags = {"prefect.flow_run_id": flow_run.id or "", "prefect.flow_run_url": flow_run.ui_url or ""}
+    tags["mlflow.note.content"] = _description(runtime)  # MLflow's pages show it as the run's description
     await asyncio.to_thread(tracking.describe, config.model_dump(mode="json"), tags)
     await asyncio.to_thread(_read_curves, runtime)
-    for name, link in tracking.links().items():
-        if link.startswith(("http://", "https://")):
-            await acreate_link_artifact(
-                link=link,
-                key=_key(runtime, name),
-                description=f"Curves of {config.run.name}{_hint(runtime, name)}",
-            )
     await tracking.page.tag(run_tags(config))
     log.info(
         "run %s: %d of %d iterations are complete; its folder is %s",
@@ -141,19 +133,15 @@ async def draw_curves(ctx: IterationContext, metrics: Mapping[str, float | None]
 
 
 async def batch(ctx: IterationContext, account: Account) -> None:
-    """What became of the iteration's tokens, and some of its samples, as tables on its page."""
-    runtime = ctx.runtime
-    calls = [
-        acreate_table_artifact(
-            account.rows(), key=_key(runtime, "tokens"), description=f"Tokens of {_name(ctx)}"
-        )
-    ]
-    if ctx.config.tracking.samples:
-        rows = await asyncio.to_thread(sample_rows, ctx.folder, ctx.config.tracking.samples)
-        calls.append(
-            acreate_table_artifact(rows, key=_key(runtime, "samples"), description=f"Samples of {_name(ctx)}")
-        )
-    await asyncio.gather(*calls)
+    """Some of the iteration's samples, and what became of its tokens, on its page."""
+    about = f"Samples of {_name(ctx)}"
+    systems = {source.name: source.system for source in ctx.config.data.sources if source.system}
+    most = ctx.config.tracking.samples
+    text = await asyncio.to_thread(samples_text, ctx.folder, about, most, systems) if most else ""
+    tokens = account_text(account.rows())
+    await acreate_markdown_artifact(
+        f"{text}\n\n{tokens}", key=_key(ctx.runtime, "samples"), description=about
+    )
 
 
 async def _show_run(runtime: Runtime, done: int) -> None:
@@ -168,12 +156,10 @@ async def _show_run(runtime: Runtime, done: int) -> None:
 
 
 async def _show_curves(runtime: Runtime, picture: bytes, number: int) -> None:
-    """The picture of the curves, on the pages of the iteration and of the run."""
+    """The picture of the curves, on the page of the run."""
     image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-    about = f"Curves after iteration {number}"
-    await asyncio.gather(
-        acreate_image_artifact(image, key=_key(runtime, "picture"), description=about),
-        runtime.tracking.page.show(_key(runtime, "curves"), "image", image, about),
+    await runtime.tracking.page.show(
+        _key(runtime, "curves"), "image", image, f"Curves after iteration {number}"
     )
 
 
@@ -216,6 +202,22 @@ def _read_curves(runtime: Runtime) -> None:
         runtime.tracking.curves.add(evaluation_metrics(cast(EvaluateRecord, evaluated)), 0)
     if held_out := files.record("held_out_loss_before"):
         runtime.tracking.curves.add(held_out_metrics(cast(HeldOutRecord, held_out)), 0)
+
+
+def _description(runtime: Runtime) -> str:
+    """What a run trains on what, and where it is: Markdown."""
+    config = runtime.config
+    learns = "supervised" if config.algorithm.supervised else f"preset {config.algorithm.preset}"
+    sources = ", ".join(f"`{source.name}`" for source in config.data.sources)
+    lines = [
+        f"model `{config.model.path}`",
+        f"data {sources}",
+        learns,
+        f"files `{runtime.run_folder.store.url}`",
+    ]
+    if flow_run.ui_url:
+        lines.append(f"[flow run in Prefect]({flow_run.ui_url})")
+    return "  \n".join(lines)
 
 
 def _links(runtime: Runtime, ctx: IterationContext | None = None) -> dict[str, str]:
@@ -294,40 +296,11 @@ async def evaluation(runtime: Runtime, record: EvaluateRecord) -> None:
     await runtime.tracking.log_metrics(metrics, done)
 
 
-def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
-    """Metrics of an evaluation, by name."""
-    metrics: dict[str, float] = {"eval/lag": record["lag"]} if "lag" in record else {}
-    for name, result in record["sets"].items():
-        parts = {
-            name: result,
-            **{f"{name}/{subset}": part for subset, part in result.get("subsets", {}).items()},
-        }
-        for path, part in parts.items():
-            for figure, value in part.items():
-                if isinstance(value, int | float):
-                    metrics[f"eval/{path}/{figure}"] = value
-            metrics |= {f"eval/{path}/pass_at_{k}": value for k, value in part.get("pass_at", {}).items()}
-    return metrics
-
-
 async def held_out_loss(runtime: Runtime, record: HeldOutRecord) -> None:
     """Log held-out losses that belong to no iteration."""
     metrics = held_out_metrics(record)
     log.info("before training: %s", _headline(metrics, supervised=True))
     await runtime.tracking.log_metrics(metrics, record["done"])
-
-
-def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
-    """Metrics of held-out losses, by name."""
-    metrics: dict[str, float] = {}
-    for name, result in record["sets"].items():
-        for path, part in (
-            (name, result),
-            *((f"{name}/{key}", each) for key, each in result.get("subsets", {}).items()),
-        ):
-            for figure in ("loss", "perplexity", "tokens", "samples"):
-                metrics[f"eval/{path}/{figure}"] = part[figure]
-    return metrics
 
 
 def _key(runtime: Runtime, what: str) -> str:

@@ -120,7 +120,13 @@ FAMILIES: dict[str, tuple[str, Template]] = {
 }
 
 
+def family_for(chat_template: str | None) -> str | None:
+    """The family whose form of answers a chat template writes; None if it is of none of them."""
+    found = (name for name, (mark, _) in FAMILIES.items() if chat_template and mark in chat_template)
+    return next(found, None)
+
+
 def template_for(chat_template: str | None) -> Template | None:
     """The family's template, seen in what its chat template writes; None if it is of none of them."""
-    found = (template for mark, template in FAMILIES.values() if chat_template and mark in chat_template)
-    return next(found, None)
+    family = family_for(chat_template)
+    return FAMILIES[family][1] if family else None

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +28,20 @@ SAMPLED_EVERY_S, SAMPLES_A_POINT = 10, 6  # of the host's load: a point a minute
 TAG_LIMIT = 5000  # characters of a tag's value
 FOLDER_TAG = "millrace.run_folder"
 IDENTITY_TAG = "millrace.run_identity"  # another one for each run that begins in the folder
+OVERVIEW = "0_overview"  # the first section of charts
+FIRST = {  # what is in it, besides held-out rewards
+    "reward/mean": "reward",
+    "rollout/response_length_mean": "response_length",
+    "rollout/truncated_share": "truncated_share",
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/entropy": "entropy",
+    "train/kl": "kl",
+    "train/logprob_gap_mean": "logprob_gap",
+    "rollout/tokens_per_second": "tokens_per_second",
+    "time/iteration_s": "iteration_s",
+}
+HELD_OUT = re.compile(r"^eval/([^/]+)/reward_mean$")
 KIND_TAG, KIND = (
     "mlflow.experimentKind",
     "custom_model_development",
@@ -86,10 +101,9 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        named = [*_overview(metrics).items(), *metrics.items()]
         points = [
-            Metric(_name(name), float(value), now, step)
-            for name, value in metrics.items()
-            if math.isfinite(value)
+            Metric(_name(name), float(value), now, step) for name, value in named if math.isfinite(value)
         ]
         if not points:
             return
@@ -174,6 +188,16 @@ class MlflowTracker:
     def url(self) -> str:
         """Page of the run's curves: on the tracking server, or on the local one, which `millrace ui` starts."""
         return run_page(self.uri, self.experiment_id, self.run_id)
+
+
+def _overview(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The curves that people look at first, once more under names that MLflow's pages sort first."""
+    held_out = {name: f"held_out_{match[1]}" for name in metrics if (match := HELD_OUT.match(name))}
+    return {
+        f"{OVERVIEW}/{short}": metrics[name]
+        for name, short in {**FIRST, **held_out}.items()
+        if name in metrics
+    }
 
 
 def default_uri() -> str:

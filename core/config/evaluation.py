@@ -48,7 +48,10 @@ class EvalSet(Section):
     subset_key: str | None = Field(
         None, description="Key of `metadata` that names a row's subset: figures are by subset too."
     )
-    sampling: Sampling = Sampling(temperature=0)
+    sampling: Sampling = Field(
+        Sampling(temperature=0),
+        description="How its answers are sampled. Unless they are given, `temperature` is 0 (greedy) and `max_new_tokens` the rollout's.",
+    )
 
 
 class Evaluation(Section):

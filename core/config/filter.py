@@ -59,3 +59,14 @@ class Filter(Section):
         "keep",
         description="When the extra prompts are used up: keep the earliest groups that other filters than group_filter dropped, or stop the run.",
     )
+
+    @property
+    def drops(self) -> bool:
+        """Whether a setting drops groups that were scored."""
+        limits = (
+            self.reward_band,
+            self.max_truncated_share,
+            self.max_mean_response_tokens,
+            self.group_filter,
+        )
+        return self.drop_zero_variance or any(limit is not None for limit in limits)

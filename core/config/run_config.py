@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+
+from pydantic import model_validator
 
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.checkpoint import Checkpoint
@@ -48,6 +51,20 @@ class RunConfig(Section):
     checkpoint: Annotated[Checkpoint, ANY_START] = Checkpoint()
     evaluation: Annotated[Evaluation, ANY_START] = Evaluation()
     tracking: Annotated[Tracking, ANY_START] = Tracking()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _held_out_sampling(cls, values: Any) -> Any:
+        """A held-out set is answered greedily, and at the rollout's length, unless it says otherwise."""
+        sets = _at(values, "evaluation", "sets")
+        if not isinstance(sets, list):
+            return values
+        usual: dict[str, Any] = {"temperature": 0}
+        length = _at(values, "rollout", "sampling", "max_new_tokens")
+        if isinstance(length, int):
+            usual["max_new_tokens"] = length
+        filled = [_with_sampling(held_out, usual) for held_out in sets]
+        return {**values, "evaluation": {**values["evaluation"], "sets": filled}}
 
     def for_actors(self) -> dict[str, Any]:
         """The configuration as actors get it, with absolute paths: their working folder is another."""
@@ -175,3 +192,16 @@ class RunConfig(Section):
     def _on_gpus(self) -> bool:
         """Whether trainer and engines work on GPUs, as far as a configuration tells."""
         return self.engines.kind == "sglang" and self.trainer.device != "cpu"
+
+
+def _at(values: Any, *path: str) -> Any:
+    """A value within mappings; None where it is not given, or something else is in the way."""
+    for key in path:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def _with_sampling(held_out: Any, usual: Mapping[str, Any]) -> Any:
+    """A set as it was given, with the usual sampling where it gives none."""
+    sampling = held_out.get("sampling", {}) if isinstance(held_out, Mapping) else None
+    return {**held_out, "sampling": {**usual, **sampling}} if isinstance(sampling, Mapping) else held_out

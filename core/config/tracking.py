@@ -28,5 +28,5 @@ class Tracking(Section):
     samples: int = Field(
         4,
         ge=0,
-        description="Samples of each iteration in the table on Prefect's page, dropped ones among them.",
+        description="Samples of each iteration on Prefect's page: the best and the worst of some groups, dropped ones among them.",
     )

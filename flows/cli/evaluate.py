@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from millrace.flows.cli.terminal import Overrides, RootOption, console, guarded
+from millrace.flows.cli.terminal import Overrides, RootOption, console, guarded, lines_of_parts
 
 
 def evaluate(
@@ -48,8 +48,9 @@ def evaluate(
             )
         return evaluate_folder(Path(model), config or Path("run.yaml"), overrides or [], sets or [], out)
 
-    found = guarded(run)
-    table = Table("set", "samples", "reward", "± 95 %", "majority", "pass@k", "not scored")
+    with lines_of_parts():
+        found = guarded(run)
+    table = Table("set", "samples", "reward", "± 95 %", "majority", "pass@k", "truncated", "not scored")
     for name, figures in found.sets.items():
         parts = {name: figures, **{f"{name}/{key}": part for key, part in figures.get("subsets", {}).items()}}
         for shown, part in parts.items():
@@ -61,6 +62,7 @@ def evaluate(
                 _figure(part.get("interval")),
                 _figure(part.get("majority")),
                 passes,
+                _share(part.get("truncated_share")),
                 str(part.get("not_scored", "")),
             )
     console.print(f"{model}, {found.done} iterations trained", table)
@@ -68,3 +70,7 @@ def evaluate(
 
 def _figure(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else ""
+
+
+def _share(value: object) -> str:
+    return f"{value:.0%}" if isinstance(value, float) else ""

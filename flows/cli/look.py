@@ -27,6 +27,12 @@ def runs(root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = F
 def show(
     run: str,
     root: RootOption = "runs",
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Figures to show in place of the usual ones, or patterns: 'time/*'. May be repeated."
+        ),
+    ] = None,
     newest: NewestOption = NEWEST,
     json: JsonOption = False,
     csv: CsvOption = False,
@@ -34,7 +40,7 @@ def show(
     """Show a run: where it is, and its iterations with the evaluations by set; 0 is before training."""
     from millrace.flows.tools.browse import run_listing
 
-    print_listing(guarded(lambda: run_listing(root, run)), json, csv, newest)
+    print_listing(guarded(lambda: run_listing(root, run, columns or ())), json, csv, newest)
 
 
 def ledger(
@@ -60,7 +66,7 @@ def ledger(
 def sql(
     run: str, query: str, root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False
 ) -> None:
-    """Ask DuckDB about a run: views prompts, samples, rewards, verdicts, batches, steps, evaluations."""
+    """Ask DuckDB about a run: views prompts, samples, turns, rewards, verdicts, batches, steps, evaluations, metrics."""
     from millrace.flows.tools.sql import answer
 
     print_listing(guarded(lambda: answer(root, run, query)), json, csv)

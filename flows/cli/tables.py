@@ -1,6 +1,7 @@
 """How the commands that show runs print their rows: as a table, as JSON or as CSV.
 
-A table on a terminal has the terminal's width, and becomes a list where its columns do not fit. In a pipe nothing is cut.
+A table on a terminal has the terminal's width, and becomes a list where its columns do not fit. In a pipe nothing is cut, and a
+table that no screen is wide enough for becomes JSON, a line a row.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from millrace.flows.cli.terminal import console
 from millrace.flows.tools.listing import Listing
 
 UNLIMITED = 1_000_000  # columns
+WIDEST = 400  # columns of a table in a pipe
 LONGEST = 200  # characters of a cell on a terminal
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with every value whole.")]
@@ -60,8 +62,10 @@ def _print_table(listing: Listing, out: Console, longest: int | None) -> None:
         table.add_column(Text(printable(column)), overflow="fold")
     for row in cells:
         table.add_row(*map(Text, row))
-    needed = Measurement.get(out, out.options.update(max_width=UNLIMITED), table).minimum
-    if cells and needed > out.width:
+    needed = Measurement.get(out, out.options.update(max_width=UNLIMITED), table)
+    if longest is None and needed.maximum > WIDEST:
+        out.file.write(listing.as_json_lines())
+    elif cells and needed.minimum > out.width:
         _print_records(listing, cells, out)
     else:
         out.print(table)

@@ -47,6 +47,21 @@ def guarded(call: Callable[[], T]) -> T:
         raise
 
 
+@contextlib.contextmanager
+def lines_of_parts() -> Iterator[None]:
+    """Within, what millrace logs of its parts is printed: a command that works for minutes is not silent."""
+    logger, handler = logging.getLogger("millrace"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they are, however long: paths and commands in them are to be pasted."""
     for line in lines:

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.huggingface.response_templates import family_for
 from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
+from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_data import Rows
 from millrace.flows.preflight.check_dialogues import trained_tokens
+from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_run import StoredRun
 
 Line = tuple[str, str]
@@ -106,7 +109,22 @@ def data(found: Checked) -> Iterator[Line]:
                 f"{rows.origin}: {_rows(rows)}{share}{_epoch(found, rows, weights)}{_unusable(rows)}",
             )
         else:
-            yield f"evaluation {source.name}", f"{rows.origin}: {_rows(rows)}{_unusable(rows)}"
+            text = f"{rows.origin}: {_rows(rows)}{_unusable(rows)}"
+            if isinstance(source, EvalSet) and not found.config.algorithm.supervised:
+                text += f"; {_answers(found.config, source)}"
+            yield f"evaluation {source.name}", text
+
+
+def _answers(config: RunConfig, held_out: EvalSet) -> str:
+    """How a held-out set is answered, and whether its answers are cut where the rollout's are not."""
+    sampling, rollout = held_out.sampling, config.rollout.sampling
+    how = "greedily" if sampling.temperature == 0 else f"at temperature {sampling.temperature:g}"
+    text = f"answered {how}, {held_out.samples_per_prompt} a prompt, at most {sampling.max_new_tokens} tokens"
+    if sampling.max_new_tokens < rollout.max_new_tokens:
+        text += (
+            f" (the rollout's are at most {rollout.max_new_tokens}: longer answers count as cut ones here)"
+        )
+    return text
 
 
 def _rows(rows: Rows) -> str:
@@ -119,7 +137,12 @@ def _epoch(found: Checked, rows: Rows, weights: float) -> str:
     assert isinstance(rows.source, Source)
     usable = rows.total - len(rows.unusable) if rows.complete else rows.total
     drawn = found.config.rollout.prompts * rows.source.weight / weights
-    return f", an epoch of them is {usable / drawn:.3g} iterations"
+    return f", an epoch of them is {_whole(usable / drawn)} iterations"
+
+
+def _whole(number: float) -> str:
+    """A number of iterations to three digits, never in powers of ten."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _unusable(rows: Rows) -> str:
@@ -175,11 +198,20 @@ def session(found: Checked) -> Iterator[Line]:
     by = f"by {made.function}" if made else "by calls of tools until a turn calls none"
     names = [tool["function"]["name"] for tool in found.model.tools]
     tools = f", with the tools {', '.join(names)}" if names else ""
+    tools += _form_of_calls(found.model) if names else ""
     yield (
         "a rollout",
         f"{by}{tools}; at most {settings.max_turns} turns and {settings.max_tokens} tokens; in {settings.workers} "
         f"process{'es' if settings.workers > 1 else ''}, up to {settings.max_rollouts} at once",
     )
+
+
+def _form_of_calls(model: Checkpoint) -> str:
+    """In which form the model's calls of tools are read."""
+    if model.reads_answers:
+        return " (calls are read by the tokenizer's own response_template)"
+    family = family_for(model.template.text) if model.template else None
+    return f" (calls are read in the form of {family})" if family else ""
 
 
 def reward(found: Checked) -> Iterator[Line]:

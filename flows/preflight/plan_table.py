@@ -9,7 +9,7 @@ from millrace.core.config.plan import Part, Plan, size_text
 from millrace.flows.preflight import plan_seen
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_versions import versions_line
-from millrace.flows.preflight.plan_learning import learning
+from millrace.flows.preflight.plan_learning import asynchrony, learning
 
 NARROWEST = 40  # columns of a text, however narrow the terminal is
 
@@ -43,6 +43,7 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield from plan_seen.session(found)
     yield from plan_seen.reward(found)
     yield from _numbers(plan)
+    yield from asynchrony(found.config)
     yield from _layout(plan)
     sizes = [
         (f"a trainer rank ({'GPU' if plan.layout.device == 'cuda' else 'host'} memory)", plan.trainer_memory),
@@ -59,7 +60,8 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
 
 def _numbers(plan: Plan) -> list[tuple[str, str]]:
     n = plan.numbers
-    spare = f" (and up to {n.spare_prompts} to replace dropped ones)" if n.spare_prompts else ""
+    lost = "dropped groups" if n.drops else "groups that fail"
+    spare = f" (and up to {n.spare_prompts} in place of {lost})" if n.spare_prompts else ""
     chunks = f", its passes in chunks of {n.chunk_groups} groups as they are whole" if n.chunk_groups else ""
     passes = f"{n.passes} passes of " if n.passes > 1 else ""
     a_pass = n.steps // n.passes

@@ -8,14 +8,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config.reading.stored import lifted
-from millrace.core.errors import MissingFileError, StorageError
+from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
+from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
+from millrace.core.errors import ConfigError, MissingFileError, StorageError
 from millrace.core.staleness import Ahead
 from millrace.flows.tools.listing import Listing
 
@@ -56,12 +59,15 @@ def runs_listing(root: str) -> Listing:
     return Listing(("run", "iterations", "of", "checkpoints", "reward", "last_started", "state"), rows)
 
 
-def run_listing(root: str, run: str) -> Listing:
+def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:
     """One run: its record, and a row per iteration with a column per evaluation set.
 
-    Iteration 0 is the model before training, where it was evaluated.
+    Iteration 0 is the model before training, where it was evaluated. columns: names of figures, or patterns as of a shell, to show
+    in place of the usual ones. Raises ConfigError for one that matches no figure.
     """
     folder, record = RunFolder(root, run), run_record(root, run)
+    if columns:
+        return _chosen_figures(folder, record, columns)
     committed = list(folder.committed())
     metrics_of = {item.iteration + 1: item.metrics for item in committed}
     evaluated = evaluations(folder, committed)
@@ -70,9 +76,51 @@ def run_listing(root: str, run: str) -> Listing:
     for number in range(0 if 0 in evaluated else 1, len(metrics_of) + 1):
         metrics = metrics_of.get(number, {})
         values = evaluated.get(number, {})
-        figures = [metrics.get(name) for name in COLUMNS.values()]
+        figures = [_measured(name, metrics) for name in COLUMNS.values()]
         rows.append([number, *figures, *(values.get(name) for name in sets)])
     return Listing(["iteration", *COLUMNS, *(f"eval/{name}" for name in sets)], rows, _facts(folder, record))
+
+
+def figures_of(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
+    """All figures by iteration, in order; those of the model before training are at 0."""
+    found: dict[int, dict[str, float]] = {}
+    files = IterationFiles(folder, 0)
+    if evaluated := files.record("evaluate_before"):
+        found[0] = evaluation_metrics(cast(EvaluateRecord, evaluated))
+    if held_out := files.record("held_out_loss_before"):
+        found.setdefault(0, {}).update(held_out_metrics(cast(HeldOutRecord, held_out)))
+    for item in folder.committed():
+        found.setdefault(item.iteration + 1, {}).update(item.metrics)
+        if item.evaluated:  # of the weights that the iteration began with
+            found.setdefault(item.evaluated["done"], {}).update(item.evaluated["metrics"])
+    return sorted(found.items())
+
+
+def _chosen_figures(folder: RunFolder, record: dict[str, Any], patterns: Sequence[str]) -> Listing:
+    found = figures_of(folder)
+    known = sorted({name for _, figures in found for name in figures})
+    names = []
+    for pattern in patterns:
+        matched = [name for name in known if fnmatchcase(name, pattern)]
+        if not matched:
+            groups = ", ".join(sorted({f"{name.partition('/')[0]}/*" for name in known}))
+            raise ConfigError(
+                "no figure of the run has such a name",
+                where=f"--columns {pattern}",
+                remedy=f"there are: {groups}" if groups else "the run has no committed iteration yet",
+            )
+        names += [name for name in matched if name not in names]
+    rows: list[Sequence[Any]] = [
+        (number, *(figures.get(name) for name in names)) for number, figures in found
+    ]
+    return Listing(["iteration", *names], rows, _facts(folder, record))
+
+
+def _measured(name: str, metrics: Mapping[str, float]) -> float | str | None:
+    """A figure, or that it was not measured: log-probabilities where all tokens are of older weights."""
+    if name == "train/logprob_gap_mean" and metrics.get("train/logprob_gap_share") == 0:
+        return "not measured"
+    return metrics.get(name)
 
 
 def evaluations(folder: RunFolder, committed: Iterable[Committed]) -> dict[int, dict[str, float]]:

@@ -16,7 +16,7 @@ from millrace.connectors.ray import cluster
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.config.parts.problems import nearest, render_problems
+from millrace.core.config.parts.problems import render_problems
 from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError, StorageError
@@ -153,7 +153,9 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     for name in sets:
         if name not in known:
             raise ConfigError(
-                "there is no such held-out set", where=f"--set {name}", remedy=nearest(name, list(known))
+                "there is no such held-out set",
+                where=f"--set {name}",
+                remedy=f"there are: {', '.join(known)}",
             )
     if config.algorithm.supervised:
         raise ConfigError(

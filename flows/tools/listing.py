@@ -34,6 +34,11 @@ class Listing:
         content: Any = {**self.facts, "rows": rows} if self.facts else rows
         return json_text(content, indent=1, default=str)
 
+    def as_json_lines(self) -> str:
+        """An object a row, each on its line."""
+        rows = (dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows)
+        return "".join(f"{json_text(row, default=str)}\n" for row in rows)
+
     def as_csv(self) -> str:
         """A header, then a line a row; null is empty."""
         text = io.StringIO()

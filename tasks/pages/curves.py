@@ -19,6 +19,7 @@ class Curves:
 
     def __init__(self) -> None:
         self._points: dict[str, dict[int, float]] = {}
+        self.moved: set[str] = set()  # names of all figures that were something else than 0
 
     def read(self, folder: RunFolder) -> None:
         """Add what the run's committed iterations hold."""
@@ -30,6 +31,8 @@ class Curves:
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Add an iteration's."""
         for name, value in metrics.items():
+            if value:
+                self.moved.add(name)
             if SHOWN.match(name):
                 self._points.setdefault(name, {})[step] = value
 

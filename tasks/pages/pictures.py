@@ -8,11 +8,15 @@ import io
 from millrace.tasks.pages.curves import Curves
 
 PANELS = (
-    ("reward", r"reward/mean$|eval/.+/reward_mean$"),
-    ("loss", r"train/loss$|eval/.+/loss$"),
+    ("reward", r"reward/mean$"),
+    ("held-out reward", r"eval/.+/reward_mean$"),
+    ("loss", r"train/loss$"),
+    ("held-out loss", r"eval/.+/loss$"),
     ("response length, tokens", r"rollout/response_length_mean$"),
     ("gradient norm", r"train/grad_norm$"),
 )
+NOTHING = 1e-6  # a loss that never leaves it says nothing: with one step an iteration it is 0 by construction
+LEGEND_PT = 12  # height of a line of a legend
 
 
 @functools.cache
@@ -24,26 +28,38 @@ def prepare_drawing() -> None:
 
 
 def curves_png(curves: Curves) -> bytes:
-    """A panel each for reward, loss, length and gradient norm, as far as there are any; held-out sets with their training curve."""
+    """A panel each for reward, loss, length and gradient norm, and for held-out rewards and losses, as far as there are any."""
     from matplotlib.figure import Figure
 
-    panels = [(label, names) for label, pattern in PANELS if (names := curves.named(pattern))]
+    panels = [(label, names) for label, pattern in PANELS if (names := _that_say_something(curves, pattern))]
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(11, 3.2 * max(rows, 1)))  # a computed layout would take as long as the drawing
+    lines = max((len(names) for _, names in panels if len(names) > 1), default=0)
+    legend = LEGEND_PT * lines / 72  # inches below each panel
+    height = (2.7 + legend) * max(rows, 1) + 0.3
+    figure = Figure(figsize=(11, height))  # a computed layout would take as long as the drawing
     figure.subplots_adjust(
-        left=0.07, right=0.98, top=0.97, bottom=0.16 / max(rows, 1), hspace=0.25, wspace=0.18
-    )
+        left=0.07, right=0.98, top=1 - 0.1 / height, bottom=(0.5 + legend) / height, wspace=0.18,
+        hspace=(0.6 + legend) / 2.2,
+    )  # fmt: skip
     for number, (label, names) in enumerate(panels):
         axes = figure.add_subplot(rows, 2, number + 1)
         for name in names:
             steps, values = zip(*curves.points(name), strict=True)
-            held_out = name.startswith("eval/")
-            axes.plot(steps, values, "o-" if held_out else "-", label=name)
+            axes.plot(steps, values, "o-" if name.startswith("eval/") else "-", label=name)
         axes.set_xlabel("iterations trained")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if len(names) > 1:
-            axes.legend(loc="best")
+        if len(names) > 1:  # below the panel: it hides no curve
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8, frameon=False)
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=90)
     return data.getvalue()
+
+
+def _that_say_something(curves: Curves, pattern: str) -> list[str]:
+    """Names of the figures of a panel, without a loss that is 0 by construction."""
+    return [
+        name
+        for name in curves.named(pattern)
+        if name != "train/loss" or max(abs(value) for _, value in curves.points(name)) > NOTHING
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from millrace.tasks.pages.curves import Curves
 from millrace.tasks.pages.time_bars import Interval, sparkline, time_bars, time_shares
@@ -52,6 +52,17 @@ def run_text(title: str, curves: Curves, links: Mapping[str, str]) -> str:
             f"| {fate} | {count:,} | {count / tokens['generated']:.1%} |" for fate, count in tokens.items()
         ]
     return "\n".join([*lines, "", *_links(links)])
+
+
+def account_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """What became of an iteration's tokens. rows: as `Account.rows` gives them."""
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    lines = ["## Tokens", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return "\n".join(
+        [*lines, *(f"| {' | '.join(str(row[name] or '') for name in columns)} |" for row in rows)]
+    )
 
 
 def _so_far(curves: Curves) -> list[str]:

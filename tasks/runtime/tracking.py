@@ -19,6 +19,7 @@ from millrace.core.contracts.tracker import Tracker
 from millrace.tasks.pages.curves import Curves
 
 PICTURE_EVERY_S = 10.0
+FROM_THE_START = ("reward/mean", "train/loss", "train/grad_norm", "eval/")  # where 0 says something
 
 
 class Tracking:
@@ -63,8 +64,17 @@ class Tracking:
     def log_metrics(
         self, metrics: Mapping[str, float], step: int, picture: bytes | None = None
     ) -> Awaitable[None]:
-        """Add an iteration's figures to the curves, and then, where it is awaited, to every tracker. picture: of the curves."""
+        """Add an iteration's figures to the curves, and then, where it is awaited, to every tracker. picture: of the curves.
+
+        Trackers get a figure that may always be 0, such as a count of failures, once it is not: else a third of their charts are
+        lines at 0.
+        """
         self.curves.add(metrics, step)
+        metrics = {
+            name: value
+            for name, value in metrics.items()
+            if name in self.curves.moved or name.startswith(FROM_THE_START)
+        }
         if picture:
             self._pictured_at = time.monotonic()
         return asyncio.to_thread(self._each, partial(_log, metrics, step, picture))

@@ -103,6 +103,15 @@ def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> 
     assert tracker.history("held_out/pass@4") == [(3, 0.5)]
 
 
+def test_the_curves_to_look_at_first_stand_in_a_section_that_sorts_first(uri: str) -> None:
+    tracker = started(uri, "e", "overview", "/runs/overview", None)
+    given = {"reward/mean": 0.5, "eval/sums/reward_mean": 0.25, "eval/sums/easy/reward_mean": 1.0, "zzz": 2.0}
+    tracker.log_metrics(given, 1)
+    logged = run_of(tracker).data.metrics
+    assert logged == {**given, "0_overview/reward": 0.5, "0_overview/held_out_sums": 0.25}
+    assert sorted(logged)[0].startswith("0_overview/")
+
+
 def test_the_same_name_in_another_storage_is_another_run(uri: str) -> None:
     first = started(uri, "e", "name", "/runs/name", None)
     assert started(uri, "e", "name", "/other/name", None).run_id != first.run_id

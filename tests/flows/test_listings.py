@@ -178,3 +178,36 @@ def test_a_table_has_the_newest_rows_and_says_how_many_came_before(root: str, co
     assert newest.splitlines()[-2] == call(*asked).splitlines()[-2]  # above the frame
     assert call(*asked, "--newest", "0") == call(*asked)
     assert call(*asked, "--newest", "1", "--json") == call(*asked, "--json")
+
+
+def test_metrics_are_rows_and_show_takes_any_of_them_by_name_or_pattern(root: str) -> None:
+    known = rows(root, "select iteration, name, value from metrics order by all")
+    assert (0, "eval/easy/reward_mean") in [row[:2] for row in known]
+    assert (1, "train/loss", 0.5) in known
+    assert (2, "train/loss", 0.25) in known
+    shown = json.loads(
+        call(
+            "show",
+            "a",
+            "--root",
+            root,
+            "--columns",
+            "train/*",
+            "--columns",
+            "eval/easy/reward_mean",
+            "--json",
+        )
+    )
+    assert list(shown["rows"][0]) == ["iteration", "train/loss", "eval/easy/reward_mean"]
+    assert [row["train/loss"] for row in shown["rows"]] == [None, 0.5, 0.25]
+    refused = CliRunner().invoke(app, ["show", "a", "--root", root, "--columns", "nope/*"])
+    assert refused.exit_code == 2
+    assert "--columns nope/*" in refused.stderr
+    assert "train/*" in refused.stderr
+
+
+def test_a_table_that_no_screen_is_wide_enough_for_is_json_lines_in_a_pipe(root: str) -> None:
+    lines = call("sql", "a", "select *, repeat('x', 500) as wide from rewards", "--root", root).splitlines()
+    assert len(lines) == len(rows(root, "select * from rewards"))
+    assert all(len(json.loads(line)["wide"]) == 500 for line in lines)
+    assert call("sql", "a", "select 1 as one", "--root", root).startswith("┏")

@@ -119,7 +119,9 @@ def test_the_run_and_each_iteration_have_their_artifacts(
     assert "(before training)" in of_run["run"]["data"]
     assert "| trained |" in of_run["run"]["data"]
     assert of_run["curves"]["data"].startswith("data:image/png;base64,")
-    assert set(of_iteration) == {"rollout", "iteration", "samples", "tokens", "picture"}
+    assert set(of_iteration) == {"rollout", "iteration", "samples"}
+    assert "**Best**" in of_iteration["samples"]["data"]
+    assert "| trained |" in of_iteration["samples"]["data"]
     assert of_iteration["rollout"]["data"] == 100.0
     assert "train_step" in of_iteration["iteration"]["data"]
     assert "█" in of_iteration["iteration"]["data"]

@@ -95,10 +95,11 @@ def test_mlflow_holds_the_curves_and_links_to_prefect(workplace: Workplace, whol
     assert record["attempts"][-1]["flow_run_id"] == run.data.tags["prefect.flow_run_id"]
     for name in (
         "reward/mean", "train/loss", "train/logprob_gap_mean", "rollout/response_length_mean",
-        "rollout/truncated_share", "filter/zero_variance_share", "rollout/tokens_per_second", "staleness/mean",
+        "rollout/truncated_share", "rollout/tokens_per_second", "0_overview/reward",
         "time/rollout_s", "time/train_step_s", "time/sync_weights_s",
     ):  # fmt: skip
         assert [point.step for point in client.get_metric_history(run.info.run_id, name)] == [1, 2, 3], name
+    assert client.get_metric_history(run.info.run_id, "staleness/mean") == []  # it was 0 all the time
     assert [p.step for p in client.get_metric_history(run.info.run_id, "eval/held_out/reward_mean")] == [
         0,
         2,

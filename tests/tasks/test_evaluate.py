@@ -12,6 +12,7 @@ import pytest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.pool import Outcome
 from millrace.core.config import RunConfig
+from millrace.core.contracts.figures import evaluation_metrics
 from millrace.core.contracts.ids import derived_seed
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import Scorable
@@ -22,7 +23,6 @@ from millrace.tasks.context import IterationContext
 from millrace.tasks.data.prompt_dataset import PromptSet
 from millrace.tasks.data.rows import UsablePrompt
 from millrace.tasks.evaluate import evaluate, evaluate_before, is_evaluated_by
-from millrace.tasks.report import evaluation_metrics
 from millrace.tasks.runtime.scoring import Scoring
 from tests.support.scripted_engines import ScriptedEngines
 

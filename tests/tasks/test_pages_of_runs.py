@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from millrace.core.contracts.sample import GeneratedSample
+from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
 from millrace.tasks.pages.curves import Curves
 from millrace.tasks.pages.pictures import curves_png
-from millrace.tasks.pages.sample_rows import by_turns, sample_rows, spread
+from millrace.tasks.pages.sample_groups import LONGEST, by_turns, code_block, samples_text, spread
 from millrace.tasks.pages.texts import iteration_text, run_text
 from millrace.tasks.pages.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
 from tests.support.stored_run import write_run
@@ -70,18 +71,40 @@ def test_rows_are_chosen_from_all_over_and_of_each_reason_in_turn() -> None:
     assert by_turns([], 3) == []
 
 
-def test_the_table_has_kept_samples_and_dropped_ones_with_their_reasons(tmp_path: Path) -> None:
+def test_groups_have_their_prompt_best_and_worst_answer_rewards_and_reason(tmp_path: Path) -> None:
     folder = write_run(str(tmp_path)).iteration(0)
-    rows = sample_rows(folder, 4)
-    assert [(row["verdict"], row["reason"]) for row in rows] == [
-        ("kept", None), ("kept", None), ("dropped", "zero_variance"), ("dropped", "zero_variance"),
+    text = samples_text(folder, "Samples of iteration 1", 4, {"sums": "Be brief."})
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "# Samples of iteration 1", "## 2 samples, kept", "## 2 samples, dropped: zero_variance",
     ]  # fmt: skip
-    assert [row["advantage"] for row in rows] == [0.5, -0.5, None, None]
-    assert rows[0]["prompt"] == "1+2="
-    assert rows[2]["prompt"].splitlines()[0] == "system: Think."
-    assert rows[2]["reward"] == 0.0
-    assert {row["response"] for row in rows} == {"3", "4"}
-    assert [row["verdict"] for row in sample_rows(folder, 1)] == ["kept"]
+    kept, dropped = text.split("## 2 samples")[1:]
+    assert "rewards 1, 0." in kept
+    assert "```text\nsystem: Be brief.\nuser: 1+2=\n```" in kept
+    assert (
+        "**Best**: reward 1 (exact 1, format 1), advantage 0.5, 1 tokens, truncated; answer `3`\n\n```text\n3\n```"
+        in kept
+    )
+    assert (
+        "**Worst**: reward 0 (exact 0, format 1), advantage -0.5, 1 tokens, completed; answer `4`\n\n```text\n4\n```"
+        in kept
+    )
+    assert "```text\nsystem: Think.\nuser: 1+1=\nassistant: 2\nuser: 2+3=\n```" in dropped
+    assert "advantage" not in dropped
+    assert samples_text(folder, "x", 1).count("**Best**") == 1
+    assert "dropped" not in samples_text(folder, "x", 2)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["plain", "```\n# not a title\n```", "````", "<img src='http://x/y.png'>", "![x](http://x/y.png)", "~~~", "`" * 40,
+     "a\r```\r<b>", "", "\u2028```", "x" * (LONGEST + 10)],
+)  # fmt: skip
+def test_what_a_model_wrote_never_leaves_its_code_block(written: str) -> None:
+    fence, *inside, end = code_block(written)
+    assert fence == f"{end}text"
+    assert set(end) == {"`"}
+    assert not any(line.strip().startswith(end) for line in inside)
+    assert len("\n".join(inside)) < LONGEST + 60
 
 
 def curves() -> Curves:
@@ -138,15 +161,17 @@ def test_curves_of_a_stored_run_are_read_from_its_manifests(tmp_path: Path) -> N
     assert curves_png(Curves()).startswith(b"\x89PNG")
 
 
-def test_the_table_shows_what_a_reward_found_and_said(tmp_path: Path) -> None:
-    shown = sample_rows(write_run(str(tmp_path)).iteration(0), 4)
-    assert {row["verdict"]: row["reward_texts"] for row in shown if row["reward"] == 1} == {
-        "kept": "words: It is 1."
-    }
-    assert all(row["answer"] == row["response"] for row in shown)
+def test_what_a_reward_found_and_said_is_shown(tmp_path: Path) -> None:
+    kept = samples_text(write_run(str(tmp_path)).iteration(0), "x", 4).split("dropped")[0]
+    assert "**Best**: reward 1 (exact 1, format 1), advantage 0.5, 1 tokens, truncated; answer `3`" in kept
+    assert "words:" in kept
+    assert "```text\nIt is 1.\n```" in kept
 
 
-def test_the_table_names_columns_that_there_are() -> None:
-    from millrace.tasks.pages.sample_rows import GENERATED
+def test_samples_are_read_by_columns_that_there_are() -> None:
+    from millrace.tasks.pages.sample_groups import GENERATED, KEPT, SCORED
 
     assert set(GENERATED) <= set(GeneratedSample.__slots__)
+    names = {field.name for field in dataclasses.fields(BatchSample)}
+    assert set(KEPT) | set(GENERATED) <= names
+    assert set(SCORED) <= set(ScoredSample.__slots__)

@@ -8,15 +8,17 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.contracts.tracker import Tracker
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
 from millrace.tasks.report import _headline, _key, _name, run_tags
+from millrace.tasks.runtime.tracking import Tracking
 
 
 def test_the_last_iteration_is_n_of_n(make_config: Callable[..., RunConfig]) -> None:
@@ -86,8 +88,30 @@ def test_every_artifact_has_such_a_key() -> None:
         if isinstance(node, ast.Call)
         and re.search(r"acreate_\w+_artifact$|page\.show$", ast.unparse(node.func))
     ]
-    assert len(made) == 9
+    assert len(made) == 6
     for call in made:
         keys = [ast.unparse(item.value) for item in call.keywords if item.arg == "key"]
         key = keys[0] if keys else ast.unparse(call.args[0])
         assert key.startswith(("_key(runtime, ", "_key(ctx.runtime, "))
+
+
+async def test_trackers_get_a_figure_that_may_always_be_0_once_it_is_not(
+    make_config: Callable[..., RunConfig],
+) -> None:
+    """Also of a run that goes on: what its iterations held is read first."""
+    logged: list[dict[str, float]] = []
+    tracking = Tracking(make_config())
+    tracking.trackers["tensorboard"] = cast(
+        Tracker, SimpleNamespace(log_metrics=lambda metrics, step: logged.append(dict(metrics)))
+    )
+    tracking.curves.add({"rollout/failed": 2.0}, 1)
+    zeros = {"reward/mean": 0.0, "eval/sums/failed": 0.0, "rollout/failed": 0.0, "rollout/aborted": 0.0}
+    await tracking.log_metrics(zeros, 2)
+    await tracking.log_metrics({**zeros, "rollout/aborted": 1.0}, 3)
+    await tracking.log_metrics(zeros, 4)
+    names = ["reward/mean", "eval/sums/failed", "rollout/failed"]
+    assert [list(metrics) for metrics in logged] == [
+        names,
+        [*names, "rollout/aborted"],
+        [*names, "rollout/aborted"],
+    ]

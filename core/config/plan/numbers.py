@@ -16,6 +16,7 @@ class Numbers:
     iterations: int
     prompts: int
     spare_prompts: int
+    drops: bool  # whether a setting drops groups that were scored
     samples_per_prompt: int
     samples: int
     global_batch: int
@@ -50,6 +51,7 @@ def numbers_of(config: RunConfig) -> Numbers:
         spare_prompts=0
         if config.algorithm.supervised
         else round(config.filter.refill_factor * config.rollout.prompts),
+        drops=config.filter.drops,
         samples_per_prompt=config.rollout.samples_per_prompt,
         samples=config.samples_per_iteration,
         global_batch=config.global_batch,

@@ -1,6 +1,6 @@
 """`millrace sql`: DuckDB over the tables of a run, those of its open iterations so far among them.
 
-Owns the views: prompts, samples, rewards, verdicts, batches, steps, evaluations. Reads what manifests and
+Owns the views: prompts, samples, rewards, verdicts, batches, steps, evaluations, metrics. Reads what manifests and
 records name, checked, and what a task of an open iteration has written that has no record; changes nothing. Iterations
 count from 1.
 """
@@ -22,7 +22,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import MillraceError
-from millrace.flows.tools.browse import run_record, settings_of
+from millrace.flows.tools.browse import figures_of, run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.named_files import named_by_records
 from millrace.flows.tools.sql.view_columns import MACROS, columns_of, quoted
@@ -36,7 +36,8 @@ VIEWS = {
     "batches": "batch.parquet",
 }
 MAY_BE_EMPTY = ("turns",)  # many runs have none
-ALL = (*VIEWS, "steps", "evaluations")
+ALL = (*VIEWS, "steps", "evaluations", "metrics")
+METRICS = pa.schema([("iteration", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
 
 
 class QueryError(MillraceError):
@@ -82,6 +83,8 @@ def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBP
     ]
     if steps:
         connection.register("steps", pa.Table.from_pylist(steps))
+    if "metrics" in views:
+        connection.register("metrics", _metrics(folder))
     return connection
 
 
@@ -105,6 +108,16 @@ def _entries(files: IterationFiles) -> list[FileEntry]:
     written += sorted(set(TABLES) & set(files.folder.list()) - named)
     with files.with_remedy():
         return [*entries, *files.folder.entries(written)]
+
+
+def _metrics(folder: RunFolder) -> pa.Table:
+    """Every figure of the committed iterations, a row each; held-out figures from before training are at iteration 0."""
+    rows = [
+        {"iteration": number, "name": name, "value": value}
+        for number, figures in figures_of(folder)
+        for name, value in figures.items()
+    ]
+    return pa.Table.from_pylist(rows, METRICS)
 
 
 def _steps(files: IterationFiles, entries: list[FileEntry]) -> list[dict[str, Any]]:

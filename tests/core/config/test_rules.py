@@ -120,7 +120,10 @@ def test_these_agree(overrides: list[str]) -> None:
             ["trainer.max_pack_tokens=100", "trainer.parallel.context=3", "trainer.world_size=2"],
             "trainer.world_size",
         ),
-        (["engines.max_total_tokens=355"], "engines.max_total_tokens"),
+        (
+            ["engines.max_total_tokens=355", "evaluation.sets.held.sampling={max_new_tokens: 256}"],
+            "engines.max_total_tokens",
+        ),
         (["evaluation.sets.held.sampling={max_new_tokens: 70000}"], "engines.max_total_tokens"),
         (["trainer.optimizer.betas=[0.9, 1]"], "trainer.optimizer.betas.1"),
         (["trainer.schedule.min_lr=1"], "trainer.schedule.min_lr"),

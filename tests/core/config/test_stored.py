@@ -43,7 +43,7 @@ def test_a_stored_default_is_todays_default_under_todays_module_names() -> None:
     fresh = RunConfig.model_validate(
         {
             "run": {"name": "a", "prepare": "millrace.flows.quickstart:prepare"},
-            "model": {"path": "m"},
+            "model": {"path": "m", "dtype": "float32"},  # which was the default
             "data": {"sources": [{"path": "x.jsonl"}]},
             "evaluation": {"sets": [{"name": "h", "path": "h.jsonl"}]},
         }
