@@ -186,7 +186,7 @@ async def kinds(args: argparse.Namespace, model: Path, client: EngineClient) -> 
             pools[-1],
             Dialogues(tokenizer, []),
             generator,
-            config.model.path,
+            {},
         )
 
     async def keep(row: TurnRow) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from millrace.core.contracts.own_code import check_unchanged
 from millrace.core.contracts.references import resolved, scrubbed
 from millrace.core.errors import ConfigError, MillraceError, described, remedy_of
-from millrace.core.slime.sample import SLIME, provide
+from millrace.core.slime.names import SLIME, NotHereError, provide, slime_remedy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,6 +234,7 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
             where=where,
             remedy=_rename(module_name)
             or _closed(module_name)
+            or slime_remedy(error)
             or "correct the path, put the module beside the YAML file or into the folder where you start, or its package on "
             "PYTHONPATH",
         ) from error
@@ -244,7 +245,11 @@ def load(path: str, field_name: str = "hook") -> Callable[..., Any]:
             del sys.modules[module_name]  # whoever asks again gets the same answer
             raise
     for part in name.split("."):
-        if not hasattr(target, part):
+        try:
+            there = hasattr(target, part)
+        except NotHereError as error:
+            raise ConfigError(str(error), where=where, remedy=error.remedy) from error
+        if not there:
             raise ConfigError(
                 f"{module_name} has no function {name}",
                 where=where,

@@ -277,6 +277,7 @@ def session_sample(
         response_length=len(made.response_ids),
         response=made.response,
         loss_mask=made.loss_mask,
+        trained_mask=made.trained_mask,
         rollout_logprobs=made.logprobs,
         policy_versions=made.policy_versions,
         engine_id=made.engine_id,

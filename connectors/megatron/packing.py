@@ -93,7 +93,8 @@ class Pack:
 
 def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
     """The rows of a batch table, in its order."""
-    tokens, masks = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
+    tokens, generated = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
+    trained = _lists(table, "trained_mask", np.int8)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
     teacher = _lists(table, "teacher_logprobs", np.float32)
     top_tokens = _lists(table, "teacher_top_tokens", np.int64)
@@ -110,6 +111,7 @@ def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
         "policy_versions",
     ]
     plain = table.select(columns).to_pylist()
+    chosen = table.column("trained_mask").is_valid().to_pylist()
     asked = table.column("teacher_logprobs").is_valid().to_pylist()
     topped = table.column("teacher_top_tokens").is_valid().to_pylist()
     steps = [row["train_step"] for row in plain]
@@ -119,7 +121,7 @@ def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
             sample_id=row["sample_id"],
             tokens=tokens[i],
             response_length=row["response_length"],
-            loss_mask=masks[i],
+            loss_mask=trained[i] if chosen[i] else generated[i],
             rollout_logprobs=logprobs[i],
             advantage=row["advantage"],
             reward=float("nan") if row["reward"] is None else row["reward"],

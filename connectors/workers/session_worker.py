@@ -173,7 +173,8 @@ class _Worker:
             }
         except (TypeError, ValueError) as error:
             rewards, end = {}, {"status": "failed", "reason": self._said(error)}
-        self._send({"session": number, "end": {**end, "rewards": rewards}})
+        marks = {"left_out": shared.left_out, "cut": sorted(shared.cut)}
+        self._send({"session": number, "end": {**end, "rewards": rewards, **marks}})
 
     def _said(self, error: BaseException) -> str:
         """What a rollout raised, without the secrets of any of its functions and tools: it is stored."""

@@ -18,7 +18,7 @@ COLUMNS = {  # that are read of each kind of table
     "rollouts": ["sample_id", "loss_mask", "policy_versions", "status", "samples"],
     "turns": ["rollout_id", "order", "branch", "event", "kind", "output_ids", "policy_versions"],
     "verdicts": ["sample_id", "verdict", "dropped_by", "reused_from"],
-    "batch": ["sample_id", "loss_mask", "policy_versions", "samples", "reused_from"],
+    "batch": ["sample_id", "loss_mask", "trained_mask", "policy_versions", "samples", "reused_from"],
 }
 AT_ONCE = 128  # rows whose tokens are summed at once
 SUPERSEDED = "superseded"  # turns that a rollout which was run again did not take up
@@ -203,6 +203,8 @@ class _Pieces:
 
     def __init__(self, rows: pa.RecordBatch) -> None:
         masks = rows.column("loss_mask")
+        if "trained_mask" in rows.schema.names:  # of a batch, which has it where a rollout left tokens out
+            masks = pc.coalesce(rows.column("trained_mask"), masks)
         lengths = masks.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
         ends = np.cumsum(lengths)
         starts = ends - lengths

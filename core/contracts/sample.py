@@ -72,7 +72,7 @@ class GeneratedSample:
     tokens: Int32s  # prompt and response
     response_length: Int32
     response: str  # decoded for reading and scoring; never tokenised again
-    loss_mask: Int8s  # per response token
+    loss_mask: Int8s  # per response token: 1 if the policy generated it
     rollout_logprobs: Float32s  # per response token
     policy_versions: list[PolicySpan]
     engine_id: str
@@ -88,6 +88,9 @@ class GeneratedSample:
     session_parts: Figures | None = None
     session_texts: Texts | None = None
     session_answer: str | None = None
+    trained_mask: Int8s | None = (
+        None  # per response token, of a rollout that left generated tokens out of the loss
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

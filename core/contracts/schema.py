@@ -47,6 +47,7 @@ SESSION = [
     "session_parts",
     "session_texts",
     "session_answer",
+    "trained_mask",
 ]
 TOPS = ["teacher_top_tokens", "teacher_top_logprobs"]
 FOUND = ["reward_texts", "answer"]

@@ -35,18 +35,20 @@ def bound(path: str, given: Mapping[str, Any], field: str) -> Callable[[Any], An
     Errors: ConfigError when it cannot be loaded, or its objects cannot be called; of a class, what making it raises.
     """
     function = load(path, f"{field}.function")
-    if written_for_slime(path):
-        return SlimeReward(function, given)
+    slime = written_for_slime(path)
     if not inspect.isclass(function):
+        if slime:
+            return SlimeReward(function, given)
         return partial(function, **given) if given else function
     key = (path, json.dumps(given, sort_keys=True, default=repr))
     if key not in _made:
-        made = function(**given)
+        made = SlimeReward(function, given) if slime else function(**given)
         if not callable(made):
             raise ConfigError(
                 f"objects of the class {function.__name__} cannot be called",
                 where=f"{field}.function = {path}",
-                remedy="give it a method __call__(self, sample)",
+                remedy="give it a method __call__(self, sample); name one with compute_reward(prompts, responses) as "
+                f"slime:{path.replace(':', '.')}",
             )
         _made[key] = made
     return _made[key]

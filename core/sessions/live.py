@@ -49,6 +49,8 @@ class Shared:
         [], None
     ]  # says that nobody waits for a call any more; where it goes on all the same, its process ends
     rewards: dict[int, dict[str, Any]] = field(default_factory=dict)  # by branch
+    left_out: dict[int, list[int]] = field(default_factory=dict)  # by branch: places of tokens
+    cut: set[int] = field(default_factory=set)  # branches
     rng: random.Random = field(init=False)
     sessions: list[LiveSession] = field(default_factory=list)  # by number
     history: History = field(default_factory=History)
@@ -324,6 +326,14 @@ class LiveSession:
     def reward(self, value: float, **parts: float | str) -> None:
         """Give this branch its reward."""
         self._shared.rewards[self.number] = {"reward": value, **parts}
+
+    def leave_out(self, places: Sequence[int]) -> None:
+        """Keep tokens of this branch out of the loss: their places among all its tokens."""
+        self._shared.left_out[self.number] = list(places)
+
+    def cut(self) -> None:
+        """Say that this branch ends as truncated."""
+        self._shared.cut.add(self.number)
 
 
 def pieces(content: Content, role: str) -> list[Any]:

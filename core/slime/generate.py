@@ -1,8 +1,8 @@
 """slime's custom generation as a rollout function: `async def generate(args, sample, sampling_params)`.
 
 It asks SGLang's /generate at the address in `args`, which is this rollout's own. What is asked for goes on from tokens that
-are known, exactly, or begins a branch; what is trained are the tokens that the engine gave. A sample that comes back with
-others is refused, never repaired.
+are known, exactly, or starts a branch. Trained are tokens that the engine gave, except those that a returned sample leaves out:
+by its loss_mask, by remove_sample, or by ending before them. A sample with other tokens is refused, never repaired.
 """
 
 from __future__ import annotations
@@ -10,70 +10,102 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote, urlsplit
+from typing import Any, NamedTuple
 
 from millrace.core.rewards.reward_key import under_reward
 from millrace.core.sessions.completions import SAMPLED, BadRequestError
-from millrace.core.sessions.interface import Session, SessionError, Turn
-from millrace.core.slime.sample import Arguments, Sample, SlimeStatus, provide, tokenizer
+from millrace.core.sessions.interface import SessionError, Turn
+from millrace.core.sessions.live import LiveSession
+from millrace.core.slime.arguments import address_arguments, sampling_arguments
+from millrace.core.slime.names import provide
+from millrace.core.slime.sample import Arguments, Sample, SlimeStatus, tokenizer
 
 READ = ("text", "input_ids", "sampling_params", "return_logprob", "stream", "rid", "session_id")
 OF_SAMPLING = ("max_new_tokens", "stop")
 UNUSED = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "sampling_seed")
 
 
+class Form(NamedTuple):
+    """How a generation is called besides args."""
+
+    listed: bool  # it gets and returns a list of samples; here of one
+    sampling: bool  # it gets sampling_params
+    evaluation: bool
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of what is given by place."""
+        return [
+            "args",
+            "samples" if self.listed else "sample",
+            *(["sampling_params"] if self.sampling else []),
+        ]
+
+
+def form_of(function: Callable[..., Any]) -> Form:
+    """The form of a generation, by its parameters: (args, sample, sampling_params) or (args, samples), each with evaluation."""
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [each.name for each in parameters]
+    listed = names[1:2] == ["samples"]
+    evaluation = "evaluation" in names or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return Form(listed, not listed or any("sampling" in name for name in names[2:]), evaluation)
+
+
 @dataclass
 class _Line:
     """A branch, and all its tokens."""
 
-    session: Session
+    session: LiveSession
     ids: list[int]
     mask: list[int]  # 1: generated in it
+    trained: set[int] | None = None  # places of tokens in the loss, once a returned sample holds it
 
 
 class SlimeRollout:
     """One rollout: its function, and what it asked the engine for."""
 
-    def __init__(self, session: Session, given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
-        """given: `model`, the folder of its tokenizer, and `prompt_ids`."""
+    def __init__(self, session: LiveSession, given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+        """given: `arguments` of the run, its tokenizer's folder as hf_checkpoint among them, and `prompt_ids`."""
         prompt = list(given["prompt_ids"])
-        self._session, self._sampling, self._model = session, dict(sampling), str(given["model"])
+        self._session, self._sampling, self._arguments = session, dict(sampling), dict(given["arguments"])
+        self._model = str(self._arguments["hf_checkpoint"])
         self._lines = [_Line(session, prompt, [0] * len(prompt))]
         self._prompt_ids = prompt
         self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._rewards: list[float] = []
 
-    async def make(self, function: Callable[..., Awaitable[Any]], options: Mapping[str, Any]) -> None:
-        """Call the function, and give its rewards to the branches that it made."""
+    async def make(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        """Call the function, and give its branches their rewards and what they leave out of the loss."""
         provide()
-        task, plain = self._session.task, self._sampling
-        place = urlsplit(self._session.base_url)
+        task, plain, form = self._session.task, self._sampling, form_of(function)
         params = {key: plain[key] for key in (*SAMPLED, *OF_SAMPLING) if plain.get(key) is not None}
-        args = Arguments(
-            hf_checkpoint=self._model,
-            sglang_router_ip=f"session:{quote(self._session.api_key)}@{place.hostname}",
-            sglang_router_port=place.port,
-            sampling_params=params,
-            rollout_max_response_len=plain["max_new_tokens"],
-            rollout_temperature=plain["temperature"],
-            rollout_top_p=plain["top_p"],
-            rollout_top_k=plain["top_k"],
-            partial_rollout=False,
+        given = {
+            **self._arguments,
+            **sampling_arguments(plain, params),
+            **address_arguments(self._session.base_url, self._session.api_key),
             **options,
-        )
+        }
+        args = Arguments(**given)
         sample = Sample(
             index=task.index,
+            group_index=0,
+            rollout_id=task.index,
+            session_id=self._session.api_key[:16],
             prompt=tokenizer(self._model).decode(self._prompt_ids),
             label=task.label,
             metadata=dict(task.metadata),
         )
-        more = {"evaluation": task.evaluation} if _takes_evaluation(function) else {}
-        made = await function(args, sample, params, **more)
-        samples = made if isinstance(made, list) else [made]
+        named = {"evaluation": task.evaluation} if form.evaluation else {}
+        by_place = [*([params] if form.sampling else [])]
+        made = function(args, [sample] if form.listed else sample, *by_place, **named)
+        samples = list(_flat(await made if inspect.isawaitable(made) else made))
+        if not samples:
+            raise SessionError("the function returned no sample")
         for each in samples:
-            self._take(each, options.get("reward_key"))
+            self._take(each, given.get("reward_key"))
+        self._leave_out()
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request as SGLang's /generate does. An equal one gets the answer of the first.
@@ -118,8 +150,8 @@ class SlimeRollout:
             raise BadRequestError("stream", "answers come whole")
         params = body.get("sampling_params") or {}
         for key, value in params.items():
-            if key in SAMPLED:
-                if value != self._sampling[key]:
+            if key in self._sampling and key not in OF_SAMPLING:
+                if (value or self._sampling[key]) and value != self._sampling[key]:
                     raise BadRequestError(
                         f"sampling_params.{key}",
                         f"it is {value!r}, the run samples with {self._sampling[key]!r}: set rollout.sampling.{key}"
@@ -155,12 +187,10 @@ class SlimeRollout:
         status = getattr(sample.status, "value", sample.status)
         if status in (SlimeStatus.ABORTED.value, SlimeStatus.FAILED.value):
             raise SessionError(f"the function returned a sample that is {status}")
-        if sample.remove_sample:
-            raise SessionError(
-                "sample.remove_sample: a rollout whose samples are not to be trained has to raise"
-            )
-        line = self._line_of(sample.tokens)
-        _check_mask(sample, line)
+        line = self._line_of(sample)
+        line.trained = (line.trained or set()) | set(_trained(sample, line))
+        if status == SlimeStatus.TRUNCATED.value:
+            line.session.cut()
         reward = sample.reward
         if isinstance(reward, Mapping):
             key = reward_key or "reward"
@@ -169,17 +199,33 @@ class SlimeRollout:
                     f"sample.reward has no {key}: name its key in the function's options as reward_key"
                 )
             given = under_reward(reward, key)
+            self._rewards.append(given["reward"])
             line.session.reward(given.pop("reward"), **given)
         elif reward is not None:
+            self._rewards.append(reward)
             line.session.reward(reward)
 
-    def _line_of(self, tokens: Sequence[int]) -> _Line:
-        """The branch whose tokens these are; what was added after its last turn does not count."""
+    def _leave_out(self) -> None:
+        """Say of each branch which generated tokens no returned sample trains. One that was not returned is worth the others' mean."""
+        for line in self._lines:
+            if line.trained is None and self._rewards:
+                line.session.reward(sum(self._rewards) / len(self._rewards))
+            trained = line.trained or set()
+            line.session.leave_out([at for at, mask in enumerate(line.mask) if mask and at not in trained])
+
+    def _line_of(self, sample: Any) -> _Line:
+        """The branch whose tokens a sample holds, all of them or the first ones; what was added after its last turn does not count."""
+        tokens = list(sample.tokens)
         if not tokens:
             return self._lines[0]
-        found = [line for line in self._lines if line.ids == list(tokens[: len(line.ids)])]
-        if found:
-            return max(found, key=lambda line: len(line.ids))
+        whole = [line for line in self._lines if line.ids == tokens[: len(line.ids)]]
+        if whole:
+            return max(whole, key=lambda line: len(line.ids))
+        cut = [line for line in self._lines if line.ids[: len(tokens)] == tokens]
+        if cut:
+            return min(cut, key=lambda line: len(line.ids))
+        if sample.remove_sample:
+            return self._lines[0]
         ids, length = self._lines[0].ids, min(len(self._lines[0].ids), len(tokens))
         at = next((i for i in range(length) if ids[i] != tokens[i]), length)
         raise SessionError(
@@ -188,20 +234,41 @@ class SlimeRollout:
         )
 
 
-def _takes_evaluation(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(each.name == "evaluation" or each.kind is each.VAR_KEYWORD for each in parameters)
+def _flat(made: Any) -> Iterator[Any]:
+    """The samples of what a function returned. Raises SessionError for what is no sample."""
+    if isinstance(made, list | tuple):
+        for each in made:
+            yield from _flat(each)
+    elif isinstance(made, Sample):
+        yield made
+    else:
+        raise SessionError(
+            f"the function returned a {type(made).__name__}: return the sample, or a list of samples"
+        )
 
 
-def _check_mask(sample: Any, line: _Line) -> None:
-    if sample.loss_mask is None:
+def _trained(sample: Any, line: _Line) -> Iterator[int]:
+    """Places of the generated tokens that a sample trains. Raises SessionError for a mask that trains others."""
+    if sample.remove_sample:
         return
-    first = len(sample.tokens) - len(sample.loss_mask)
-    mask = [*line.mask, *[0] * (len(sample.tokens) - len(line.mask))]
+    count = len(sample.tokens)
+    if sample.loss_mask is None or not (count or sample.loss_mask):
+        first = count - sample.response_length if sample.response_length else 0
+        yield from (at for at, mask in enumerate(line.mask) if mask and (not count or first <= at < count))
+        return
+    if count and len(sample.loss_mask) != sample.response_length:
+        raise SessionError(
+            f"sample.loss_mask has {len(sample.loss_mask)} values, sample.response_length is {sample.response_length}"
+        )
+    first = (count or len(line.ids)) - len(sample.loss_mask)
     for at, given in enumerate(sample.loss_mask, first):
-        if bool(given) != bool(mask[at]):
-            said = "masks a token that was generated" if mask[at] else "trains a token that was not generated"
-            raise SessionError(f"sample.loss_mask {said} (token {at} of {len(mask)})")
+        generated = 0 <= at < len(line.mask) and line.mask[at]
+        if given and not generated:
+            raise SessionError(
+                f"sample.loss_mask trains a token that was not generated (token {at} of {len(line.mask)})"
+            )
+        if given:
+            yield at
 
 
 def _answer(turn: Turn) -> dict[str, Any]:

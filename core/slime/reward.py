@@ -1,4 +1,5 @@
-"""Rewards written for slime: `async def reward(args, sample, **kwargs)`, or with a list of samples for a group.
+"""Rewards written for slime: `async def reward(args, sample, **kwargs)`, or with a list of samples for a group, or a class with
+`compute_reward(prompts, responses)`, which is made once a process.
 
 It gets slime's sample with what rewards read of it, and the options as args. Imports nothing of slime's.
 """
@@ -11,7 +12,10 @@ from typing import Any
 
 from millrace.core.hooks import RewardInput
 from millrace.core.rewards.reward_key import under_reward
+from millrace.core.slime.arguments import OF_SCORING
 from millrace.core.slime.sample import Arguments, Sample, SlimeStatus
+
+BATCHED = "compute_reward"
 
 
 class ReadSample(Sample):
@@ -30,22 +34,31 @@ class SlimeReward:
     """Calls a reward of slime's signature with a sample, or with the samples of a group."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-        self._function = function
-        self._args = Arguments(**{"reward_key": None, **options})
+        """Makes an object of a class. Errors: TypeError for one without compute_reward; what making it raises."""
+        self._args = Arguments(**{**OF_SCORING, **options})
+        self._function = _object_of(function, options) if inspect.isclass(function) else function
 
     async def __call__(self, samples: RewardInput | Sequence[RewardInput]) -> Any:
         """Its score, or list of scores."""
-        given: Any
-        if isinstance(samples, RewardInput):
-            given = read_sample(samples, 0)
+        one = isinstance(samples, RewardInput)
+        inputs = [samples] if isinstance(samples, RewardInput) else samples
+        given = [read_sample(each, index) for index, each in enumerate(inputs)]
+        batched = getattr(self._function, BATCHED, None)
+        if batched is None:
+            answer = self._function(self._args, given[0] if one else given)
         else:
-            given = [read_sample(sample, index) for index, sample in enumerate(samples)]
-        answer = self._function(self._args, given)
+            answer = batched(*_columns(batched, given))
         if inspect.isawaitable(answer):
             answer = await answer
-        if isinstance(samples, RewardInput):
+        if one and batched is None:
             return self._score(answer)
-        return [self._score(each) for each in answer]
+        listed = answer.tolist() if hasattr(answer, "tolist") else answer
+        if not isinstance(listed, list | tuple) or len(listed) != len(given):
+            raise TypeError(
+                f"it returned {str(listed)[:60]} for {len(given)} samples: return a list with a score for each"
+            )
+        scores = [self._score(each) for each in listed]
+        return scores[0] if one else scores
 
     def _score(self, answer: Any) -> Any:
         """A mapping's reward is at args.reward_key; its other numbers are parts."""
@@ -55,6 +68,29 @@ class SlimeReward:
         if key not in answer:
             raise KeyError(f"the answer has no {key}, which the option reward_key names")
         return under_reward(answer, key)
+
+
+def _object_of(kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """An object of a class: made with args, if that is its parameter, else with the options."""
+    names = list(inspect.signature(kind).parameters)
+    rest = {key: value for key, value in options.items() if key in names or key not in OF_SCORING}
+    made = kind(Arguments(**{**OF_SCORING, **options})) if names == ["args"] else kind(**rest)
+    if not callable(getattr(made, BATCHED, None)):
+        raise TypeError(
+            f"objects of the class {kind.__name__} have no method {BATCHED}(self, prompts, responses)"
+        )
+    return made
+
+
+def _columns(batched: Callable[..., Any], samples: Sequence[Sample]) -> list[list[Any]]:
+    """Prompts and responses, then labels and metadata if it has parameters of these names."""
+    columns = [[sample.prompt for sample in samples], [sample.response for sample in samples]]
+    for name in list(inspect.signature(batched).parameters)[2:]:
+        if name in ("labels", "label", "metadata"):
+            columns.append(
+                [getattr(sample, "metadata" if name == "metadata" else "label") for sample in samples]
+            )
+    return columns
 
 
 def read_sample(given: RewardInput, index: int) -> ReadSample:

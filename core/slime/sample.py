@@ -1,22 +1,19 @@
-"""What slime's hooks are handed, with the fields that their users read and set, and the modules that they import.
+"""What slime's hooks are handed: the sample, the group's verdict, the arguments, and how a rollout asks the engine.
 
-Owns the names alone. Where slime itself is not installed, `provide` lets `slime.utils.types`, `slime.utils.http_utils`,
-`slime.rollout.sglang_rollout` and `slime.rollout.filter_hub.base_types` be imported with what a hook takes from them.
+Owns the names and fields that their users read and set. `names` says under which modules they are imported.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
-import importlib.util
-import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-SLIME = "slime"  # the package; in a function's path also what stands before the colon
 POST_TIMEOUT_S = 24 * 3600.0  # the rollout's own limits end it before
 
 
@@ -30,36 +27,118 @@ class SlimeStatus(enum.Enum):
     FAILED = "failed"
 
 
+ENDS = {"stop": SlimeStatus.COMPLETED, "length": SlimeStatus.TRUNCATED, "abort": SlimeStatus.ABORTED}
+
+
+@dataclass
+class SpecInfo:
+    """Counts of speculative decoding."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+
+@dataclass
+class PrefixCacheInfo:
+    """Counts of the engine's prefix cache."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+
 @dataclass
 class Sample:
-    """A sample. `prompt` is the text that the model is shown, or messages where no chat template is applied."""
+    """A sample. `prompt` is the text that the model is shown, or messages if no chat template is applied."""
 
     Status: ClassVar[type[SlimeStatus]] = SlimeStatus
+    SpecInfo: ClassVar[type[SpecInfo]] = SpecInfo
+    PrefixCacheInfo: ClassVar[type[PrefixCacheInfo]] = PrefixCacheInfo
 
     group_index: int | None = None
     index: int | None = None
+    rollout_id: int | None = None
     prompt: Any = ""
     tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: Any = None  # a number, or a mapping
     loss_mask: list[int] | None = None
-    rollout_log_probs: list[float] | None = None
     weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
     status: SlimeStatus = SlimeStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    remove_sample: bool = False
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None
-    rollout_id: int | None = None
     session_id: str | None = None
-    messages: list[Any] = field(default_factory=list)  # the whole dialogue, where a reward reads it
     non_generation_time: float = 0.0
+    spec_info: Any = field(default_factory=SpecInfo)
+    prefix_cache_info: Any = field(default_factory=PrefixCacheInfo)
+    messages: list[Any] = field(default_factory=list)  # the whole dialogue, if a reward reads it
 
     def get_reward_value(self, args: Any) -> Any:
         """Its reward: of a mapping the value at args.reward_key."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens in the loss."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Add tokens of the response: generated ones with log-probabilities, or observed ones without.
+
+        Errors: ValueError for log-probabilities that do not fit the tokens.
+        """
+        new = [int(token) for token in tokens] if tokens is not None else []
+        given = [float(value) for value in log_probs] if log_probs is not None else None
+        if new and trainable and given is None:
+            raise ValueError("generated tokens come with the engine's log-probabilities: give log_probs")
+        if new and not trainable and given is not None:
+            raise ValueError("observed tokens have no log-probabilities: leave log_probs out")
+        if given is not None and len(given) != len(new):
+            raise ValueError(f"{len(given)} log-probabilities for {len(new)} tokens")
+        before = self.response_length
+        self.response += text or ""
+        if new:
+            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            self.rollout_log_probs = self.rollout_log_probs or [0.0] * before
+            self.response_length = before + len(new)
+            self.tokens += new  # in place: functions hold these lists under names of theirs
+            self.loss_mask += [int(trainable)] * len(new)
+            self.rollout_log_probs += given or [0.0] * len(new)
+            for name in ("loss_mask", "rollout_log_probs"):
+                if len(getattr(self, name)) != self.response_length:
+                    raise ValueError(
+                        f"{name} has {len(getattr(self, name))} values, the response {self.response_length} tokens"
+                    )
+        if update_terminal_info and meta_info and "finish_reason" in meta_info:
+            self.status = ENDS.get(meta_info["finish_reason"]["type"], self.status)
+            if "weight_version" in meta_info:
+                self.weight_versions.append(meta_info["weight_version"])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -70,6 +149,9 @@ class Sample:
         """From plain values; those that are no field become attributes."""
         known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         made = cls(**{**known, "status": SlimeStatus(values.get("status", "pending"))})
+        for key, kind in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+            if isinstance(known.get(key), Mapping):
+                setattr(made, key, kind(**known[key]))
         for key in values.keys() - known.keys():
             setattr(made, key, values[key])
         return made
@@ -101,6 +183,12 @@ class GenerateState:
         self.sampling_params = dict(args.sampling_params)
         self.semaphore = asyncio.Semaphore(1 << 20)  # rollout.session.max_rollouts bounds what is under way
         self.aborted = False
+        self.dp_rank = 0
+
+    @contextlib.contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        """The engine's rank: one address stands for all engines here."""
+        yield self.dp_rank
 
 
 @cache
@@ -127,25 +215,39 @@ async def post(
         return await answer.json(content_type=None)
 
 
-def provide() -> None:
-    """Let hooks import what they take from slime, where it is not installed."""
-    if SLIME in sys.modules or importlib.util.find_spec(SLIME) is not None:
-        return
-    given: dict[str, dict[str, Any]] = {
-        "slime": {},
-        "slime.utils": {},
-        "slime.utils.types": {"Sample": Sample},
-        "slime.utils.http_utils": {"post": post},
-        "slime.rollout": {},
-        "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
-        "slime.rollout.filter_hub": {},
-        "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
-    }
-    for name, names in given.items():
-        module = types.ModuleType(name, "Names that hooks written for slime import.")
-        module.__path__ = []
-        vars(module).update(names)
-        sys.modules[name] = module
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, module)
+async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
+    """slime's own generation: go on from the sample's tokens, or from its prompt, until the engine ends the turn."""
+    if not sample.tokens:
+        sample.tokens = tokenizer(args.hf_checkpoint)(sample.prompt, add_special_tokens=False)["input_ids"]
+    left = sampling_params["max_new_tokens"] - sample.response_length
+    if left <= 0:
+        sample.status = SlimeStatus.TRUNCATED
+        return sample
+    asked = {"input_ids": sample.tokens, "sampling_params": {**sampling_params, "max_new_tokens": left}}
+    answer = await post(model_url(args), {**asked, "return_logprob": True})
+    pairs = answer["meta_info"]["output_token_logprobs"]
+    sample.append_response_tokens(
+        args,
+        tokens=[pair[1] for pair in pairs],
+        log_probs=[pair[0] for pair in pairs],
+        meta_info=answer["meta_info"],
+        text=answer["text"],
+    )
+    return sample
+
+
+def model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+    """Where a model is asked: the policy, or one that the option sglang_model_routers names as (host, port).
+
+    Errors: ValueError for a model that is not named there.
+    """
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    if model_name in routers:
+        host, port = routers[model_name]
+        return f"http://{host}:{port}{endpoint}"
+    if model_name not in ("default", "actor"):
+        raise ValueError(
+            f"a run serves its policy alone, and no model {model_name}: give its address in the function's options as "
+            f"sglang_model_routers: {{{model_name}: [host, port]}}"
+        )
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"

@@ -30,12 +30,36 @@ from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.hooks import hidden_module, load, written_for_slime
 from millrace.core.rewards.selection import all_rewards, comparisons
 from millrace.core.sessions.selection import rollout_functions
+from millrace.core.slime.arguments import OF_A_ROLLOUT, OF_SCORING, run_arguments
+from millrace.core.slime.generate import form_of
+from millrace.core.slime.names import WHOLE_ROLLOUT, missing, refusal
+from millrace.core.slime.source import reads_of
 
 ROUTER = ("router_args.py",)
-OF_SLIME = {
-    "rollout.session.function": ("args", "sample", "sampling_params"),
-    "filter.group_filter": ("args", "samples"),
-}  # fields that take slime's signature
+ROLLOUTS, FILTER = "rollout.session.function", "filter.group_filter"  # fields that take slime's signature
+NOT_OF_SLIME = {  # fields that do not: why, and the way
+    "algorithm.advantage": (
+        "slime's takes a batch of its trainer, with token tensors; here an advantage is computed before, from rewards",
+        "write advantage(rewards, group_ids)",
+    ),
+    "algorithm.loss": (
+        "slime's takes a batch of its trainer and the logits; here a loss gets log-probabilities",
+        "write loss(batch), whose batch is a millrace.TokenBatch",
+    ),
+    "algorithm.shaping": (
+        "slime's takes samples and returns raw and normalised rewards; here the two are algorithm.shaping and algorithm.advantage",
+        "write shaping(rewards, response_lengths, truncated), and normalise in algorithm.advantage",
+    ),
+    "rollout.buffer.buffer_filter": (
+        "slime's takes groups that wait to be trained; here it chooses among trained groups",
+        "write buffer_filter(groups), whose groups are millrace.BufferedGroup",
+    ),
+    "rows": (
+        "slime's data source gives samples and takes them back; here a source gives rows by number, and the run keeps the place",
+        "write rows() that returns a list of rows",
+    ),
+    "": ("it takes no function of slime's signature", "give it the parameters of docs/extending.md"),
+}
 NAMED = re.compile(r"(?<=^rollout\.session\.)named\..+$")  # in place of rollout.session.function
 
 
@@ -43,6 +67,8 @@ def check_hooks(config: RunConfig) -> Iterator[Problem]:
     """Functions that cannot be imported, or do not take the arguments they will get."""
     for place, function, arguments in _functions(config):
         yield from _hook(place, function, arguments)
+        if function and written_for_slime(function.function):
+            yield from _of_slime(config, place, function)
     for at, tool in enumerate(config.rollout.session.tools if config.rollout.session else ()):
         if isinstance(tool, Tool):
             yield from _hook(f"rollout.session.tools.{at}", tool, None)
@@ -118,15 +144,13 @@ def _hook(
     if isinstance(user_function, RewardFunction):
         signature, arguments, options = _of_reward(user_function, function, signature)
     elif written_for_slime(path):
-        taken = OF_SLIME.get(NAMED.sub("function", place))
-        if taken is None:
-            yield Problem(
-                field,
-                path,
-                "signatures of slime's are taken of rewards, group filters and rollouts alone",
-                "give it the parameters of docs/extending.md, and write it as package.module:function",
-            )
+        field_of_slime = NAMED.sub("function", place)
+        if field_of_slime not in (ROLLOUTS, FILTER):
+            kind = "rows" if place.startswith("data.") else field_of_slime
+            reason, remedy = NOT_OF_SLIME.get(kind, NOT_OF_SLIME[""])
+            yield Problem(field, path, reason, f"{remedy}, and name it as package.module:function")
             return
+        taken = form_of(function).arguments if field_of_slime == ROLLOUTS else ["args", "samples"]
         arguments, options = taken, {}  # its options become attributes of args
     try:
         signature.bind(*arguments)
@@ -136,7 +160,9 @@ def _hook(
                 field,
                 path,
                 f"cannot be called with ({', '.join(arguments)}): {error}",
-                f"give it these parameters; its signature is {path.rpartition(':')[2]}{signature}",
+                f"give them in the options; its parameters are {signature}"
+                if inspect.isclass(function)
+                else f"give it these parameters; its signature is {path.rpartition(':')[2]}{signature}",
             )
             return
     try:
@@ -150,12 +176,57 @@ def _hook(
         )
 
 
+def _of_slime(config: RunConfig, place: str, function: UserFunction) -> Iterator[Problem]:
+    """What the source of a hook reads that is not here. A hook that cannot be loaded has its problem."""
+    try:
+        loaded = load(function.function, place)
+    except Exception:  # noqa: BLE001 - `_hook` says what it raises
+        return
+    module = inspect.getmodule(loaded)
+    if module is None or module.__name__.startswith("millrace."):
+        return
+    rollouts = place.startswith("rollout.session.")
+    known = {*(run_arguments(config) if rollouts else OF_SCORING), *(OF_A_ROLLOUT if rollouts else ())}
+    reads = reads_of(loaded, module)
+    for name, where in reads.names.items():
+        if missing(name):
+            reason, remedy = refusal(name)
+            yield Problem(
+                f"{place}.function", function.function, f"it imports {name} ({where}): {reason}", remedy
+            )
+    for name, where in reads.arguments.items():
+        if name not in known | function.options.keys():
+            reason = f"{function.function} reads args.{name} ({where}), which has no value here"
+            yield Problem(
+                f"{place}.options", None, reason, f"give it in the function's options: {{{name}: ...}}"
+            )
+    if rollouts and {"rollout_id", "data_source"} & inspect.signature(loaded).parameters.keys():
+        yield Problem(f"{place}.function", function.function, *WHOLE_ROLLOUT)
+    if place == FILTER and reads.removes:
+        reason = f"it sets remove_sample ({reads.removes}), as a rollout sample filter: a group filter keeps or drops a group"
+        yield Problem(
+            f"{place}.function",
+            function.function,
+            reason,
+            "set it where the sample is generated, in rollout.session.function",
+        )
+    for name, where in () if rollouts else reads.tokens.items():
+        reason = f"it reads sample.{name} ({where}): rewards and filters see no token ids"
+        yield Problem(
+            f"{place}.function", function.function, reason, "read response, response_length or metadata"
+        )
+
+
 def _of_reward(
     reward: RewardFunction, function: Callable[..., Any], signature: inspect.Signature
 ) -> tuple[inspect.Signature, Sequence[str], dict[str, Any]]:
     """The signature of a reward, the arguments it is called with, and the options it gets, by its form."""
-    if written_for_slime(reward.function):
+    if written_for_slime(reward.function) and not inspect.isclass(function):
         return signature, ("args", "samples" if reward.group else "sample"), {}
+    if written_for_slime(reward.function) and list(signature.parameters) == ["args"]:
+        return signature, ("args",), {}
+    if written_for_slime(reward.function):
+        return signature, (), {key: value for key, value in reward.options.items() if key not in OF_SCORING}
     if inspect.isclass(function):
         return signature, (), reward.options
     return signature, ("samples" if reward.group else "sample",), reward.options

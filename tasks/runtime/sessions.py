@@ -15,6 +15,7 @@ from millrace.core.config.evaluation import EvalSet
 from millrace.core.config.rollout import Sampling
 from millrace.core.pipeline.sharding import WHOLE, Share
 from millrace.core.sessions.interface import Message
+from millrace.core.slime.arguments import run_arguments
 from millrace.tasks.runtime.prompts import Prompts
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.runner import SessionRunner
@@ -35,7 +36,7 @@ class Sessions:
         if self._pool is None:
             self._pool = SessionPool(settings)
         return SessionRunner(
-            settings, sampling, self._pool, self._dialogues, generator, self._config.model.path, share
+            settings, sampling, self._pool, self._dialogues, generator, run_arguments(self._config), share
         )
 
     def opening(

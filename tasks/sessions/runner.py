@@ -45,6 +45,7 @@ class MadeSample:
     prompt_ids: list[int]
     response_ids: list[int]
     loss_mask: list[int]
+    trained_mask: list[int] | None  # None: loss_mask
     logprobs: list[float]
     policy_versions: list[Any]
     engine_id: str
@@ -69,11 +70,11 @@ class SessionRunner:
         pool: SessionPool,
         dialogues: Dialogues,
         generator: SampleGenerator,
-        model: str,
+        arguments: Mapping[str, Any],
         share: Share = WHOLE,
     ) -> None:
-        """model: folder of its tokenizer. share: of rollouts and calls at once, this process's."""
-        self._settings, self._sampling, self._model = settings, sampling, model
+        """arguments: what functions written for slime find in args. share: of rollouts and calls at once, this process's."""
+        self._settings, self._sampling, self._arguments = settings, sampling, arguments
         self._pool, self._dialogues, self._generator = pool, dialogues, generator
         self._rollouts = asyncio.Semaphore(share.part_of(settings.max_rollouts))
         self._calls = asyncio.Semaphore(share.part_of(settings.max_calls))
@@ -111,7 +112,7 @@ class SessionRunner:
                 "sampling": {**self._sampling.model_dump(mode="json"), **opening.sampling},
             }
             if any(f and written_for_slime(f.function) for _, f in rollout_functions(self._settings)):
-                start["slime"] = {"model": self._model, "prompt_ids": list(opening.prompt_ids)}
+                start["slime"] = {"arguments": dict(self._arguments), "prompt_ids": list(opening.prompt_ids)}
             await rollout.open()
             suspected = False
             for attempt in range(TRIES):
@@ -181,6 +182,7 @@ def _sample(
     said = rollout.said[branch.number]
     parts, texts = split_parts(reward.parts) if reward else (None, None)
     cut = end["status"] == "truncated" or (bool(said.turns) and said.turns[-1].truncated)
+    cut = cut or branch.number in end.get("cut", ())
     return MadeSample(
         sample_id=branch_id(rollout.opening.rollout_id, branch.number),
         samples=samples,
@@ -188,6 +190,7 @@ def _sample(
         prompt_ids=branch.prompt_ids,
         response_ids=branch.response_ids,
         loss_mask=branch.loss_mask,
+        trained_mask=_trained_mask(branch, end.get("left_out", {}).get(str(branch.number))),
         logprobs=branch.logprobs,
         policy_versions=branch.spans,
         engine_id=rollout.engine_id,
@@ -203,6 +206,17 @@ def _sample(
     )
 
 
+def _trained_mask(branch: Branch, left_out: Sequence[int] | None) -> list[int] | None:
+    """The loss mask of a branch without the tokens at these places among all its tokens; None if none is left out."""
+    if not left_out:
+        return None
+    first = len(branch.prompt_ids)
+    mask = list(branch.loss_mask)
+    for place in left_out:
+        mask[place - first] = 0
+    return mask
+
+
 def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
     return MadeSample(
         sample_id=rollout.opening.rollout_id,
@@ -211,6 +225,7 @@ def _failed(rollout: SessionRollout, branch: Branch, reason: str) -> MadeSample:
         prompt_ids=list(rollout.opening.prompt_ids),
         response_ids=[],
         loss_mask=[],
+        trained_mask=None,
         logprobs=[],
         policy_versions=[],
         engine_id=rollout.engine_id,

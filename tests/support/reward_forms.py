@@ -156,3 +156,43 @@ def seen(sample: RewardInput) -> dict[str, float]:
     """Says in its parts what it sees of a prompt of messages and of a label that is an object."""
     shown = [f"{message['role']}: {message['content']}" for message in sample.prompt]
     return {"reward": 1.0, **dict.fromkeys([*shown, *(f"label: {key}" for key in sample.label)], 1.0)}
+
+
+class Lengths:
+    """slime's form of a reward model: loaded once, asked for a batch."""
+
+    made = 0
+
+    def __init__(self, model_path: str, scale: float = 1.0) -> None:
+        Lengths.made += 1
+        self.model_path, self.scale = model_path, scale
+
+    def compute_reward(self, prompts: list[Any], responses: list[str]) -> Any:
+        """A tensor's list, as models give it."""
+        assert len(prompts) == len(responses)
+        return [self.scale * len(response) for response in responses]
+
+
+class LengthsOfArgs:
+    """The same, made with args; its answer is awaited, and it reads labels."""
+
+    def __init__(self, args: Any) -> None:
+        self.scale = args.scale
+
+    async def compute_reward(self, prompts: list[Any], responses: list[str], labels: list[Any]) -> Any:
+        """An array."""
+        import numpy
+
+        return numpy.array([self.scale * len(a) + (b == "x") for a, b in zip(responses, labels, strict=True)])
+
+
+class TooFewScores:
+    """Answers with one number."""
+
+    def compute_reward(self, prompts: list[Any], responses: list[str]) -> Any:
+        """No list."""
+        return 1.0
+
+
+class NoReward:
+    """Has no compute_reward."""

@@ -18,6 +18,7 @@ from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Session
 from millrace.core.contracts.turns import TurnRow
+from millrace.core.slime.arguments import OF_GENERATION
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
@@ -76,7 +77,12 @@ class EnginePlace:
         generator = SampleGenerator(config, config.rollout.sampling, ready, budget, self._tokenizer.decode)
         dialogues = Dialogues(self._tokenizer, tool_schemas(settings.tools))
         self._runner = SessionRunner(
-            settings, config.rollout.sampling, self.pool, dialogues, generator, str(model)
+            settings,
+            config.rollout.sampling,
+            self.pool,
+            dialogues,
+            generator,
+            {**OF_GENERATION, "hf_checkpoint": str(model)},
         )
         self.rows: list[TurnRow] = []
 

@@ -84,7 +84,7 @@ class Place:
         sampling = Sampling(max_new_tokens=200)
         self.generator = SampleGenerator(config, sampling, ready, budget)
         self.runner = SessionRunner(
-            self.settings, sampling, self.pool, Dialogues(TOKENIZER, schemas), self.generator, "no folder"
+            self.settings, sampling, self.pool, Dialogues(TOKENIZER, schemas), self.generator, {}
         )
 
     async def run(

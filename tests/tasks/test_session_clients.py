@@ -19,6 +19,7 @@ from millrace.connectors.workers.session_pool import SessionPool
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling, Session
 from millrace.core.contracts.turns import TurnRow
+from millrace.core.slime.arguments import OF_GENERATION
 from millrace.tasks.samples.failures import FailureBudget
 from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.sessions.runner import MadeSample, SessionRunner, session_task
@@ -78,7 +79,9 @@ async def run_function(make_config: Callable[..., RunConfig], tmp_path: Path) ->
         budget = FailureBudget("field", 0.5, 4, what="failed", where="here", remedy="fix it")
         generator = SampleGenerator(make_config(), sampling, ready, budget)
         dialogues, model = Dialogues(TOKENIZER, []), str(tmp_path / "model")
-        runner = SessionRunner(settings, sampling, pool, dialogues, generator, model)
+        runner = SessionRunner(
+            settings, sampling, pool, dialogues, generator, {**OF_GENERATION, "hf_checkpoint": model}
+        )
         prompt = [{"role": "user", "content": "1+1="}]
         ids = TOKENIZER.encode_prompts([prompt], chat=True)[0]
         opening = Opening("g-0000", "g", prompt, ids, seed=7, chat=True, longest=512)
@@ -137,7 +140,8 @@ SLIME = "slime:tests.support.slime_functions."
 
 
 def trained(sample: MadeSample) -> str:
-    return shown([token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask])
+    mask = sample.trained_mask or sample.loss_mask
+    return shown([token for token, each in zip(sample.response_ids, mask, strict=True) if each])
 
 
 @pytest.mark.parametrize(
@@ -174,9 +178,7 @@ async def test_what_slimes_function_fans_out_are_branches_with_their_rewards(run
 # what is asked of the function, and why it fails
 ALTERED: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({}, "sample.tokens are not those that were sent and generated: they differ from token"),
-    "mask": ({}, "sample.loss_mask masks a token that was generated"),
     "status": ({}, "the function returned a sample that is aborted"),
-    "remove": ({}, "sample.remove_sample"),
     "unknown": ({}, "args has no n_samples_per_prompt here: give it in the function's options"),
     "temperature": ({"temperature": 0.1}, "the run samples with 1.0: set rollout.sampling.temperature"),
     "regex": ({"regex": "a+"}, "sampling_params.regex: it is not known here"),
@@ -189,3 +191,65 @@ async def test_what_is_not_what_was_generated_fails_with_its_reason(run_function
         (sample,), _, _ = await run_function(f"{SLIME}alters", metadata=metadata)
         assert sample.status == "failed", what
         assert reason in (sample.reason or ""), what
+
+
+FIRST, SECOND = "one<eos>", "two<eos>"
+# what a function leaves out of its two turns: what is trained then, and the status
+LEFT_OUT: dict[str, tuple[str, str]] = {
+    "nothing": (FIRST + SECOND, "completed"),
+    "first turn": ("<eos>", "completed"),
+    "all by mask": ("", "completed"),
+    "removed": ("", "completed"),
+    "removed with other tokens": ("", "completed"),
+    "short mask": (SECOND, "completed"),
+    "short response": (SECOND, "completed"),
+    "no mask": (FIRST + SECOND, "completed"),
+    "no tokens": (FIRST + SECOND, "completed"),
+    "cut before the second turn": (FIRST, "completed"),
+    "cut within the first turn": ("e", "completed"),
+    "truncated": (FIRST + SECOND, "truncated"),
+    "status as text": (FIRST + SECOND, "truncated"),
+}
+REFUSED = {
+    "an observed token": "sample.loss_mask trains a token that was not generated",
+    "a mask of another length": "sample.loss_mask has 1 values, sample.response_length is",
+    "nothing returned": "the function returned a NoneType: return the sample, or a list of samples",
+    "an empty list": "the function returned no sample",
+    "another type": "the function returned a dict",
+}
+
+
+async def test_what_a_function_leaves_out_is_stored_and_not_trained(run_function: Run) -> None:
+    wanted = None
+    for what, (left, status) in LEFT_OUT.items():
+        (sample,), rows, _ = await run_function(f"{SLIME}leaves_out", metadata={"what": what})
+        assert (sample.reason, sample.reward, sample.status) == (None, 1.0, status), what
+        assert trained(sample) == left, what
+        wanted = wanted or sample.response_ids
+        assert sample.response_ids == wanted, what
+        assert shown([t for t, m in zip(wanted, sample.loss_mask, strict=True) if m]) == FIRST + SECOND, what
+        assert (sample.trained_mask is None) == (left == FIRST + SECOND), what
+        again, more, engines = await run_function(f"{SLIME}leaves_out", rows, metadata={"what": what})
+        assert (again, more, engines.requests) == ([sample], [], []), what
+    for what, reason in REFUSED.items():
+        (sample,), _, _ = await run_function(f"{SLIME}leaves_out", metadata={"what": what})
+        assert sample.status == "failed", what
+        assert reason in (sample.reason or ""), what
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [("of_a_list", 2.0), ("of_a_list_and_sampling", 3.0), ("by_slimes_own", 8.0)],
+)
+async def test_slimes_other_forms_make_the_same_sample(
+    run_function: Run, function: str, reward: float
+) -> None:
+    options = {"n_samples_per_prompt": 8} if function == "by_slimes_own" else {}
+    (sample,), _, _ = await run_function(f"{SLIME}{function}", **options)
+    assert (sample.reason, trained(sample), sample.reward) == (None, FIRST, reward)
+
+
+async def test_a_branch_that_is_not_returned_is_not_trained(run_function: Run) -> None:
+    first, second = (await run_function(f"{SLIME}returns_one_of_two"))[0]
+    assert (trained(first), first.reward) == (FIRST, 1.5)
+    assert (trained(second), second.reward) == ("", 1.5)

@@ -11,6 +11,7 @@ import pytest
 from millrace.core.errors import ConfigError
 from millrace.core.rewards.scoring import score_group, score_sample, score_side_by_side
 from millrace.core.rewards.trial import try_reward
+from tests.support import reward_forms
 
 FORMS = "tests.support.reward_forms"
 
@@ -119,6 +120,40 @@ def test_slimes_signature_is_called_with_arguments_and_a_sample() -> None:
         score_sample(f"slime:{FORMS}.slime_length", {"reward_key": "score"}, row("a"))
     with pytest.raises(AttributeError, match="see no token ids"):
         score_sample(f"slime:{FORMS}.slime_tokens", {}, row("a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rewards"),
+    [
+        ("Lengths", {"model_path": "model"}, [1.0, 3.0]),
+        ("Lengths", {"model_path": "model", "scale": 2.0}, [2.0, 6.0]),
+        ("LengthsOfArgs", {"scale": 0.5}, [1.5, 2.5]),
+    ],
+)
+def test_a_class_of_slimes_scores_batches(name: str, options: dict[str, Any], rewards: list[float]) -> None:
+    path, rows = f"slime:{FORMS}.{name}", [row("a"), row("abc")]
+    assert [each["reward"] for each in score_group(path, options, rows)] == rewards
+    made = reward_forms.Lengths.made
+    assert [score_sample(path, options, each)["reward"] for each in rows] == rewards
+    assert [ended[1]["reward"] for ended in score_side_by_side(path, options, rows, "reward", 9.0)] == rewards  # type: ignore[index]
+    assert reward_forms.Lengths.made == made, "it is made once for its options"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (f"slime:{FORMS}.TooFewScores", "it returned 1.0 for 1 samples: return a list"),
+        (f"slime:{FORMS}.NoReward", "NoReward have no method compute_reward"),
+        (f"slime:{FORMS}.Lengths", "missing 1 required positional argument: 'model_path'"),
+        (
+            f"{FORMS}:TooFewScores",
+            f"name one with compute_reward(prompts, responses) as slime:{FORMS}.TooFewScores",
+        ),
+    ],
+)
+def test_a_class_that_scores_no_batches_is_said(path: str, said: str) -> None:
+    tried = try_reward(path, {}, row("a"))
+    assert said in f"{tried['problem']}; {tried['remedy']}"
 
 
 def test_rows_are_scored_side_by_side_and_each_ends_by_itself() -> None:

@@ -1,0 +1,466 @@
+"""Which names of slime's a hook may import: those that are here, and those that are not, with the way to do it here.
+
+Owns the modules that stand in for slime's while a hook is loaded, also if slime is installed: its own need its servers. A name
+that is in neither table is refused by its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.abc
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.core.slime.sample import (
+    DynamicFilterOutput,
+    GenerateState,
+    Sample,
+    generate,
+    model_url,
+    post,
+    tokenizer,
+)
+
+SLIME = "slime"  # the package; in a function's path also what stands before the colon
+PACKAGES = (SLIME, "slime_plugins")
+WHOLE_ROLLOUT = (
+    "functions of a whole rollout are not taken: the run draws prompts and gathers groups",
+    "write what makes one sample, and name it in rollout.session.function",
+)
+TRAINER = (
+    "functions of slime's trainer are not taken",
+    "write algorithm.loss or algorithm.advantage: docs/extending.md",
+)
+DATA_SOURCE = ("data sources of slime's are not taken", "write data.sources[].rows: docs/curriculum.md")
+AGENTS = (
+    "adapters of agents are not here",
+    "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/own-client.md",
+)
+PICTURES = ("pictures are not trained here", "train on text")
+UNKNOWN = (
+    "this name of slime's is not here",
+    "copy what it does into your module, or write the hook in millrace's form: docs/extending.md",
+)
+REFUSED: dict[str, tuple[str, str]] = {  # a module or a name, and all under it: why, and the way here
+    "slime.agent": AGENTS,
+    "slime.backends": TRAINER,
+    "slime.data.RolloutDataSource": DATA_SOURCE,
+    "slime.data.RolloutDataSourceWithBuffer": DATA_SOURCE,
+    "slime.ray": TRAINER,
+    "slime.rollout.base_types.call_rollout_fn": WHOLE_ROLLOUT,
+    "slime.rollout.data_source": DATA_SOURCE,
+    "slime.rollout.forge_load": ("stored rollouts are trained by a command", "use millrace replay"),
+    "slime.rollout.fully_async_rollout": ("generation runs ahead by configuration", "set pipeline.ahead"),
+    "slime.rollout.on_policy_distillation": (
+        "a served teacher is configured",
+        "set algorithm.teacher_server",
+    ),
+    "slime.rollout.rm_hub.ifbench": (
+        "ifbench is a reward of millrace's",
+        "name millrace.core.rewards.hub.ifbench:ifbench",
+    ),
+    "slime.rollout.sft_rollout": ("supervised training is a command", "use millrace sft"),
+    "slime.rollout.sglang_rollout.eval_rollout": WHOLE_ROLLOUT,
+    "slime.rollout.sglang_rollout.generate_and_rm": WHOLE_ROLLOUT,
+    "slime.rollout.sglang_rollout.generate_and_rm_group": WHOLE_ROLLOUT,
+    "slime.rollout.sglang_rollout.generate_rollout": WHOLE_ROLLOUT,
+    "slime.rollout.sglang_rollout.generate_rollout_async": WHOLE_ROLLOUT,
+    "slime.rollout.sglang_streaming_rollout": (
+        "answers come whole",
+        "leave it out: answers that are cut go on by segments",
+    ),
+    "slime.rollout.sleep_rollout": WHOLE_ROLLOUT,
+    "slime.utils.external_utils": (
+        "runs are started by millrace train",
+        "write the run's YAML file: docs/coming-from.md",
+    ),
+    "slime.utils.processing_utils.process_vision_info": PICTURES,
+    "slime_plugins": ("plugins of slime's are not here", UNKNOWN[1]),
+}
+
+
+class NotHereError(ImportError):
+    """A name of slime's that is not here, with the way to do it here."""
+
+    def __init__(self, name: str) -> None:
+        reason, self.remedy = refusal(name)
+        super().__init__(f"{name}: {reason}", name=name)
+
+
+def refusal(name: str) -> tuple[str, str]:
+    """Why a dotted name is not here, and the way."""
+    parts = name.split(".")
+    found = (REFUSED.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    return next(filter(None, found), UNKNOWN)
+
+
+def missing(name: str) -> bool:
+    """Whether a dotted name of slime's, of a module or of what is in one, is not here."""
+    modules = _modules()
+    module, _, attribute = name.rpartition(".")
+    return name not in modules and attribute not in modules.get(module, {})
+
+
+def slime_remedy(error: BaseException) -> str | None:
+    """The way here, of an error that a name of slime's led to; None for any other."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, NotHereError):
+        seen = seen.__cause__ or seen.__context__
+    return seen.remedy if seen is not None else None
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotHereError(f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Refuses modules of slime's that are not here; stands before the finders of installed packages."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """None for every module that is not slime's."""
+        if fullname.partition(".")[0] in PACKAGES:
+            raise NotHereError(fullname)
+
+
+def provide() -> None:
+    """Let hooks import what they take from slime. What was imported of slime before stays."""
+    if SLIME in sys.modules:
+        return
+    sys.meta_path.insert(0, _Finder())
+    modules = _modules()
+    for name in sorted(modules):  # a package comes before what is in it
+        module = _Module(name, "Names that hooks written for slime import.")
+        module.__path__ = []
+        vars(module).update(modules.get(name, {}))
+        sys.modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+
+def _modules() -> dict[str, Mapping[str, Any]]:
+    """The names that are here, by module."""
+    return {
+        "slime": {},
+        "slime.data": {"Sample": Sample},
+        "slime.observability": {},
+        "slime.observability.trace_utils": {
+            "bind_trace": bind_trace,
+            "build_sglang_meta_trace_attrs": build_sglang_meta_trace_attrs,
+            "trace_event": trace_event,
+            "trace_function": trace_function,
+            "trace_span": trace_span,
+        },
+        "slime.rollout": {},
+        "slime.rollout.base_types": {
+            "RolloutFnEvalOutput": RolloutFnEvalOutput,
+            "RolloutFnTrainOutput": RolloutFnTrainOutput,
+        },
+        "slime.rollout.filter_hub": {},
+        "slime.rollout.filter_hub.base_types": {
+            "DynamicFilterOutput": DynamicFilterOutput,
+            "call_dynamic_filter": call_dynamic_filter,
+            "should_drop_dynamic_filter_output": should_drop_dynamic_filter_output,
+        },
+        "slime.rollout.filter_hub.dynamic_sampling_filters": {
+            "check_reward_nonzero_std": check_reward_nonzero_std,
+            "check_reward_nonzero_std_with_fallback": check_reward_nonzero_std_with_fallback,
+        },
+        "slime.rollout.rm_hub": {
+            "async_rm": async_rm,
+            "batched_async_rm": batched_async_rm,
+            "grade_answer_verl": grade_answer_verl,
+            "remote_rm": remote_rm,
+        },
+        "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": deepscaler},
+        "slime.rollout.rm_hub.f1": {"f1_score": f1_score},
+        "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": compute_gpqa_reward},
+        "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": compute_score},
+        "slime.rollout.rm_hub.math_utils": {
+            "extract_answer": extract_answer,
+            "extract_boxed_answer": extract_answer,
+            "grade_answer_verl": grade_answer_verl,
+        },
+        "slime.rollout.sglang_rollout": {
+            "GenerateState": GenerateState,
+            "generate": generate,
+            "get_model_url": model_url,
+        },
+        "slime.utils": {},
+        "slime.utils.http_utils": {"get": get, "post": post},
+        "slime.utils.misc": {"SingletonMeta": SingletonMeta, "load_function": load_function},
+        "slime.utils.processing_utils": {
+            "build_processor_kwargs": build_processor_kwargs,
+            "encode_image_for_rollout_engine": encode_image_for_rollout_engine,
+            "load_processor": load_processor,
+            "load_tokenizer": load_tokenizer,
+        },
+        "slime.utils.types": {"Sample": Sample, "RolloutBatch": dict},
+    }
+
+
+class Span:
+    """A span of slime's traces. Nothing is kept of it: a run stores times with each sample and turn."""
+
+    def set(self, key: str, value: Any) -> Span:
+        """Takes an attribute."""
+        return self
+
+    def update(self, attrs: Mapping[str, Any] | None = None) -> Span:
+        """Takes attributes."""
+        return self
+
+    set_attr, update_attrs = set, update
+
+
+@contextlib.contextmanager
+def trace_span(target: Any, name: str, attrs: Mapping[str, Any] | None = None, **more: Any) -> Iterator[Span]:
+    """Runs what is within it."""
+    yield Span()
+
+
+def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None, **more: Any) -> None:
+    """Keeps nothing."""
+
+
+def trace_function(name: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The function as it is."""
+    return lambda function: function
+
+
+def bind_trace(sample: Any) -> Span:
+    """A span of the sample."""
+    return Span()
+
+
+def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of an answer that are plain."""
+    return {key: value for key, value in meta.items() if isinstance(value, int | float | str)}
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """Groups of samples of a whole rollout. A module may import it; the run calls no function that returns it."""
+
+    samples: Any
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """The same of an evaluation."""
+
+    data: Any
+    metrics: dict[str, Any] | None = None
+
+
+def call_dynamic_filter(
+    function: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> DynamicFilterOutput:
+    """What a filter says, as slime's class; no filter keeps."""
+    said = True if function is None else function(*args, **kwargs)
+    return said if isinstance(said, DynamicFilterOutput) else DynamicFilterOutput(keep=said)
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Whether a group is dropped while so many groups are under way of those that are wanted."""
+    stands_in = output.keep_when_insufficient and remaining_batch_size <= target_data_size
+    return not output.keep and not stands_in
+
+
+def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Keeps groups whose rewards differ."""
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    mean = sum(rewards) / max(1, len(rewards))
+    variance = sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1)
+    keep = variance**0.5 > 1e-6
+    return DynamicFilterOutput(
+        keep, None if keep else f"zero_std_{round(rewards[0], 1) if rewards else None}"
+    )
+
+
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
+    """The same; a dropped group stands in when too few are kept."""
+    said = check_reward_nonzero_std(args, samples)
+    said.keep_when_insufficient = True
+    return said
+
+
+def _graded(
+    reward: str, response: str, label: Any, metadata: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """What a reward of millrace's gives for a response. reward: module:function under millrace.core.rewards."""
+    from millrace.core.hooks import RewardInput  # here: hooks import this module
+
+    module, _, name = reward.partition(":")
+    function = getattr(importlib.import_module(f"millrace.core.rewards.{module}"), name)
+    return function(RewardInput("", response, label, metadata or {}), **options)
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: Any = None
+) -> dict[str, Any]:
+    """DAPO's score, 1 or -1, as slime's mapping; `pred` is the answer that was compared."""
+    scored = _graded("hub.dapo:dapo", solution_str, ground_truth, strict_box=strict_box_verify)
+    from millrace.core.rewards.hub.dapo import ANSWER, READ, READ_STRICTLY
+    from millrace.core.rewards.math import last_boxed
+
+    if strict_box_verify:
+        pred = last_boxed(solution_str[-READ_STRICTLY:])
+    else:
+        answers = ANSWER.findall(solution_str[-READ:])
+        pred = answers[-1].strip() if answers else "[INVALID]"
+    return {"score": scored.reward, "acc": bool(scored.parts["acc"]), "pred": pred}
+
+
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+    """Whether the last box of a response is the label."""
+    return (
+        bool(solution_str)
+        and _number(_graded("math:math", solution_str, ground_truth, boxed_only=True)) == 1.0
+    )
+
+
+def deepscaler(response: str, label: Any) -> float:
+    """1 if the last box after the reasoning is the label, else 0."""
+    return _number(_graded("hub.deepscaler:deepscaler", response, label))
+
+
+def f1_score(prediction: str, ground_truth: Any) -> tuple[float, float, float]:
+    """F1, precision and recall of a response's words."""
+    scored = _graded("hub.f1:f1", prediction, ground_truth)
+    return scored.reward, scored.parts["precision"], scored.parts["recall"]
+
+
+def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+    """1 if a response settles on the right letter, else 0."""
+    return _number(_graded("hub.gpqa:gpqa", response, label, metadata))
+
+
+def extract_answer(passage: str) -> str | None:
+    """What stands in the last box."""
+    from millrace.core.rewards.math import last_boxed
+
+    return last_boxed(passage)
+
+
+async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
+    """What the server at args.rm_url answers for a sample."""
+    return await post(
+        args.rm_url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    )
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of a sample, by its path or its type: of the sample, else of the function's options."""
+    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    if path:
+        return await _awaited(load_function(path)(args, sample, **kwargs))
+    kind = sample.metadata.get("rm_type") or getattr(args, "rm_type", None) or ""
+    response = sample.response
+    if kind.startswith("boxed_"):
+        kind, response = kind.removeprefix("boxed_"), extract_answer(response) or ""
+    if kind == "remote_rm":
+        return await remote_rm(args, sample)
+    rewards: dict[str, Callable[[], Any]] = {
+        "dapo": lambda: compute_score(response, sample.label),
+        "deepscaler": lambda: deepscaler(response, sample.label),
+        "f1": lambda: f1_score(response, sample.label)[0],
+        "gpqa": lambda: compute_gpqa_reward(response, sample.label, sample.metadata),
+        "ifbench": lambda: _number(_graded("hub.ifbench:ifbench", response, sample.label, sample.metadata)),
+        "math": lambda: int(grade_answer_verl(response, sample.label)),
+        "random": lambda: random.randint(0, 1),
+    }
+    if kind not in rewards:
+        raise ValueError(
+            f"rm_type = {kind!r} is not one of {', '.join([*rewards, 'remote_rm'])}: give rm_type or custom_rm_path in the "
+            "function's options"
+        )
+    return rewards[kind]()
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> Any:
+    """The rewards of samples: one call of args.custom_rm_path, or each by its type."""
+    path = getattr(args, "custom_rm_path", None)
+    if path:
+        return await _awaited(load_function(path)(args, samples, **kwargs))
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _number(score: Any) -> float:
+    return float(getattr(score, "reward", score))
+
+
+class SingletonMeta(type):
+    """A class that is made once a process."""
+
+    _made: dict[type, Any] = {}  # noqa: RUF012 - of all such classes
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._made:
+            SingletonMeta._made[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._made[cls]
+
+
+def load_function(path: str) -> Any:
+    """What stands at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+async def get(url: str) -> Any:
+    """GET a JSON answer. Raises RuntimeError with what the server says."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as client, client.get(url) as answer:
+        if answer.status >= 400:
+            raise RuntimeError(f"{answer.status}: {await answer.text()}")
+        return await answer.json(content_type=None)
+
+
+def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
+    """A tokenizer; the model's is loaded once a process."""
+    rest = {key: value for key, value in kwargs.items() if key != "trust_remote_code"}
+    if not rest:
+        return tokenizer(name_or_path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name_or_path, **rest)
+
+
+def load_processor(name_or_path: str, **kwargs: Any) -> None:
+    """None, as of a model of text."""
+
+
+def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of a processor for these inputs, as slime's hooks pass them on."""
+    media = {f"{kind}_kwargs": {"return_tensors": "pt"} for kind in ("audio", "images", "videos")}
+    return {**(multimodal_inputs or {}), **media, "text_kwargs": {"return_tensors": None}}
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:
+    """A picture as the URL of its PNG. The engine of a run takes none: a request with image_data is refused."""
+    import base64
+    import io
+
+    held = io.BytesIO()
+    (image if image.mode == "RGB" else image.convert("RGB")).save(held, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
