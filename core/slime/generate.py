@@ -150,20 +150,15 @@ class SlimeRollout:
             raise BadRequestError("stream", "answers come whole")
         params = body.get("sampling_params") or {}
         for key, value in params.items():
-            if key in self._sampling and key not in OF_SAMPLING:
-                if (value or self._sampling[key]) and value != self._sampling[key]:
-                    raise BadRequestError(
-                        f"sampling_params.{key}",
-                        f"it is {value!r}, the run samples with {self._sampling[key]!r}: set rollout.sampling.{key}"
-                        " in a branch or a new run",
-                    )
-            elif key not in (*OF_SAMPLING, *UNUSED) and value not in (
-                None,
-                [],
-                {},
-                "",
-                self._sampling.get(key),
-            ):
+            if key in (*OF_SAMPLING, *UNUSED):
+                continue
+            own = self._sampling.get(key)
+            if key in self._sampling and (value or own) and value != own:
+                raise BadRequestError(
+                    f"sampling_params.{key}",
+                    f"it is {value!r}, the run samples with {own!r}: set rollout.sampling.{key} in a branch or a new run",
+                )
+            if key not in self._sampling and value not in (None, [], {}, ""):
                 raise BadRequestError(f"sampling_params.{key}", "it is not known here")
         stop = params.get("stop") or []
         return self._ids(body), params.get("max_new_tokens"), [stop] if isinstance(stop, str) else list(stop)

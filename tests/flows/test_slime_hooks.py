@@ -201,7 +201,11 @@ def problems(module: str, field: str, name: str, options: dict[str, Any]) -> lis
         section = section.setdefault(part, {})
     kind = {"kind": "function"} if field in ("algorithm.loss", "algorithm.advantage") else {}
     section[last] = [{"name": "own", "rows": hook}] if field == "data.sources" else {**kind, **hook}
-    return [problem for problem in check_hooks(RunConfig.model_validate(values)) if problem.field.startswith(field)]
+    return [
+        problem
+        for problem in check_hooks(RunConfig.model_validate(values))
+        if problem.field.startswith(field)
+    ]
 
 
 @pytest.mark.parametrize(("field", "name", "options"), ACCEPTED)

@@ -126,7 +126,8 @@ ROWS = {
     "core/rewards/forms.py": {"await answer": REWARD},
     "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
     "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},
-    "core/slime/generate.py": {"asyncio.shield(known)": SESSION},
+    "core/slime/generate.py": {"asyncio.shield(known)": SESSION, "await made": SESSION},
+    "core/slime/names.py": {"await answer": SESSION},
     "core/slime/reward.py": {"await answer": REWARD},
     "core/waits/deadline.py": {
         "await result": "the thread may hang: callers pass it to `progressing`",

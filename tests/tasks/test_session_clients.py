@@ -181,7 +181,8 @@ ALTERED: dict[str, tuple[dict[str, Any], str]] = {
     "status": ({}, "the function returned a sample that is aborted"),
     "unknown": ({}, "args has no n_samples_per_prompt here: give it in the function's options"),
     "temperature": ({"temperature": 0.1}, "the run samples with 1.0: set rollout.sampling.temperature"),
-    "regex": ({"regex": "a+"}, "sampling_params.regex: it is not known here"),
+    "regex": ({"regex": "a+"}, "sampling_params.regex: it is 'a+', the run samples with None"),
+    "no field": ({"no_field": 1}, "sampling_params.no_field: it is not known here"),
 }
 
 
