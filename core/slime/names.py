@@ -6,12 +6,9 @@ that is in neither table is refused by its name.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import importlib.abc
-import inspect
-import random
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +41,7 @@ AGENTS = (
     "ask session.base_url, which speaks OpenAI's chat completions, in a function of millrace's form: docs/own-client.md",
 )
 PICTURES = ("pictures are not trained here", "train on text")
+HUB = "millrace.core.slime.hub"  # imported with the names: it needs rewards, which need hooks
 UNKNOWN = (
     "this name of slime's is not here",
     "copy what it does into your module, or write the hook in millrace's form: docs/extending.md",
@@ -141,11 +139,19 @@ def provide() -> None:
     for name in sorted(modules):  # a package comes before what is in it
         module = _Module(name, "Names that hooks written for slime import.")
         module.__path__ = []
-        vars(module).update(modules.get(name, {}))
+        vars(module).update({key: _object(value) for key, value in modules[name].items()})
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
+
+
+def _object(value: Any) -> Any:
+    """What a name stands for, which the table may say as module:name."""
+    if not isinstance(value, str):
+        return value
+    module, _, name = value.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _modules() -> dict[str, Mapping[str, Any]]:
@@ -177,19 +183,19 @@ def _modules() -> dict[str, Mapping[str, Any]]:
             "check_reward_nonzero_std_with_fallback": check_reward_nonzero_std_with_fallback,
         },
         "slime.rollout.rm_hub": {
-            "async_rm": async_rm,
-            "batched_async_rm": batched_async_rm,
-            "grade_answer_verl": grade_answer_verl,
-            "remote_rm": remote_rm,
+            "async_rm": f"{HUB}:async_rm",
+            "batched_async_rm": f"{HUB}:batched_async_rm",
+            "grade_answer_verl": f"{HUB}:grade_answer_verl",
+            "remote_rm": f"{HUB}:remote_rm",
         },
-        "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": deepscaler},
-        "slime.rollout.rm_hub.f1": {"f1_score": f1_score},
-        "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": compute_gpqa_reward},
-        "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": compute_score},
+        "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{HUB}:deepscaler"},
+        "slime.rollout.rm_hub.f1": {"f1_score": f"{HUB}:f1_score"},
+        "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{HUB}:compute_gpqa_reward"},
+        "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": f"{HUB}:compute_score"},
         "slime.rollout.rm_hub.math_utils": {
-            "extract_answer": extract_answer,
-            "extract_boxed_answer": extract_answer,
-            "grade_answer_verl": grade_answer_verl,
+            "extract_answer": f"{HUB}:extract_answer",
+            "extract_boxed_answer": f"{HUB}:extract_answer",
+            "grade_answer_verl": f"{HUB}:grade_answer_verl",
         },
         "slime.rollout.sglang_rollout": {
             "GenerateState": GenerateState,
@@ -298,115 +304,6 @@ def check_reward_nonzero_std_with_fallback(
     said = check_reward_nonzero_std(args, samples)
     said.keep_when_insufficient = True
     return said
-
-
-def _graded(
-    reward: str, response: str, label: Any, metadata: Mapping[str, Any] | None = None, **options: Any
-) -> Any:
-    """What a reward of millrace's gives for a response. reward: module:function under millrace.core.rewards."""
-    from millrace.core.hooks import RewardInput  # here: hooks import this module
-
-    module, _, name = reward.partition(":")
-    function = getattr(importlib.import_module(f"millrace.core.rewards.{module}"), name)
-    return function(RewardInput("", response, label, metadata or {}), **options)
-
-
-def compute_score(
-    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: Any = None
-) -> dict[str, Any]:
-    """DAPO's score, 1 or -1, as slime's mapping; `pred` is the answer that was compared."""
-    scored = _graded("hub.dapo:dapo", solution_str, ground_truth, strict_box=strict_box_verify)
-    from millrace.core.rewards.hub.dapo import ANSWER, READ, READ_STRICTLY
-    from millrace.core.rewards.math import last_boxed
-
-    if strict_box_verify:
-        pred = last_boxed(solution_str[-READ_STRICTLY:])
-    else:
-        answers = ANSWER.findall(solution_str[-READ:])
-        pred = answers[-1].strip() if answers else "[INVALID]"
-    return {"score": scored.reward, "acc": bool(scored.parts["acc"]), "pred": pred}
-
-
-def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Whether the last box of a response is the label."""
-    return (
-        bool(solution_str)
-        and _number(_graded("math:math", solution_str, ground_truth, boxed_only=True)) == 1.0
-    )
-
-
-def deepscaler(response: str, label: Any) -> float:
-    """1 if the last box after the reasoning is the label, else 0."""
-    return _number(_graded("hub.deepscaler:deepscaler", response, label))
-
-
-def f1_score(prediction: str, ground_truth: Any) -> tuple[float, float, float]:
-    """F1, precision and recall of a response's words."""
-    scored = _graded("hub.f1:f1", prediction, ground_truth)
-    return scored.reward, scored.parts["precision"], scored.parts["recall"]
-
-
-def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1 if a response settles on the right letter, else 0."""
-    return _number(_graded("hub.gpqa:gpqa", response, label, metadata))
-
-
-def extract_answer(passage: str) -> str | None:
-    """What stands in the last box."""
-    from millrace.core.rewards.math import last_boxed
-
-    return last_boxed(passage)
-
-
-async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """What the server at args.rm_url answers for a sample."""
-    return await post(
-        args.rm_url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    )
-
-
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """The reward of a sample, by its path or its type: of the sample, else of the function's options."""
-    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
-    if path:
-        return await _awaited(load_function(path)(args, sample, **kwargs))
-    kind = sample.metadata.get("rm_type") or getattr(args, "rm_type", None) or ""
-    response = sample.response
-    if kind.startswith("boxed_"):
-        kind, response = kind.removeprefix("boxed_"), extract_answer(response) or ""
-    if kind == "remote_rm":
-        return await remote_rm(args, sample)
-    rewards: dict[str, Callable[[], Any]] = {
-        "dapo": lambda: compute_score(response, sample.label),
-        "deepscaler": lambda: deepscaler(response, sample.label),
-        "f1": lambda: f1_score(response, sample.label)[0],
-        "gpqa": lambda: compute_gpqa_reward(response, sample.label, sample.metadata),
-        "ifbench": lambda: _number(_graded("hub.ifbench:ifbench", response, sample.label, sample.metadata)),
-        "math": lambda: int(grade_answer_verl(response, sample.label)),
-        "random": lambda: random.randint(0, 1),
-    }
-    if kind not in rewards:
-        raise ValueError(
-            f"rm_type = {kind!r} is not one of {', '.join([*rewards, 'remote_rm'])}: give rm_type or custom_rm_path in the "
-            "function's options"
-        )
-    return rewards[kind]()
-
-
-async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> Any:
-    """The rewards of samples: one call of args.custom_rm_path, or each by its type."""
-    path = getattr(args, "custom_rm_path", None)
-    if path:
-        return await _awaited(load_function(path)(args, samples, **kwargs))
-    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer if inspect.isawaitable(answer) else answer
-
-
-def _number(score: Any) -> float:
-    return float(getattr(score, "reward", score))
 
 
 class SingletonMeta(type):

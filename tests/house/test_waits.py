@@ -127,7 +127,7 @@ ROWS = {
     "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
     "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},
     "core/slime/generate.py": {"asyncio.shield(known)": SESSION, "await made": SESSION},
-    "core/slime/names.py": {"await answer": SESSION},
+    "core/slime/hub.py": {"await answer": SESSION},
     "core/slime/reward.py": {"await answer": REWARD},
     "core/waits/deadline.py": {
         "await result": "the thread may hang: callers pass it to `progressing`",

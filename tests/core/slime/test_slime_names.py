@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.core.slime import names
+from millrace.core.slime import hub, names
 from millrace.core.slime.sample import Sample
 
 PAGES = (Path(__file__).with_name("slime_names.txt")).read_text().split()
@@ -110,10 +110,10 @@ async def test_types_of_rewards_score_as_millraces_own(
 ) -> None:
     args = SimpleNamespace(rm_type=kind)
     sample = Sample(response=response, label=label)
-    assert await names.async_rm(args, sample) == reward
-    assert await names.batched_async_rm(args, [sample, sample]) == [reward, reward]
+    assert await hub.async_rm(args, sample) == reward
+    assert await hub.batched_async_rm(args, [sample, sample]) == [reward, reward]
     with pytest.raises(ValueError, match="rm_type = 'codes' is not one of dapo"):
-        await names.async_rm(args, Sample(metadata={"rm_type": "codes"}))
+        await hub.async_rm(args, Sample(metadata={"rm_type": "codes"}))
 
 
 def test_filters_of_slimes_hub_keep_groups_whose_rewards_differ() -> None:
