@@ -212,6 +212,20 @@ def test_later_passes_keep_values_and_advantages_from_before_the_first(
     assert_steps_of(PlainLearner(model(), config), iteration, ours)
 
 
+@pytest.mark.parametrize("name", ["grpo, moving reference", "ppo, adaptive KL"])
+def test_a_reference_that_moves_between_passes_is_asked_again(
+    workers: Workers, model: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    config = Algorithm.model_validate(CASES[name])
+    iteration = [row for step in (1, 2) for row in scored(samples(step), config)]
+    url = write_batch(tmp_path, iteration)
+    settings = configuration(model(), algorithm=CASES[name], global_batch=8, passes=2)
+    with workers.group(settings) as group:
+        ours = group.train([1, 2, 3, 4], url)
+    assert len(ours) == 4
+    assert_steps_of(PlainLearner(model(), config), iteration, ours)
+
+
 @pytest.mark.parametrize("layout", [{}, {"parallel": {"pipeline": 2}}], ids=["data", "pipeline"])
 def test_whitening_keeps_what_tells_the_steps_of_an_iteration_apart(
     workers: Workers, model: Callable[..., Path], tmp_path: Path, layout: dict[str, Any]
