@@ -88,7 +88,7 @@ async def run(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
 
 def value(end: dict[str, Any]) -> float:
     assert end["status"] == "completed", end["reason"]
-    return float(end["rewards"]["0"]["value"])
+    return float(end["rewards"]["0"]["reward"])
 
 
 @pytest.mark.parametrize("function", ["two_turns", "in_a_thread"])
@@ -142,7 +142,7 @@ async def test_different_requests_at_once_are_a_branch_each_but_one(run: Run) ->
 async def test_a_branch_has_a_door_of_its_own_and_clients_branches_have_its_reward(run: Run) -> None:
     driver = Driver()
     end = await run("two_roles", driver)
-    assert {number: each["value"] for number, each in end["rewards"].items()} == {"0": 1.0, "1": 0.5}
+    assert {number: each["reward"] for number, each in end["rewards"].items()} == {"0": 1.0, "1": 0.5}
     assert driver.turns == [(0, []), (1, [])]
     assert driver.asked[1]["begin"]["name"] == "critic"
 

@@ -44,7 +44,11 @@ async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
 async def test_a_session_generates_and_returns_its_reward(make_pool: Make) -> None:
     driver = Driver()
     end = await make_pool("three_turns").run(start(), driver.handle)
-    assert end == {"status": "completed", "reason": None, "rewards": {"0": {"value": 3.0, "parts": {}}}}
+    assert end == {
+        "status": "completed",
+        "reason": None,
+        "rewards": {"0": {"reward": 3.0, "parts": {}, "answer": None}},
+    }
     assert [request["new"] for request in driver.asked] == [
         [],
         [{"role": "user", "content": "again"}],
@@ -56,8 +60,8 @@ async def test_branches_say_where_they_began_and_what_they_are_worth(make_pool: 
     driver = Driver(["a solution", "good"])
     end = await make_pool("branches").run(start(), driver.handle)
     assert end["rewards"] == {
-        "1": {"value": 0.25, "parts": {"kind": 1.0}},
-        "0": {"value": 1.0, "parts": {}},
+        "1": {"reward": 0.25, "parts": {"kind": 1.0, "words": "Fine."}, "answer": "yes"},
+        "0": {"reward": 1.0, "parts": {}, "answer": None},
     }
     first, second = driver.asked
     assert (first["branch"], first["begin"]) == (0, None)
@@ -103,7 +107,7 @@ async def test_a_rollout_that_misbehaves_is_to_blame_and_nobody_else(make_pool: 
         assert end["status"] == "failed"
         assert reason in end["reason"]
     assert time.monotonic() - began < 60
-    assert [end["rewards"]["0"]["value"] for end in await asyncio.gather(*good)] == [3.0] * 4
+    assert [end["rewards"]["0"]["reward"] for end in await asyncio.gather(*good)] == [3.0] * 4
 
 
 async def _until_it_ends(pool: SessionPool, begin: dict[str, Any], driver: Driver) -> dict[str, Any]:

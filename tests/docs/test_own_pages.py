@@ -172,7 +172,7 @@ def test_the_reward_of_the_page_is_found_beside_its_file_and_scores(
     row = {"prompt": '"17+48="', "label": '"65"', "metadata": None, "response": " 65 "}
     row |= {"response_length": 2, "status": "completed"}
     scored = score_sample(config.reward.function, config.reward.options, row)
-    assert scored == {"reward": 1.2, "parts": {"exact": 1.0, "digits": 1.0}}
+    assert scored == {"reward": 1.2, "parts": {"exact": 1.0, "digits": 1.0}, "answer": None}
     for name in ("lookup", "shortest", "for_slime"):
         assert (project / f"{name}.py").is_file()
 

@@ -212,13 +212,17 @@ async def test_each_failure_is_shown_and_each_repair_costs(monkeypatch: pytest.M
     function = {"function": "code_repair:code_repair"}
     task = {"prompt": "f(3)=6", "label": "x*2"}
     rewards, shown = await play(monkeypatch, "code_repair", function, ["x+", "x+3", "x*2"], **task)
-    assert rewards["0"] == {"value": pytest.approx(0.64), "parts": {"passed": 1.0, "repairs": 2.0}}
+    assert rewards["0"] == {
+        "reward": pytest.approx(0.64),
+        "parts": {"passed": 1.0, "repairs": 2.0},
+        "answer": None,
+    }
     assert [new[0]["content"] for new in shown[1:]] == ["SyntaxError: invalid syntax", "f(1)=2 not 4"]
     rewards, _ = await play(monkeypatch, "code_repair", function, ["x*2"], **task)
-    assert rewards["0"]["value"] == 1.0
+    assert rewards["0"]["reward"] == 1.0
     outside = ["open('/etc/passwd').read()", "__import__('os').fork()", "2 if x == 1 else 0"]
     rewards, shown = await play(monkeypatch, "code_repair", function, outside, **task)
-    assert rewards["0"]["value"] == pytest.approx(0.25 * 0.64)
+    assert rewards["0"]["reward"] == pytest.approx(0.25 * 0.64)
     assert [new[0]["content"] for new in shown[1:]] == [
         "PermissionError: [Errno 13] Permission denied: '/etc/passwd'",
         "PermissionError: [Errno 1] Operation not permitted",
@@ -234,8 +238,8 @@ async def test_the_critic_is_paid_for_what_is_so(
 ) -> None:
     function = {"function": "critic:solve_and_judge"}
     rewards, shown = await play(monkeypatch, "critic", function, [answer, verdict], prompt="3+4=", label="7")
-    assert rewards["0"] == {"value": solver, "parts": {"critic": critic}}
-    assert rewards["1"] == {"value": critic, "parts": {}}
+    assert rewards["0"] == {"reward": solver, "parts": {"critic": critic}, "answer": None}
+    assert rewards["1"] == {"reward": critic, "parts": {}, "answer": None}
 
 
 @pytest.mark.parametrize(("texts", "reward"), [(["3"], 1.0), (["4", "3"], 0.5), (["4", "5"], 0.0)])
@@ -252,7 +256,11 @@ async def test_verifiers_scores_the_sum(
     options = {"taskset": "verifiers-sums"}
     function = {"function": "millrace.connectors.environments.verifiers:run", "options": options}
     rewards, shown = await play(monkeypatch, "verifiers_env", function, texts, **row)
-    assert rewards["0"] == {"value": reward, "parts": {"right": reward, "tries": float(len(texts))}}
+    assert rewards["0"] == {
+        "reward": reward,
+        "parts": {"right": reward, "tries": float(len(texts))},
+        "answer": None,
+    }
     assert [new[0]["content"] for new in shown[1:]] == ["no."] * (len(texts) - 1)
 
 

@@ -22,7 +22,7 @@ HERE = "millrace.connectors.environments"
 
 def reward_of(end: dict[str, Any]) -> float:
     assert end["status"] == "completed", end
-    return float(end["rewards"]["0"]["value"])
+    return float(end["rewards"]["0"]["reward"])
 
 
 async def test_a_calculator_by_hand(play: Play) -> None:
@@ -247,7 +247,7 @@ async def test_verifiers_runs_its_turns_in_the_session(play: Play, taskset: str,
     assert [message["role"] for message in rows[7]["prompt"]] == ["system", "user"]
     end, shown = await play(RUN, {"taskset": taskset}, ["2", "9", "7"], wired="function", **rows[7])
     assert end["status"] == "completed", end
-    assert end["rewards"] == {"0": {"value": 1.0, "parts": {"guesses": 3.0, "right": 1.0}}}
+    assert end["rewards"] == {"0": {"reward": 1.0, "parts": {"guesses": 3.0, "right": 1.0}, "answer": None}}
     assert shown == ["", "too low", "too high"]
 
 
