@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from millrace.connectors.storage.local import keep_fonts_at_home
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
@@ -226,6 +227,7 @@ def held_out_accuracy(run: RunFolder) -> dict[int, float]:
 
 def show(console: Console, run: RunFolder, points: dict[int, float]) -> None:
     """Print the held-out curve as a table and keep it as a plot in the run folder."""
+    keep_fonts_at_home()
     from matplotlib.figure import Figure
 
     table = Table("iterations", "held-out accuracy", "", title="what it learnt")

@@ -150,6 +150,11 @@ def home() -> Path:
     return path
 
 
+def keep_fonts_at_home() -> None:
+    """Call it before matplotlib is imported: its list of fonts then lies in MILLRACE_HOME, unless the user says where."""
+    os.environ.setdefault("MPLCONFIGDIR", str(home().absolute() / "matplotlib"))
+
+
 def secret_file(name: str, prefix: str = "") -> Path:
     """A file in MILLRACE_HOME that holds a secret, which only this user can read; made once, whoever asks first."""
     path = home() / name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 
+from millrace.connectors.storage.local import keep_fonts_at_home
 from millrace.tasks.pages.curves import Curves
 
 PANELS = (
@@ -29,6 +30,7 @@ def prepare_drawing() -> None:
 
 def curves_png(curves: Curves) -> bytes:
     """A panel each for reward, loss, length and gradient norm, and for held-out rewards and losses, as far as there are any."""
+    keep_fonts_at_home()
     from matplotlib.figure import Figure
 
     panels = [(label, names) for label, pattern in PANELS if (names := _that_say_something(curves, pattern))]
