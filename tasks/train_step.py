@@ -11,16 +11,21 @@ import asyncio
 import contextlib
 import gc
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from prefect import task
 
+from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import EAGER
 from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
 from millrace.core.errors import MillraceError
+from millrace.core.logprob_gap import LogprobGuard
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
 
+FLOOR = "logprob_gap_floor"
 TIDY_AFTER_S = 1.0  # into training: the loop only waits, and step by step no sample is in flight
 
 
@@ -37,11 +42,12 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
             # the first step compares every sample of the iteration, under the weights that sampled it
             compares = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
-            gap = ctx.config.sync.max_logprob_gap if compares else None
+            guard = await asyncio.to_thread(_guard, ctx) if compares else None
             ctx.runtime.recovery.ready()
-            steps.append(await ranks.train(version, batch_url, gap, None, batch["sha256"], chunks))
+            steps.append(await ranks.train(version, batch_url, guard, None, batch["sha256"], chunks))
             await kill_point(ctx.index, "train_step", "in")
     tidying.cancel()
+    _keep_floor(ctx, steps)
     if chunks:
         await asyncio.to_thread(ctx.folder.remove, EAGER, recursive=True)
     made: StepFile = {
@@ -68,6 +74,23 @@ async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> Non
     with contextlib.suppress(MillraceError):
         if await ctx.runtime.memory.hand_to_trainer():
             ctx.handed_s = time.perf_counter() - started
+
+
+def _guard(ctx: IterationContext) -> LogprobGuard:
+    """What engine and trainer are held against: the limit that is set, or the rounding floor of the iteration before."""
+    limit = ctx.config.sync.max_logprob_gap
+    if limit != "auto":
+        return LogprobGuard(limit)
+    if ctx.runtime.rounding_floor is None and ctx.index:  # the first iteration of this start
+        before = IterationFiles(ctx.run_folder, ctx.index - 1).record("train_step")
+        _keep_floor(ctx, before["steps"] if before else [])
+    return LogprobGuard(floor=ctx.runtime.rounding_floor)
+
+
+def _keep_floor(ctx: IterationContext, steps: Sequence[Mapping[str, Any]]) -> None:
+    """For the iterations that follow."""
+    found = [step[FLOOR] for step in steps if FLOOR in step]
+    ctx.runtime.rounding_floor = found[0] if found else ctx.runtime.rounding_floor
 
 
 def _chunks(ctx: IterationContext) -> list[int] | None:

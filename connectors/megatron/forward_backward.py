@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from millrace.connectors.megatron.model.fused import take_rows
 from millrace.connectors.megatron.model.logprobs import TokenLogprobs, token_logprobs
 from millrace.connectors.megatron.model.policy_model import PolicyModel
+from millrace.connectors.megatron.model.wider import computing_wider
 from millrace.connectors.megatron.packing import Pack
 from millrace.connectors.megatron.process.distributed import model_context
 from millrace.core.config import RunConfig
@@ -154,6 +155,15 @@ class LogprobForwardBackward(ForwardBackward):
         super().__init__(config, model, inner, device)
         self.vocab = vocab
         self.temperature = temperature
+        self._wide: torch.dtype | None = None
+
+    def wider_logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
+        """The same as `logprobs`, computed one type wider than the weights are. See `wider`."""
+        with computing_wider(self.inner) as self._wide:
+            try:
+                return self.logprobs(packs)
+            finally:
+                self._wide = None
 
     def logprobs(self, packs: Sequence[Pack]) -> Tensor | None:
         """Log-probabilities of the packs' response tokens, end to end; None before the last pipeline stage."""
@@ -184,6 +194,8 @@ class LogprobForwardBackward(ForwardBackward):
             if inner.share_embeddings_and_output_weights
             else inner.output_layer.weight
         )
+        if self._wide is not None:
+            weight = weight.detach().to(self._wide)
         found = token_logprobs(
             take_rows(hidden.squeeze(1), pack.places).to(weight.dtype),
             weight,

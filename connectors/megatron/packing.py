@@ -47,6 +47,7 @@ class Row:
     ages: Ints | None = (
         None  # [response tokens] see millrace.core.staleness.token_ages; None: the weights that are trained made all
     )
+    engine_id: str = ""  # of the engine that made the last of it
 
     def trains(self, max_age: int | None) -> bool:
         """Whether the loss has any token of it, where it has none of more than `max_age`."""
@@ -91,8 +92,8 @@ class Pack:
         return sum(len(row.tokens) for row in self.rows)
 
 
-def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
-    """The rows of a batch table, in its order."""
+def read_rows(table: pa.Table, passes: int = 1, *, keeps_cache: bool = False) -> list[Row]:
+    """The rows of a batch table, in its order. keeps_cache: see `_ages`."""
     tokens, generated = _lists(table, "tokens", np.int32), _lists(table, "loss_mask", np.int8)
     trained = _lists(table, "trained_mask", np.int8)
     logprobs = _lists(table, "rollout_logprobs", np.float32)
@@ -109,6 +110,7 @@ def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
         "train_step",
         "reused_from",
         "policy_versions",
+        "engine_id",
     ]
     plain = table.select(columns).to_pylist()
     chosen = table.column("trained_mask").is_valid().to_pylist()
@@ -131,22 +133,27 @@ def read_rows(table: pa.Table, passes: int = 1) -> list[Row]:
             teacher_logprobs=teacher[i] if asked[i] else None,
             teacher_top_tokens=top_tokens[i].reshape(row["response_length"], -1) if topped[i] else None,
             teacher_top_logprobs=top_logprobs[i].reshape(row["response_length"], -1) if topped[i] else None,
-            ages=_ages(row, first - 1, passes * (last - first + 1)),
+            ages=_ages(row, first - 1, passes * (last - first + 1), keeps_cache),
+            engine_id=row["engine_id"],
         )
         for i, row in enumerate(plain)
     ]
 
 
-def _ages(row: dict[str, Any], trained: int, steps: int) -> Ints | None:
+def _ages(row: dict[str, Any], trained: int, steps: int, keeps_cache: bool) -> Ints | None:
     """Age of each response token under the weights `trained`, from which an iteration of `steps` starts; None: all 0.
 
-    Tokens of a reused sample are of an earlier iteration, and at least 1 old.
+    Tokens of a reused sample are of an earlier iteration, and at least 1 old. So are, where engines go on with the keys and
+    values of older weights (keeps_cache), tokens after any that older weights made: no weights alone give them their
+    log-probabilities.
     """
     reused = row["reused_from"] is not None
     if not reused and all(span["version"] >= trained for span in row["policy_versions"]):
         return None
     ages = token_ages(row["policy_versions"], row["response_length"], trained, steps)
-    return np.maximum(ages, 1) if reused else ages
+    if reused:
+        return np.maximum(ages, 1)
+    return np.maximum(ages, np.maximum.accumulate(ages > 0)) if keeps_cache else ages
 
 
 def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

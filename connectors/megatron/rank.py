@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from millrace.connectors.megatron.rank_weights import RankWeights
-from millrace.connectors.megatron.refusals import check_gap, check_metrics, check_rows
+from millrace.connectors.megatron.refusals import check_loss, check_rows
 from millrace.core.errors import CorruptFileError, MissingFileError, RefusedStepError, TrainerError
 from millrace.core.garbage import collect_garbage
 from millrace.core.hooks import search_in
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from millrace.connectors.megatron.packing import Row
     from millrace.core.contracts.handles import HeldOutSample
     from millrace.core.contracts.task_records import StepMetrics
+    from millrace.core.logprob_gap import LogprobGuard
 
 
 class TrainerRank(RankWeights):
@@ -118,15 +119,15 @@ class TrainerRank(RankWeights):
         self,
         version: int,
         batch_url: str,
-        max_logprob_gap: float | None = None,
+        guard: LogprobGuard | None = None,
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
         chunks: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
-        Answers from memory if the version is held already. max_logprob_gap, given with an iteration's first step: largest mean
-        |engine - trainer| log-probability difference, on the samples of any of its steps, with which it is applied.
+        Answers from memory if the version is held already. guard, given with an iteration's first step: what the difference of
+        engine and trainer may be, on the samples of any of its steps, for it to be applied.
         recorded: the figures of the step when it was made before: it is then made under the settings of that time.
         batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: how many of its rows each chunk has,
         where passes are made chunk by chunk; of a recorded step, those of the record.
@@ -144,7 +145,7 @@ class TrainerRank(RankWeights):
             )
         with self._working("train"):
             cut = recorded.get("chunks") if recorded is not None else chunks
-            self.last = self._train(version, batch_url, max_logprob_gap, recorded, batch_sha256, cut)
+            self.last = self._train(version, batch_url, guard, recorded, batch_sha256, cut)
             self.version, self._trained_on = version, batch_sha256
         return self.last
 
@@ -152,11 +153,12 @@ class TrainerRank(RankWeights):
         self,
         version: int,
         batch_url: str,
-        max_logprob_gap: float | None,
+        guard: LogprobGuard | None,
         recorded: StepMetrics | None,
         batch_sha256: str | None,
         chunks: Sequence[int] | None,
     ) -> dict[str, Any]:
+        from millrace.connectors.megatron.comparison import Comparison
         from millrace.connectors.megatron.packing import cut_into
 
         started = time.perf_counter()
@@ -169,6 +171,7 @@ class TrainerRank(RankWeights):
             self._check_made_of(batch_url, batch_sha256)  # the step before is of this iteration
         due = steps[(version - steps[0]) % len(steps)] if version in versions else version
         rows = [row for row in every if row.train_step == due]
+        comparison = Comparison(self.learner, guard) if guard is not None else None
         check_rows(rows, version, batch_url, self.config.algorithm.correction.max_token_age)
         if chunks:
             prepared = time.perf_counter()
@@ -177,14 +180,17 @@ class TrainerRank(RankWeights):
             self.chunks.drop()
             apart = recorded is not None and was_whitened_apart(recorded)
             batch = self.learner.rank_batch(version, batch_url, every, batch_sha256, whiten_apart=apart)
-            if max_logprob_gap is not None:
-                for step, (mean, largest) in self.learner.logprob_gaps().items():
-                    check_gap(mean, largest, max_logprob_gap, version, step)
+            if comparison is not None:
+                for step, gap in self.learner.logprob_gaps().items():
+                    comparison.check([row for row in every if row.train_step == step], *gap, version)
             prepared = time.perf_counter()
             metrics = self.learner.forward_backward(batch, version)
             packs = [pack.tokens for pack in batch.packs]
         computed = time.perf_counter()
-        check_metrics(metrics, version, max_logprob_gap)
+        check_loss(metrics["loss"], version)
+        if comparison is not None:
+            comparison.check(rows, metrics["logprob_gap_mean"], metrics["logprob_gap_max"], version)
+            metrics |= comparison.figures
         self.learner.check_on_policy(version, metrics)
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
@@ -371,7 +377,8 @@ class TrainerRank(RankWeights):
         if self._rows is None or self._rows[0] != (url, sha256):
             folder, _, name = url.rpartition("/")
             table = Store(folder).read_table(name, "batch", sha256=sha256)
-            self._rows = ((url, sha256), read_rows(table, self.config.trainer.passes))
+            rows = read_rows(table, self.config.trainer.passes, keeps_cache=self.config.pipeline.keeps_cache)
+            self._rows = (url, sha256), rows
         return self._rows[1]
 
     @contextlib.contextmanager

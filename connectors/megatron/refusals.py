@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from millrace.core.errors import RefusedStepError, TrainerError
+from millrace.core.logprob_gap import Cause
 
 if TYPE_CHECKING:
     from millrace.connectors.megatron.packing import Row
@@ -25,24 +26,39 @@ def check_rows(rows: Sequence[Row], version: int, batch_url: str, max_age: int |
         )
 
 
-def check_metrics(metrics: dict[str, float], version: int, max_logprob_gap: float | None) -> None:
-    """Raise RefusedStepError for a loss that is not finite, or a mean log-probability difference above the limit."""
-    if not math.isfinite(metrics["loss"]):
+def check_loss(loss: float, version: int) -> None:
+    """Raise RefusedStepError for a loss that is not finite."""
+    if not math.isfinite(loss):
         raise RefusedStepError(
-            f"step {version}: the loss is {metrics['loss']}; nothing was applied. Look at the batch's log-probabilities"
+            f"step {version}: the loss is {loss}; nothing was applied. Look at the batch's log-probabilities"
         )
-    if max_logprob_gap is not None:
-        mean, largest = metrics["logprob_gap_mean"], metrics["logprob_gap_max"]
-        check_gap(mean, largest, max_logprob_gap, version, version)
 
 
-def check_gap(mean: float, largest: float, limit: float, version: int, samples_of: int) -> None:
-    """Raise RefusedStepError for a difference above the limit, on the samples of a step of the iteration."""
-    if not mean <= limit:
-        where = "" if samples_of == version else f" on the samples of step {samples_of}"
-        raise RefusedStepError(
-            f"step {version}: engine and trainer disagree{where}: mean log-probability difference {mean:.3g} (largest "
-            f"{largest:.3g}), sync.max_logprob_gap is {limit:g}; nothing was applied. Check that the "
-            "engines hold the synced weights (sync.verify=true compares them) and sample at the same temperature and "
-            "dtype. Where the dtype alone makes the difference, raise sync.max_logprob_gap"
-        )
+def refuse_gap(
+    dtype: str,
+    version: int,
+    samples_of: int,
+    mean: float,
+    largest: float,
+    limit: float,
+    floor: float | None,
+    cause: Cause,
+) -> NoReturn:
+    """Raise RefusedStepError: engine and trainer are further apart than `limit` on the samples of a step of the iteration.
+
+    dtype: of the model. floor: what rounding makes of the model, from which the limit follows; None: sync.max_logprob_gap is a
+    number.
+    """
+    where = "" if samples_of == version else f" on the samples of step {samples_of}"
+    allowed = (
+        f"sync.max_logprob_gap is {limit:g}"
+        if floor is None
+        else f"the limit is {limit:.3g}, since rounding to {dtype} makes {floor:.3g} (sync.max_logprob_gap=auto)"
+    )
+    number = f"{float(f'{1.5 * mean:.1g}'):g}" if math.isfinite(mean) else "a number"
+    raise RefusedStepError(
+        f"step {version}: engine and trainer disagree{where}: mean log-probability difference {mean:.3g} (largest "
+        f"{largest:.3g}), {allowed}; nothing was applied. It looks like {cause.kind}: {cause.seen}",
+        remedy=f"{cause.remedy}. These samples are stored: the same start refuses them again. Once the cause is mended, have them "
+        f"generated anew; if nothing is wrong, raise sync.max_logprob_gap to {number}",
+    )

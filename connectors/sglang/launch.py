@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.sglang.server_args import PYTHON_PATH, argument, option_arguments, option_problems
+from millrace.connectors.sglang.server_args import (
+    PYTHON_PATH,
+    argument,
+    decode_graphs,
+    option_arguments,
+    option_problems,
+)
 from millrace.core.config import RunConfig
 from millrace.core.config.engines import LOOPBACK
 from millrace.core.errors import ConfigError
@@ -106,7 +112,7 @@ def sglang_command(
         command += ["--disaggregation-mode", "prefill" if index < e.prefill else "decode"]
         if index < e.prefill:
             command += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
-    return command + _options(e.sglang)
+    return command + _options({**decode_graphs(e.sglang, config.rollout.max_concurrency), **e.sglang})
 
 
 def router_command(config: RunConfig, port: int, metrics_port: int) -> list[str]:

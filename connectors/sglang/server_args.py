@@ -35,6 +35,14 @@ class ServerArg:
     parsed: bool  # SGLang parses its value, which is one argument even if it is a list
 
 
+GRAPHS = ("cuda_graph", "disable_cuda_graph", "disable_decode_cuda_graph")  # how options about them start
+LARGEST_GRAPH = (
+    "cuda_graph_max_bs_decode",
+    "cuda_graph_max_bs",
+)  # its name from SGLang 0.5.17 on, and before
+MOST_GRAPHS = 512  # requests: each graph takes memory and time at the start, and larger batches hide the cost of launches
+
+
 def sglang_finds(package: str) -> bool:
     """Whether a server would find a package: in SGLang's own folder, or beside millrace."""
     return bool(_folders(package)) or bool(importlib.util.find_spec(package))
@@ -109,6 +117,17 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
         elif value is False and not (arg.off or arg.negated):
             reason = f"the command line of SGLang {version} cannot say false to it"
             yield Problem(field, value, reason, "remove it: SGLang then decides")
+
+
+def decode_graphs(options: Mapping[str, Any], concurrency: int) -> dict[str, int]:
+    """SGLang's option for the largest batch that decodes by CUDA graphs: as many requests as an engine has at once.
+
+    Nothing where `options` say anything about these graphs, or the installed SGLang has no such option.
+    """
+    if any(name.startswith(GRAPHS) and "prefill" not in name for name in options):
+        return {}
+    name = next((name for name in LARGEST_GRAPH if name in server_args()[1]), None)
+    return {name: min(concurrency, MOST_GRAPHS)} if name else {}
 
 
 def option_arguments(options: Mapping[str, Any]) -> list[str]:

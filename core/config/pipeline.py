@@ -79,6 +79,11 @@ class Pipeline(Section):
         "rollout.prompts. What a batch was cut into is recorded with it.",
     )
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether engines go on under new weights with the keys and values that older ones computed."""
+        return self.ahead > 0 and self.on_update == "keep"
+
     def chunk_groups(self, prompts: int) -> int:
         """With eager, kept groups whose passes are made together, of a batch of so many."""
         return self.eager_groups or math.ceil(prompts * EAGER_SHARE)

@@ -17,11 +17,12 @@ class _Transport(Section):
         "s3://bucket/weights, to and from which each node copies them (not for engines.kind=external). When not given: "
         "shared memory of this host, which other nodes do not see.",
     )
-    max_logprob_gap: float = Field(
-        0.02,
-        gt=0,
+    max_logprob_gap: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
         description="Largest mean difference between engine and trainer log-probabilities on a step's tokens "
-        "that the current weights generated; above it the run stops before the iteration's first update. Nats a token.",
+        "that the current weights generated; above it the run stops before the iteration's first update. `auto`: three times what "
+        "rounding makes of the model, which the trainer measures at the run's first step by computing some samples one type "
+        "wider. Nats a token.",
     )
     max_prompt_gap: float | None = Field(
         None,

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict
 
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
+from millrace.core.logprob_gap import LogprobGuard
 
 
 class HeldOutSample(NamedTuple):
@@ -179,15 +180,15 @@ class TrainerHandle(Protocol):
         self,
         version: int,
         batch_url: str,
-        max_logprob_gap: float | None,
+        guard: LogprobGuard | None,
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
         chunks: Sequence[int] | None = None,
     ) -> StepMetrics:
         """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures.
 
-        batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: rows of each chunk, where passes
-        are made chunk by chunk.
+        guard: for an iteration's first step. batch_sha256: the hash of the batch in the record or manifest that committed it.
+        chunks: rows of each chunk, where passes are made chunk by chunk.
         """
         ...
 

@@ -102,6 +102,10 @@ class StepMetrics(TypedDict):
     lr: float
     logprob_gap_mean: float  # of the engine from the weights that sampled, nats
     logprob_gap_max: float
+    logprob_gap_floor: NotRequired[
+        float
+    ]  # what rounding makes of the model; of the step that is compared, where it is measured
+    logprob_gap_limit: NotRequired[float]  # mean difference above which it would have been refused
     samples: int
     tokens: int
     packs: list[int]  # tokens of each pack of the first rank

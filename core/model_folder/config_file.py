@@ -1,4 +1,4 @@
-"""config.json of a checkpoint folder, read whole: every key is honoured, known to be harmless, or refused.
+"""config.json of a checkpoint folder, read whole: every key is honoured, known to be harmless, none of its family's, or refused.
 
 What comes out holds the honoured keys alone, each under one name and with its default filled in. No torch.
 """
@@ -17,6 +17,7 @@ from millrace.core.model_folder.config_keys import (
     FAMILIES,
     HARMLESS,
     HONOURED,
+    READ_UNDECLARED,
     REFUSED,
     ROTARY,
     Honoured,
@@ -48,7 +49,7 @@ def read_hf_config(folder: str, field: str = "model.path") -> dict[str, Any]:
 def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The honoured keys of a config.json, under one name each, with defaults; rope_theta and rope_scaling among them.
 
-    Raises ConfigError for a family that is not supported, and naming the first key that is missing, unknown, or asks for
+    Raises ConfigError for a family that is not supported, and naming the first key that is missing, or asks for
     another model than the one that would be built.
     """
 
@@ -77,14 +78,21 @@ def resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values
 
 
+def undeclared_keys(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that was read which are none of its family's, and change nothing."""
+    family = config["model_type"]
+    known = {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY, *ALIASES}
+    return sorted(key for key, value in config.items() if key not in known and value is not None)
+
+
 def _check_bound(config: Mapping[str, Any], family: str, refuse: Any) -> None:
-    """Refuse the first key that is unknown, or whose value means another model."""
+    """Refuse the first key whose value means another model."""
     known = {*HONOURED[family], *HARMLESS[family], *ROTARY}
     for key, value in config.items():
         rule = BOUND[family].get(key)
         if rule is None:
-            if key not in known and value is not None:
-                refuse(key, value, f"no such key of a {family} model is known here")
+            if key in READ_UNDECLARED - known and value is not None:
+                refuse(key, value, f"an engine may read it, and no {family} model is built from it here")
             continue
         exact = any(type(value) is type(one) and value == one for one in rule.values)
         if not exact and not (rule.allows and rule.allows(value, family)):

@@ -1,7 +1,8 @@
 """What every key of a config.json means to the models that are built here: one table a family.
 
 A key is honoured (the model is built from it), bound to the values that mean the model that is built, or harmless (no
-value of it changes a log-probability). A key in none of them is refused by whoever reads the file.
+value of it changes a log-probability). The tables have every key that the family's class in transformers declares. No other key
+changes that class's log-probabilities: it is named in the plan and passes, unless it is one that code reads undeclared.
 """
 
 from __future__ import annotations
@@ -153,4 +154,26 @@ HARMLESS: dict[str, frozenset[str]] = {
     "qwen3": _COMMON_HARMLESS | _NO_WINDOW,
     "qwen3_moe": _COMMON_HARMLESS | _NO_WINDOW | {"output_router_logits", "router_aux_loss_coef"},
 }
+READ_UNDECLARED = (
+    frozenset(  # by transformers' attention, masks, caches and rotary embeddings, or by an engine's model
+        [
+            "sliding_window",
+            "attention_chunk_size",
+            "layer_types",
+            "mlp_layer_types",
+            "per_layer_config",
+            "num_kv_shared_layers",
+            "is_causal",
+            "original_max_position_embeddings",
+            "rope_is_neox_style",
+            "dual_chunk_attention_config",
+            "bias",
+            "use_qk_norm",
+            "qk_norm",
+            "attn_temperature_tuning",
+            "logits_mup_width_multiplier",
+            "unpadded_vocab_size",
+        ]
+    )
+)
 FAMILIES = tuple(HONOURED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from millrace.core.config import RunConfig
 from millrace.core.config.data import Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.ids import iteration_number
+from millrace.core.logprob_gap import MULTIPLE
+from millrace.core.model_folder.config_file import undeclared_keys
 from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_data import Rows
@@ -95,6 +98,31 @@ def weights(found: Checked) -> Iterator[Line]:
         kept = "the run began so" if found.run.dtype else "model.dtype: auto is float32 on a CPU"
         because = f" ({kept})"
     yield "weights", f"stored in {stored}; trained, served and exported in {used}{because}"
+
+
+def keys_that_change_nothing(found: Checked) -> Iterator[Line]:
+    """What of the model's config.json is none of its family's."""
+    try:
+        named = undeclared_keys(json.loads((Path(found.located.model.path) / "config.json").read_text()))
+    except OSError:
+        return  # run.prepare makes the model
+    if named:
+        yield (
+            "config.json",
+            f"keys that the model's class does not have, and that change nothing: {', '.join(named)}",
+        )
+
+
+def comparison(config: RunConfig) -> Iterator[Line]:
+    """What engine and trainer are held against before an iteration's first update."""
+    limit = config.sync.max_logprob_gap
+    if config.algorithm.supervised:
+        return
+    if limit == "auto":
+        text = f"engine and trainer may differ by {MULTIPLE:g} times what rounding makes of the model, measured at the run's first step"
+    else:
+        text = f"engine and trainer may differ by {limit:g} nats a token (sync.max_logprob_gap)"
+    yield "log-probs", text
 
 
 def data(found: Checked) -> Iterator[Line]:

@@ -45,6 +45,8 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield from _numbers(plan)
     yield from asynchrony(found.config)
     yield from _layout(plan)
+    yield from plan_seen.keys_that_change_nothing(found)
+    yield from plan_seen.comparison(found.config)
     sizes = [
         (f"a trainer rank ({'GPU' if plan.layout.device == 'cuda' else 'host'} memory)", plan.trainer_memory),
         ("all ranks (host memory)", plan.host_memory),

@@ -16,6 +16,7 @@ from millrace.core.contracts.handles import BroadcastGroup, HeldOutSample, SaveS
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
+from millrace.core.logprob_gap import LogprobGuard
 
 log = logging.getLogger(__name__)
 FAILED_ALONE_S = (
@@ -160,7 +161,7 @@ class TrainerProxy:
         self,
         version: int,
         batch_url: str,
-        max_logprob_gap: float | None,
+        guard: LogprobGuard | None,
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
         chunks: Sequence[int] | None = None,
@@ -174,7 +175,7 @@ class TrainerProxy:
             TrainerRank.train,
             version,
             batch_url,
-            max_logprob_gap,
+            guard,
             recorded,
             batch_sha256,
             chunks,

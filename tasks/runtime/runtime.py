@@ -32,6 +32,9 @@ class Runtime:
         self.config = config
         self.run_folder = RunFolder(config.storage.root, config.run.name)
         self.recovery = Recovery()
+        self.rounding_floor: float | None = (
+            None  # what rounding does to the model, nats a token; None: not known yet
+        )
         self.prompts = Prompts(config, self.run_folder)
         self.scoring = Scoring(config)
         server = config.algorithm.teacher_server

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from millrace.core.config import RunConfig
 from millrace.core.contracts import schema
+from millrace.core.logprob_gap import LogprobGuard
 
 VOCAB = 97
 PATIENCE_S = 90.0
@@ -150,7 +151,8 @@ class Group:
 
     def train(self, versions: Sequence[int], url: str, guard: float | None = None) -> list[dict[str, Any]]:
         """Rank 0's metrics of several steps."""
-        return [self.call("train", version, url, guard)[0] for version in versions]
+        held = None if guard is None else LogprobGuard(guard)
+        return [self.call("train", version, url, held)[0] for version in versions]
 
 
 class Workers:

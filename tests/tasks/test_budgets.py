@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.connectors.megatron.refusals import check_gap
+from millrace.connectors.megatron.refusals import refuse_gap
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.findings import all_fields
 from millrace.core.contracts.failures import Failures, RestartBudget
@@ -17,6 +17,7 @@ from millrace.core.contracts.rows.prompts import Quarantined
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import MillraceError
 from millrace.core.group_filters import Judgement
+from millrace.core.logprob_gap import Cause
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import too_many_unusable
 from millrace.tasks.filter import _keep
@@ -164,7 +165,7 @@ def test_the_page_on_debugging_quotes_what_is_said(make_config: Callable[..., Ru
 
     said = []
     for spend in (
-        lambda: check_gap(0.21, 4.1, 0.02, 3, 3),
+        lambda: refuse_gap("bfloat16", 3, 3, 0.21, 4.1, 0.087, 0.029, Cause("temperature", "", "")),
         died,
         scored,
     ):

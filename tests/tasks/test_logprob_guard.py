@@ -1,46 +1,44 @@
-"""Which steps the difference of engine and trainer log-probabilities can refuse."""
+"""Which steps the difference of engine and trainer log-probabilities can refuse, and what they are held against."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from millrace.connectors.megatron.refusals import check_metrics
 from millrace.core.config import RunConfig
 from millrace.core.contracts.task_records import FileRecord, FilterRecord, SampleSupervisedRecord
-from millrace.core.errors import RefusedStepError
+from millrace.core.logprob_gap import LogprobGuard
 from millrace.tasks.context import IterationContext
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.train_step import train_step
 
-LIMIT, CLOSE, FAR = 0.02, 0.001, 0.5
 BATCH: FileRecord = {"path": "batch.parquet", "sha256": "aa", "size": 1, "rows": 8, "table": "batch"}
+FLOOR = 0.03
 
 
 class Ranks:
-    """Trainer ranks that apply their check to a given gap of each version, and train nothing."""
+    """Trainer ranks that train nothing, and measure a floor where the run knows none."""
 
-    def __init__(self, gaps: dict[int, float]) -> None:
-        self.gaps = gaps
-        self.made: list[int] = []
+    def __init__(self) -> None:
+        self.held: dict[int, LogprobGuard | None] = {}
 
     async def at(self, version: int, ahead: int = 0) -> Ranks:
         return self
 
     async def train(
-        self, version: int, url: str, max_logprob_gap: float | None, recorded: None, sha256: str, chunks: None
+        self, version: int, url: str, guard: LogprobGuard | None, recorded: None, sha256: str, chunks: None
     ) -> dict[str, Any]:
         assert sha256 == BATCH["sha256"]
-        gap = self.gaps[version]
-        metrics = {"loss": 0.0, "logprob_gap_mean": gap, "logprob_gap_max": gap}
-        check_metrics(metrics, version, max_logprob_gap)
-        self.made.append(version)
-        return {"version": version}
+        self.held[version] = guard
+        measures = guard is not None and guard.limit is None
+        floor = FLOOR if guard is None or guard.floor is None else guard.floor
+        return {"version": version, **({"logprob_gap_floor": floor} if measures else {})}
 
 
-def runtime_with(root: Path, ranks: Ranks, **algorithm: Any) -> Runtime:
+def runtime_with(root: Path, ranks: Ranks, limit: float | str = "auto", **algorithm: Any) -> Runtime:
     config = RunConfig.model_validate(
         {
             "run": {"name": "a", "iterations": 2},
@@ -50,7 +48,7 @@ def runtime_with(root: Path, ranks: Ranks, **algorithm: Any) -> Runtime:
             "rollout": {"prompts": 2, "samples_per_prompt": 4},
             "trainer": {"global_batch": 4},
             "algorithm": algorithm,
-            "sync": {"max_logprob_gap": LIMIT},
+            "sync": {"max_logprob_gap": limit},
         }
     )
     runtime = Runtime(config)
@@ -66,17 +64,43 @@ def context(runtime: Runtime, index: int) -> IterationContext:
     return ctx
 
 
-async def test_a_gap_in_a_later_iteration_of_a_process_is_refused(tmp_path: Path) -> None:
-    ranks = Ranks({1: CLOSE, 2: FAR, 3: FAR})
+async def test_the_first_step_of_an_iteration_is_compared(tmp_path: Path) -> None:
+    ranks = Ranks()
+    runtime = runtime_with(tmp_path, ranks, limit=0.02)
+    for index in (0, 1):
+        await train_step.fn(context(runtime, index))
+    assert ranks.held == {1: LogprobGuard(0.02), 2: None, 3: LogprobGuard(0.02), 4: None}
+
+
+async def test_what_rounding_does_is_measured_once_a_run(tmp_path: Path) -> None:
+    ranks = Ranks()
     runtime = runtime_with(tmp_path, ranks)
-    await train_step.fn(context(runtime, 0))
-    with pytest.raises(RefusedStepError, match=r"step 3: .*sync.max_logprob_gap is 0.02"):
-        await train_step.fn(context(runtime, 1))
-    assert ranks.made == [1, 2]
+    for index in (0, 1):
+        await train_step.fn(context(runtime, index))
+    assert ranks.held[1] == LogprobGuard()
+    assert ranks.held[3] == LogprobGuard(floor=FLOOR)
+
+
+@pytest.mark.parametrize("measured", [0.5, None])
+async def test_another_start_takes_it_from_the_iteration_before(
+    tmp_path: Path, measured: float | None
+) -> None:
+    """An iteration in which nothing was compared, or whose limit was a number, says nothing: it is measured then."""
+    ranks = Ranks()
+    runtime = runtime_with(tmp_path, ranks)
+    step = {"version": 2} if measured is None else {"version": 2, "logprob_gap_floor": measured}
+    write_record(runtime, 0, {"steps": [step]})
+    await train_step.fn(context(runtime, 1))
+    assert ranks.held[3] == LogprobGuard(floor=measured)
 
 
 async def test_reference_answers_have_no_gap_to_an_engine(tmp_path: Path) -> None:
-    ranks = Ranks({1: FAR, 2: FAR})
+    ranks = Ranks()
     runtime = runtime_with(tmp_path, ranks, loss="sft")
     await train_step.fn(context(runtime, 0))
-    assert ranks.made == [1, 2]
+    assert ranks.held == {1: None, 2: None}
+
+
+def write_record(runtime: Runtime, index: int, result: dict[str, Any]) -> None:
+    folder = runtime.run_folder.store.child(runtime.run_folder.iteration_path(index))
+    folder.write("results/train_step.json", json.dumps({"result": json.dumps(result)}).encode())

@@ -26,6 +26,7 @@ from millrace.connectors.megatron.model.context_parallel import (
     heads_to_tokens,
     tokens_to_heads,
 )
+from millrace.connectors.megatron.model.fused import has_kernels
 
 
 @dataclass
@@ -81,7 +82,7 @@ class PackedAttention(torch.nn.Module):
             return dense_attention.attend(
                 query, key, value, params.bounds, self.scale, varlen=short, dense=dense_attention.cudnn
             )
-        if query.is_cuda:
+        if has_kernels(query):
             cu, longest = params.cu_seqlens_q, params.max_seqlen_q
             return varlen(query, key, value, cu, cu, longest, longest, self.scale)
         return _attend_by_length(query, key, value, params.bounds, self.scale)
@@ -97,7 +98,7 @@ def _attend_zigzag(
     rank: int,
 ) -> Tensor:
     """A rank's two chunks of every sequence attend to all keys before their end."""
-    if not query.is_cuda:
+    if not has_kernels(query):
         chunks = [
             whole(query[a:b], key[s:e], value[s:e], scale)
             for (a, b), (s, e) in chunk_spans(bounds, size, rank)
@@ -129,12 +130,21 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
     """One sequence, or the end of one: [q, heads, d] x [k, kv_heads, d] -> [q, heads, d], causal from the end."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     if query.shape[0] == key.shape[0]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = _attention(q, k, v, scale)
     else:
         offset = key.shape[0] - query.shape[0]
         mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(offset)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        out = _attention(q, k, v, scale, mask)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
+    """PyTorch's attention [B, heads, q, d], causal unless there is a mask."""
+    if q.is_cuda:  # grouped heads in a wide type would take memory for every pair of tokens there
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
+    )
 
 
 def _attend_by_length(
@@ -145,6 +155,7 @@ def _attend_by_length(
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         starts.setdefault(end - start, []).append(start)
     order = torch.cat([(torch.tensor(at)[:, None] + torch.arange(n)).flatten() for n, at in starts.items()])
+    order = order.to(query.device)
     sorted_qkv = [x.index_select(0, order) for x in (query, key, value)]
     pieces, done = [], 0
     for length, at in starts.items():
@@ -152,7 +163,7 @@ def _attend_by_length(
         q, k, v = (
             x[done : done + tokens].unflatten(0, (len(at), length)).transpose(1, 2) for x in sorted_qkv
         )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = _attention(q, k, v, scale)
         pieces.append(out.transpose(1, 2).flatten(0, 1))
         done += tokens
     return torch.cat(pieces).index_select(0, torch.argsort(order))

@@ -5,16 +5,36 @@ The plain form of each function is its definition; tests compare the kernels wit
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_plain = False
+
+
+@contextlib.contextmanager
+def plain_forms() -> Iterator[None]:
+    """Within, the plain forms compute on every device, in any type."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether a tensor is computed with by kernels."""
+    return x.is_cuda and not _plain
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension."""
-    if x.is_cuda:
+    if has_kernels(x):
         out: Tensor = _Norm.apply(x, None, weight, eps)[0]
         return out
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -22,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x + added, and that sum: a layer's residual. The gradients of both are added in one pass."""
-    if x.is_cuda:
+    if has_kernels(x):
         out: tuple[Tensor, Tensor] = _Norm.apply(x, added, weight, eps)
         return out
     total = x if added is None else x + added
@@ -31,7 +51,7 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 def gated_silu(x: Tensor) -> Tensor:
     """silu(first half) * second half of the last dimension."""
-    if x.is_cuda:
+    if has_kernels(x):
         out: Tensor = _GatedSilu.apply(x)
         return out
     gate, up = x.chunk(2, dim=-1)
@@ -66,7 +86,7 @@ def query_key_value(
 
     Queries and keys are normed if there are weights, and rotated. Returns [T, heads, d] and twice [T, groups, d].
     """
-    if mixed.is_cuda and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
+    if has_kernels(mixed) and head_dim == 2 * table.shape[-1] and head_dim & (head_dim - 1) == 0:
         heads: tuple[Tensor, Tensor, Tensor] = _Heads.apply(mixed, q_weight, k_weight, table, per_group, eps)
         return heads
     grouped = mixed.unflatten(-1, (-1, (per_group + 2) * head_dim))
@@ -79,7 +99,7 @@ def query_key_value(
 
 def take_rows(x: Tensor, indices: Tensor) -> Tensor:
     """x[indices] of [T, H], where no index repeats."""
-    if x.is_cuda:
+    if has_kernels(x):
         out: Tensor = _TakeRows.apply(x, indices)
         return out
     return x[indices]

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from millrace.connectors.megatron.model.fused import has_kernels
 from millrace.connectors.megatron.model.weight_gradients import add_product
 
 
 class TokenLogprobs(NamedTuple):
-    """What the output layer gives for N tokens, fp32."""
+    """What the output layer gives for N tokens: fp32, or fp64 of an fp64 layer."""
 
     targets: Tensor  # [N] log-probabilities
     entropies: Tensor | None  # [N]
@@ -46,7 +47,7 @@ def token_logprobs(
     start = group.rank() * weight.shape[0]
     live = max(0, min(weight.shape[0], vocab - start))
     settings = start, live, group, temperature, chunk, entropy, entropy and entropy_gradient
-    if hidden.is_cuda and others is None:
+    if has_kernels(hidden) and others is None:
         logprobs, entropies = _FusedTokenLogprobs.apply(
             hidden, weight, targets, *settings, torch.is_grad_enabled()
         )
@@ -73,8 +74,9 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         count = hidden.shape[0]
-        of_others = None if others is None else hidden.new_zeros(others.shape, dtype=torch.float32)
-        logsum = torch.zeros(count, dtype=torch.float32, device=hidden.device)
+        dtype = _dtype_of_logits(hidden)
+        of_others = None if others is None else hidden.new_zeros(others.shape, dtype=dtype)
+        logsum = torch.zeros(count, dtype=dtype, device=hidden.device)
         picked = torch.zeros_like(logsum)
         entropies = torch.zeros_like(logsum)
         for at in range(0, count, chunk):
@@ -242,13 +244,17 @@ def _memory_to_spare(tensor: Tensor) -> bool:
 
 
 def _logits(hidden: Tensor, weight: Tensor, live: int, temperature: float) -> Tensor:
-    """fp32 logits [n, V / tp]; padding rows of the vocabulary are minus infinity."""
-    logits = (hidden @ weight.t()).float()
+    """Logits [n, V / tp], fp32 or fp64; padding rows of the vocabulary are minus infinity."""
+    logits = (hidden @ weight.t()).to(_dtype_of_logits(hidden))
     if temperature != 1.0:
         logits = logits / temperature
     if live < weight.shape[0]:
         logits[:, live:] = float("-inf")
     return logits
+
+
+def _dtype_of_logits(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _reduce(values: Tensor, op: Any, group: Any) -> Tensor:

@@ -216,6 +216,8 @@ def _kind(annotation: Any) -> str:
         return ", ".join(f"`{part}`" for part in parts)
     if origin in (Union, UnionType):
         return " or ".join(_kind(part) for part in parts)
+    if origin is Annotated:
+        return ", ".join([_kind(parts[0]), *(bound for field in parts[1:] for bound in _bounds(field))])
     if origin is list:
         return f"list of {_kind(parts[0])}"
     if origin is tuple:

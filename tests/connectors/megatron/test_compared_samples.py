@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import (
     Group,
     RankFailedError,
@@ -53,9 +54,9 @@ def compare(group: Group, folder: Path) -> None:
         RankFailedError,
         match=r"RefusedStepError: step 1: .*disagree on the samples of step 2: .*nothing was applied",
     ):
-        group.call("train", 1, bad, LIMIT)
+        group.call("train", 1, bad, LogprobGuard(LIMIT))
     assert {state["version"] for state in group.call("state")} == {0}
-    first = group.call("train", 1, good, LIMIT)[0]
+    first = group.call("train", 1, good, LogprobGuard(LIMIT))[0]
     second = group.call("train", 2, good)[0]
     assert second["version"] == 2
     for step in (first, second):  # the second step's policy has moved, the one that sampled has not

@@ -1,7 +1,7 @@
 """Every key of a config.json, changed in turn: the log-probabilities are Hugging Face's, or the folder is refused.
 
 The keys are those that transformers' config class of the family has, those that it writes, and those that millrace's own
-tables name: a key that any of them gains is tried without a word here.
+tables name: a key that any of them gains is tried without a word here. So are keys of other families, which pass.
 """
 
 from __future__ import annotations
@@ -19,13 +19,28 @@ from safetensors.torch import load_file, save_file
 
 from millrace.connectors.embedded.model import PREFILL_SPAN, Decoder, Weights, read_shape, read_tensors
 from millrace.core.errors import ConfigError
-from millrace.core.model_folder.config_file import read_hf_config, resolved
-from millrace.core.model_folder.config_keys import ALIASES, BOUND, FAMILIES, HARMLESS, HONOURED, ROTARY
+from millrace.core.model_folder.config_file import read_hf_config, resolved, undeclared_keys
+from millrace.core.model_folder.config_keys import (
+    ALIASES,
+    BOUND,
+    FAMILIES,
+    HARMLESS,
+    HONOURED,
+    READ_UNDECLARED,
+    ROTARY,
+)
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 CLOSE = 1e-5
 ABSENT = object()
-OF_OTHERS = (  # keys of other families, and one of none
+OF_OTHERS = (  # keys of other families, those that writers of files add, and one of none
+    "unk_token_id",
+    "_model_name_or_path",
+    "pad_token_type_id",
+    "max_window_size",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "use_parallel_residual",
     "final_logit_softcapping",
     "attn_logit_softcapping",
     "logit_scale",
@@ -219,7 +234,33 @@ def keys_of(family: str, written: dict[str, Any]) -> list[str]:
 
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
     ours = {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY, *ALIASES}
-    return sorted(fields | set(written) | ours | set(OF_OTHERS))
+    return sorted(fields | set(written) | ours | set(OF_OTHERS) | READ_UNDECLARED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_the_familys_class_declares_is_in_a_table(family: str) -> None:
+    """Any other passes: a key that transformers gains must be placed first."""
+    from transformers import AutoConfig
+
+    declared = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(family)))}
+    assert not declared - {*HONOURED[family], *BOUND[family], *HARMLESS[family], *ROTARY}
+
+
+def test_keys_of_nobody_pass_and_are_named(model: Callable[..., Path]) -> None:
+    written = json.loads((model("llama") / "config.json").read_text())
+    odd = {name: 3 for name in OF_OTHERS if name not in READ_UNDECLARED}
+    assert resolved({**written, **odd}, "test") == resolved(written, "test")
+    assert undeclared_keys({**written, **odd}) == sorted(odd)
+    assert undeclared_keys({**written, "unk_token_id": None}) == undeclared_keys(written) == []
+
+
+@pytest.mark.parametrize("key", sorted(READ_UNDECLARED - {"sliding_window", "layer_types"}))
+def test_a_key_that_code_reads_undeclared_is_refused_by_its_name(
+    model: Callable[..., Path], key: str
+) -> None:
+    written = json.loads((model("qwen3") / "config.json").read_text())
+    with pytest.raises(ConfigError, match=rf"config.json: {key} = 3: "):
+        resolved({**written, key: 3}, "test")
 
 
 def other_values(key: str, current: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.connectors.storage.store import Store
+from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 COUNTS = [8, 4, 4]  # rows of each chunk: two groups, and one twice
@@ -214,7 +215,7 @@ def test_a_refused_step_is_made_again_from_its_first_chunk(
     with workers.group(configuration(model())) as group:
         group.call("pass_chunk", 1, 0, *place.chunks[0][0])
         with pytest.raises(RankFailedError, match="RefusedStepError.*engine and trainer disagree"):
-            group.call("train", 1, place.batches[0], 1e-9, None, None, COUNTS)
+            group.call("train", 1, place.batches[0], LogprobGuard(1e-9), None, None, COUNTS)
         assert group.call("state")[0]["version"] == 0
         assert figures(train(group, place, 1)) == whole
         with pytest.raises(RankFailedError, match="holds weight version 2 and cannot make passes of step 2"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.core.config.trainer import Parallel
+from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -89,7 +90,7 @@ def test_a_batch_without_advantages_is_refused_by_every_rank(
 
 def refused(group: Group, version: int, url: str, message: str, guard: float | None = None) -> None:
     with pytest.raises(RankFailedError, match=f"RefusedStepError.*{message}"):
-        group.call("train", version, url, guard)
+        group.call("train", version, url, None if guard is None else LogprobGuard(guard))
     assert {state["version"] for state in group.call("state")} == {version - 1}
 
 

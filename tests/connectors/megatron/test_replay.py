@@ -40,9 +40,9 @@ class Ranks:
             raise self.load_error(str(error)) from error
 
     async def train(
-        self, version: int, url: str, gap: float | None, recorded: Any = None, sha256: str | None = None
+        self, version: int, url: str, guard: Any, recorded: Any = None, sha256: str | None = None
     ) -> Any:
-        self.made.append(self.group.call("train", version, url, gap, recorded, sha256)[0])
+        self.made.append(self.group.call("train", version, url, guard, recorded, sha256)[0])
         return self.made[-1]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from millrace.connectors.megatron.process.distributed import cpu_threads
+from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import Group, RankFailedError, Workers, configuration, samples, write_batch
 
 SCHEDULE = {"kind": "linear", "warmup_steps": 2, "decay_steps": 9}
@@ -68,7 +69,7 @@ def refused(group: Group, url: str, message: str, guard: float | None = None) ->
     before = group.run(fingerprint)
     for _ in range(2):
         with pytest.raises(RankFailedError, match=message):
-            group.call("train", 2, url, guard)
+            group.call("train", 2, url, None if guard is None else LogprobGuard(guard))
     assert group.run(fingerprint) == before
     assert group.call("state")[0] | {"pid": 0} == {
         "rank": 0,
@@ -103,7 +104,7 @@ def test_refused_steps_change_nothing(
         after = group.train([2], batch.format(2), guard=10.0)[0]
     with workers.group(configuration(model(), schedule=SCHEDULE)) as fresh:
         fresh.call("train", 1, batch.format(1))
-        assert without_times(fresh.train([2], batch.format(2))[0]) == without_times(after)
+        assert without_times(fresh.train([2], batch.format(2), guard=10.0)[0]) == without_times(after)
 
 
 def fail_in_the_last_layer(rank: Any) -> None:
@@ -183,7 +184,7 @@ def test_steps_of_another_batch_are_not_taken_as_done(
     with workers.group(configuration(model())) as group:
         url, first = written(tmp_path, rows)
         with pytest.raises(RankFailedError, match="engine and trainer disagree"):
-            group.call("train", 1, url, 1e-9, None, first)
+            group.call("train", 1, url, LogprobGuard(1e-9), None, first)
         url, second = written(tmp_path, other)
         made = group.call("train", 1, url, None, None, second)[0]
         held = group.run(fingerprint)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from millrace.core.logprob_gap import LogprobGuard
 from tests.support.trainer_ranks import (
     Group,
     RankFailedError,
@@ -181,7 +182,7 @@ def test_the_guard_looks_at_tokens_of_age_zero_alone(
         rows[0]["policy_versions"] = [{"first_token": 0, "version": HELD}]
         rows[0]["rollout_logprobs"] = [value - 1 for value in rows[0]["rollout_logprobs"]]
         with pytest.raises(RankFailedError, match="RefusedStepError: step 4: engine and trainer disagree"):
-            group.call("train", HELD + 1, write_batch(tmp_path / "off", rows), 0.02)
+            group.call("train", HELD + 1, write_batch(tmp_path / "off", rows), LogprobGuard(0.02))
 
 
 def test_a_step_whose_tokens_are_all_too_old_is_refused(

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from millrace.connectors.sglang.launch import sglang_command
-from millrace.connectors.sglang.server_args import option_arguments, option_problems, server_args
+from millrace.connectors.sglang.server_args import (
+    decode_graphs,
+    option_arguments,
+    option_problems,
+    server_args,
+)
 from millrace.core.errors import ConfigError
 from tests.support.local_handle import fleet_config
 
@@ -26,6 +31,11 @@ class ServerArgs:
     dllm_fdfo: A[bool, Arg(help="help", action=argparse.BooleanOptionalAction), NS("x")] = True
     always_on: A[bool, "help"] = True
     fp8_gemm_runner_backend: A[str, Arg(help="help", cli_name="--fp8-gemm-backend")] = "auto"
+    cuda_graph_max_bs_decode: A[Optional[int], "help"] = None
+    disable_cuda_graph: A[bool, "help"] = False
+    disable_prefill_cuda_graph: A[bool, "help"] = False
+    disable_decode_cuda_graph: A[bool, "help"] = False
+    cuda_graph_bs_prefill: A[Optional[List[int]], "help"] = None
     cuda_graph_bs_decode: A[Optional[List[int]], "help"] = None
     forward_hooks: A[Optional[List[dict[str, Any]]], Arg(help="help", type_parser=json_list_type)] = None
     lora_paths: A[Optional[List[dict[str, str]]], Arg(action=LoRAPathAction, action_kwargs={"nargs": "*"})] = None
@@ -100,6 +110,48 @@ def test_what_sglang_cannot_be_told_is_named(packages: Path, name: str, value: A
     config = fleet_config(Path("/model"), engines={"kind": "sglang", "sglang": {name: value}})
     with pytest.raises(ConfigError, match=name):
         sglang_command(config, "/model", 4000, 0, 5000, Path("/keys.yaml"))
+
+
+GRAPHS = "--cuda-graph-max-bs-decode"
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "options", "largest"),
+    [
+        (64, {}, "64"),
+        (512, {}, "512"),
+        (1, {}, "1"),
+        (4096, {}, "512"),
+        (256, {"disable_radix_cache": True}, "256"),
+        (256, {"disable_prefill_cuda_graph": True}, "256"),
+        (256, {"cuda_graph_bs_prefill": [1]}, "256"),
+        (256, {"cuda_graph_max_bs_decode": 16}, "16"),
+        (256, {"cuda_graph_max_bs_decode": None}, None),
+        (256, {"cuda_graph_bs_decode": [1, 2]}, None),
+        (256, {"disable_cuda_graph": True}, None),
+        (256, {"disable_decode_cuda_graph": True}, None),
+    ],
+)
+def test_decoding_graphs_follow_the_concurrency_unless_they_are_set(
+    packages: Path, concurrency: int, options: dict[str, Any], largest: str | None
+) -> None:
+    config = fleet_config(
+        Path("/model"),
+        engines={"kind": "sglang", "sglang": options},
+        rollout={"max_concurrency": concurrency},
+    )
+    line = sglang_command(config, "/model", 4000, 0, 5000, Path("/keys.yaml"))
+    assert [value for flag, value in zip(line, line[1:], strict=False) if flag == GRAPHS] == [largest] * bool(
+        largest
+    )
+
+
+def test_an_older_sglang_has_another_name_for_it(packages: Path) -> None:
+    source = packages / "sglang" / "srt" / "server_args.py"
+    source.write_text(SOURCE.replace("cuda_graph_max_bs_decode", "cuda_graph_max_bs"))
+    assert decode_graphs({}, 64) == {"cuda_graph_max_bs": 64}
+    source.write_text(SOURCE.replace("cuda_graph_max_bs_decode", "no_such_thing"))
+    assert decode_graphs({}, 64) == {}
 
 
 def test_without_its_source_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
