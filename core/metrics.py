@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from math import comb
 
 import numpy as np
@@ -12,9 +11,9 @@ import pyarrow.compute as pc
 from millrace.core.contracts.ids import rollout_of
 from millrace.core.contracts.task_records import SamplePromptsRecord
 from millrace.core.group_filters import zero_variance
+from millrace.core.metric_names import name_part
 from millrace.core.staleness import oldest_versions
 
-NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")  # of metrics
 MOST_PARTS = 200  # that become metrics
 
 
@@ -111,7 +110,8 @@ def reuse_metrics(record: SamplePromptsRecord, prompts: int) -> dict[str, float]
 def curriculum_metrics(record: SamplePromptsRecord) -> dict[str, float]:
     """The highest level drawn from of each source with levels, and the stage; nothing without any."""
     metrics = {
-        f"curriculum/{source}/level": float(level) for source, level in record.get("levels", {}).items()
+        f"curriculum/{name_part(source)}/level": float(level)
+        for source, level in record.get("levels", {}).items()
     }
     if "stage" in record:
         metrics["curriculum/stage"] = float(record["stage"])
@@ -161,7 +161,7 @@ def _by_source(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
     ):
         if value is not None:
             values.setdefault(source_of[sample], []).append(value)
-    return {f"reward/{source}/mean": sum(each) / len(each) for source, each in values.items()}
+    return {f"reward/{name_part(source)}/mean": sum(each) / len(each) for source, each in values.items()}
 
 
 def _of_parts(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
@@ -175,10 +175,10 @@ def _of_parts(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
         rewards.column("sample_id").to_pylist(), rewards.column("reward_parts").to_pylist(), strict=True
     ):
         for part, value in parts:
-            name = NOT_IN_NAMES.sub("_", part)
+            name = name_part(part)
             values.setdefault(f"reward_part/{name}", []).append(value)
             if several:
-                values.setdefault(f"reward_part/{source_of[sample]}/{name}", []).append(value)
+                values.setdefault(f"reward_part/{name_part(source_of[sample])}/{name}", []).append(value)
     if len(values) > MOST_PARTS:  # named by their samples, not by their kinds
         return {}
     return {name: sum(each) / len(each) for name, each in values.items()}

@@ -151,5 +151,7 @@ def _evaluated(folder: RunFolder, done: int) -> Mapping[str, float]:
 async def _export(ctx: IterationContext, done: int) -> tuple[str, list[FileRecord]]:
     path = f"exports/{done:06d}"
     async with ctx.runtime.memory.for_weights(ctx.version_after) as ranks:
-        files = await ranks.upload(ctx.run_folder.store.url_of(path), ctx.version_after)
+        files = await ranks.upload(
+            ctx.run_folder.store.url_of(path), ctx.version_after, ctx.runtime.prompts.tokenizer.ends.added
+        )
     return path, files

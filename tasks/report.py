@@ -249,7 +249,7 @@ def _headline(metrics: dict[str, float], supervised: bool = False) -> str:
         if name.startswith("eval/") and name.endswith("/reward_mean"):
             unscored = metrics.get(name.replace("/reward_mean", "/unscored"), 0)
             note = f" ({unscored:.0f} unscored, counted as wrong)" if unscored else ""
-            shown.append(f"{name.split('/')[1]} {value:.3f}{note}")
+            shown.append(f"{name.removeprefix('eval/').removesuffix('/reward_mean')} {value:.3f}{note}")
         if name.startswith("eval/") and name.endswith("/loss"):
             perplexity = metrics[name.replace("/loss", "/perplexity")]
             shown.append(f"{name[5:-5]} loss {value:.4g} (perplexity {perplexity:.4g})")

@@ -173,6 +173,7 @@ def sample_generator(ctx: IterationContext, stored: Iterable[Mapping[str, Any]] 
         rollout_budget(ctx, stored),
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, config.rollout.sampling.skip_special_tokens),
         ctx.share,
+        lambda: ctx.runtime.prompts.tokenizer.ends,
     )
 
 

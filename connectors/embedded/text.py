@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.core.model_folder.ends import engine_ends
 from millrace.core.model_folder.tokenizer_file import before_text_of, load_tokenizer_file
 from millrace.core.plain_text import whole
 
@@ -28,7 +28,7 @@ class Text:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         self.tokenizer: Any = load_tokenizer_file(path) if path.exists() else None
-        self.eos = _eos_ids(folder)
+        self.eos = set(engine_ends(folder))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. Raises RequestError without a tokenizer."""
@@ -64,14 +64,3 @@ class Text:
             return None
         at, stop = min(found)
         return Stop(stop, text if params.no_stop_trim else text[:at])
-
-
-def _eos_ids(folder: Path) -> set[int]:
-    """End-of-sequence ids of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.exists():
-            eos = json.loads(path.read_text()).get("eos_token_id")
-            if eos is not None:
-                return set(eos) if isinstance(eos, list) else {eos}
-    return set()

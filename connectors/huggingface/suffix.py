@@ -35,6 +35,16 @@ def suffix(render: Render, new: Sequence[Message], ends: Sequence[str]) -> tuple
     return end, tail.lstrip("\n").removeprefix(end) if end else tail
 
 
+def turn_end(render: Render, ends: Sequence[str]) -> str | None:
+    """The token by which a template ends a turn. None if it has none, or takes no message after a turn."""
+    from jinja2 import TemplateError
+
+    try:
+        return suffix(render, [ASKED], ends)[0] or None
+    except (ValueError, TemplateError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def _after_turn(render: Render, new: Sequence[Message], ends: Sequence[str]) -> str:
     turn: Message = {"role": "assistant", "content": MARK}
     try:

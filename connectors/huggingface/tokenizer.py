@@ -11,10 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from millrace.connectors.huggingface.answer_ends import AnswerEnds
+from millrace.connectors.huggingface.suffix import turn_end
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.errors import ConfigError
+from millrace.core.model_folder.ends import engine_ends
 from millrace.core.model_folder.tokenizer_file import before_text
 from millrace.core.plain_text import whole
 
@@ -22,9 +25,12 @@ from millrace.core.plain_text import whole
 class PromptTokenizer:
     """A Hugging Face tokenizer with a chat template."""
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """tools: what the model is shown of functions that it may call, in every prompt."""
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), folder: str | None = None
+    ) -> None:
+        """tools: what the model is shown of functions that it may call, in every prompt. folder: of the model."""
         self.tokenizer = tokenizer
+        self._folder = folder
         self._tools = list(tools)
 
     @property
@@ -62,7 +68,7 @@ class PromptTokenizer:
                     where=f"model.chat_template = {model.chat_template}",
                     remedy="correct the path",
                 ) from error
-        return cls(tokenizer, tools)
+        return cls(tokenizer, tools, model.path)
 
     def encode_prompts(
         self,
@@ -97,9 +103,38 @@ class PromptTokenizer:
         """Token ids of a plain text that opens a sequence."""
         return [*self._before_text, *self.encode_texts([text])[0]]
 
-    def encode_response(self, text: str) -> list[int]:
-        """Token ids of a reference answer with the end-of-sequence token."""
-        return [*self.encode_texts([text])[0], self.tokenizer.eos_token_id]
+    def encode_response(self, text: str, chat: bool) -> list[int]:
+        """Token ids of a reference answer with the token that ends it. chat: the prompt is written by the chat template."""
+        ids = self.encode_texts([text])[0]
+        end = self.ends.trained(chat)
+        return ids if end is None else [*ids, end]
+
+    @cached_property
+    def ends(self) -> AnswerEnds:
+        """Where answers end."""
+        tokens = self.tokenizer.added_tokens_decoder
+        special = {str(token): number for number, token in tokens.items() if token.special}
+        turn = self._turn_end([text for text in (self.tokenizer.eos_token, *special) if text])
+        return AnswerEnds(
+            engine=tuple(engine_ends(self._folder)) if self._folder else (),
+            turn=None if turn is None else self.tokenizer.convert_tokens_to_ids(turn),
+            eos=self.tokenizer.eos_token_id,
+            special=special,
+        )
+
+    def _turn_end(self, ends: Sequence[str]) -> str | None:
+        """The token by which the chat template ends a turn. None if it has none, or takes no message after a turn."""
+        if self.tokenizer.chat_template is None:
+            return None
+
+        def render(messages: Sequence[Mapping[str, Any]], for_answer: bool) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=for_answer
+                )
+            )
+
+        return turn_end(render, ends)
 
     @cached_property
     def _before_text(self) -> list[int]:

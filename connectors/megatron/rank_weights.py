@@ -6,7 +6,7 @@ Owns the bucket stream and rank 0's broadcast group. A read needs none of the GP
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from millrace.core.contracts.handles import BroadcastGroup
@@ -37,22 +37,24 @@ class RankWeights:
     def _working(self, what: str, *, everything: bool = True) -> contextlib.AbstractContextManager[None]:
         raise AssertionError("TrainerRank has it")
 
-    def export(self, directory: str, version: int) -> dict[str, Any]:
-        """Write the weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
+    def export(self, directory: str, version: int, ends: Sequence[int] = ()) -> dict[str, Any]:
+        """Write the weights as a Hugging Face folder, which all ranks see. ends: at which its answers end too. Raises TrainerError if another version is held."""
         from millrace.connectors.megatron.weights.hf_folder import export_hf
 
-        return self._write_hf(export_hf, directory, version)
+        return self._write_hf(export_hf, directory, version, ends)
 
-    def upload(self, url: str, version: int) -> dict[str, Any]:
+    def upload(self, url: str, version: int, ends: Sequence[int] = ()) -> dict[str, Any]:
         """Write the same to a folder in any storage. Raises TrainerError if another version is held."""
         from millrace.connectors.megatron.weights.hf_folder import upload_hf
 
-        return self._write_hf(upload_hf, url, version)
+        return self._write_hf(upload_hf, url, version, ends)
 
-    def _write_hf(self, write: Callable[..., dict[str, Any]], where: str, version: int) -> dict[str, Any]:
+    def _write_hf(
+        self, write: Callable[..., dict[str, Any]], where: str, version: int, ends: Sequence[int]
+    ) -> dict[str, Any]:
         self._check_version(version)
         with self._working("export", everything=False):
-            return write(self.policy, self.hf, self.config.model.path, where)
+            return write(self.policy, self.hf, self.config.model.path, where, ends)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
         """Bucket `number` of the weights, in this rank's memory until the next; 0 begins a new pass.

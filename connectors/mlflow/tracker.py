@@ -20,6 +20,8 @@ from millrace.connectors.storage.local import home, locked
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.core.contracts.tracker import flat
 from millrace.core.errors import MillraceError
+from millrace.core.metric_names import portable_name
+from millrace.core.plain_text import whole
 
 PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
@@ -103,7 +105,9 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         named = [*_overview(metrics).items(), *metrics.items()]
         points = [
-            Metric(_name(name), float(value), now, step) for name, value in named if math.isfinite(value)
+            Metric(portable_name(name), float(value), now, step)
+            for name, value in named
+            if math.isfinite(value)
         ]
         if not points:
             return
@@ -121,7 +125,9 @@ class MlflowTracker:
 
         existing = self._client.get_run(self.run_id).data.params
         params = [
-            Param(name, str(value)[:PARAM_LIMIT]) for name, value in flat(values) if name not in existing
+            Param(name, whole(str(value))[:PARAM_LIMIT])
+            for name, value in ((portable_name(name), value) for name, value in flat(values))
+            if name not in existing
         ]
         for at in range(0, len(params), PARAM_BATCH):
             self._client.log_batch(self.run_id, params=params[at : at + PARAM_BATCH])
@@ -131,7 +137,7 @@ class MlflowTracker:
         from mlflow.entities import RunTag
 
         self._client.log_batch(
-            self.run_id, tags=[RunTag(name, value[:TAG_LIMIT]) for name, value in tags.items()]
+            self.run_id, tags=[RunTag(name, whole(value)[:TAG_LIMIT]) for name, value in tags.items()]
         )
 
     def log_artifact(self, data: bytes, name: str) -> None:
@@ -145,7 +151,7 @@ class MlflowTracker:
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """Points of a metric, as (step, value) by step: those in the store when it was first read, and those logged here since."""
-        return sorted(self._curve(_name(name)).items())
+        return sorted(self._curve(portable_name(name)).items())
 
     def _curve(self, key: str) -> dict[int, float]:
         """Read once: to read the rows of a long run's curve takes 3 MiB of memory a thousand."""
@@ -303,8 +309,3 @@ def _by_identity(client: Any, experiment_id: str, identity: str) -> str | None:
         [experiment_id], filter_string=condition, order_by=["start_time ASC"], max_results=1
     )
     return runs[0].info.run_id if runs else None
-
-
-def _name(name: str) -> str:
-    """Metric names may hold letters, digits, _-.:/ and spaces; @ (as in pass@k) becomes _at_."""
-    return name.replace("@", "_at_")

@@ -16,6 +16,7 @@ from typing import Any
 from millrace.connectors.storage.local import home
 from millrace.core.contracts.tracker import flat
 from millrace.core.errors import ConfigError
+from millrace.core.plain_text import whole
 
 PNG_SIZE = slice(16, 24)  # width and height, big-endian, of a PNG's header
 
@@ -59,7 +60,9 @@ class TensorboardTracker:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         numbers = (bool, int, float, str)
-        params = {name: value if isinstance(value, numbers) else str(value) for name, value in flat(values)}
+        params = {
+            name: value if isinstance(value, numbers) else whole(str(value)) for name, value in flat(values)
+        }
         self._write(hparams_pb(params, trial_id=self.folder.name), 0)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -70,7 +73,7 @@ class TensorboardTracker:
 
         for name, value in tags.items():
             metadata = create_summary_metadata(display_name=name, description="")
-            text = make_tensor_proto(value.encode())
+            text = make_tensor_proto(whole(value).encode())
             self._write(Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=text)]), 0)
 
     def log_image(self, png: bytes, name: str, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
+from millrace.core.metric_names import name_part
 
 
 def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
@@ -11,7 +12,7 @@ def evaluation_metrics(record: EvaluateRecord) -> dict[str, float]:
     for name, result in record["sets"].items():
         parts = {
             name: result,
-            **{f"{name}/{subset}": part for subset, part in result.get("subsets", {}).items()},
+            **{f"{name}/{name_part(subset)}": part for subset, part in result.get("subsets", {}).items()},
         }
         for path, part in parts.items():
             for figure, value in part.items():
@@ -27,7 +28,7 @@ def held_out_metrics(record: HeldOutRecord) -> dict[str, float]:
     for name, result in record["sets"].items():
         for path, part in (
             (name, result),
-            *((f"{name}/{key}", each) for key, each in result.get("subsets", {}).items()),
+            *((f"{name}/{name_part(key)}", each) for key, each in result.get("subsets", {}).items()),
         ):
             for figure in ("loss", "perplexity", "tokens", "samples"):
                 metrics[f"eval/{path}/{figure}"] = part[figure]

@@ -208,8 +208,9 @@ class TrainerHandle(Protocol):
         """Write the weights as a Hugging Face folder that all ranks see."""
         ...
 
-    async def upload(self, url: str, version: int) -> list[FileRecord]:
-        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it."""
+    async def upload(self, url: str, version: int, ends: Sequence[int] = ()) -> list[FileRecord]:
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. ends: tokens at which its
+        answers end too."""
         ...
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:

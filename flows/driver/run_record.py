@@ -98,6 +98,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["mlflow_run_id"] = await report.open_tracking(runtime, record["mlflow_run_id"])
     record["quarantine"] = await asyncio.to_thread(runtime.prompts.dataset.write_quarantine, store)
     record["quarantined"] = runtime.prompts.dataset.quarantined()
+    record["answers_end_at"] = runtime.prompts.tokenizer.ends.named
     record["versions"] = installed
     record["code_revision"] = code_revision()
     if record["attempts"] and (stall := record["attempts"][-1].get("stalled")):

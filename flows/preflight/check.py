@@ -22,6 +22,7 @@ from millrace.core.contracts.references import references
 from millrace.core.errors import StorageError
 from millrace.core.hooks import search_in
 from millrace.flows.preflight.check_data import Rows, check_rows, sources
+from millrace.flows.preflight.check_ends import check_stops
 from millrace.flows.preflight.check_hooks import check_hooks, check_passthrough
 from millrace.flows.preflight.check_machine import (
     check_disk,
@@ -105,6 +106,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     hooks = [*referred, *check_hooks(config)]
     if not any(name.startswith("algorithm.teacher") for name in wrong_fields):
         later += check_served_teacher(config, found.model)
+    later += check_stops(config, found.model)
     if config.rollout.session and not any(problem.field.startswith("rollout.session") for problem in hooks):
         hooks += check_session(config.rollout.session, found.model, _template_kwargs(config))
     later += [*hooks, *check_passthrough(config), *check_machine(config), *touches.problems()]

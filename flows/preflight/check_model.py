@@ -212,9 +212,9 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
     try:
         files = TokenizerFolder(folder)
         special, text = files.special, files.template()
-        found.ends = files.ends()
         found.reads_answers = bool(files.config.get("response_template"))
         found.tokenizer = files.load()
+        found.ends = list(dict.fromkeys([*files.ends(), *special_tokens(found.tokenizer)]))
     except (ValueError, OSError) as error:
         remedy = remedy_of(error, "copy the tokenizer's files there, or set model.tokenizer")
         yield Problem(field, folder, str(error), remedy)
@@ -237,6 +237,12 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
     except ValueError as error:
         whose = "" if file else f"the tokenizer's template in {folder}: "
         yield Problem("model.chat_template", file, f"{whose}no Jinja template: {error}", "correct that line")
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer of the tokenizers library, by text; none without one."""
+    tokens = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+    return {token.content: number for number, token in tokens.items() if token.special}
 
 
 def _vocabulary(field: str, folder: str, found: Checkpoint, special: dict[str, str]) -> Iterator[Problem]:

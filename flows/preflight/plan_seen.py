@@ -20,6 +20,7 @@ from millrace.core.rewards.trial import Trial
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_data import Rows
 from millrace.flows.preflight.check_dialogues import trained_tokens
+from millrace.flows.preflight.check_ends import ends_text
 from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_run import StoredRun
 
@@ -215,6 +216,12 @@ def _dialogue(rows: Rows, tokenizer: Any) -> str:
 def _cut(text: str) -> str:
     more = len(text) - LONGEST_TEXT
     return f"{text[:LONGEST_TEXT]} ... and {more} more characters" if more > 0 else text
+
+
+def answer(found: Checked) -> Iterator[Line]:
+    """Where an answer ends, if the model's files do not say it."""
+    if text := ends_text(found.config, found.model):
+        yield "an answer ends", text
 
 
 def session(found: Checked) -> Iterator[Line]:

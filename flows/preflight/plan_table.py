@@ -40,6 +40,7 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield from learning(found.config)
     yield from plan_seen.data(found)
     yield from plan_seen.prompt(found)
+    yield from plan_seen.answer(found)
     yield from plan_seen.session(found)
     yield from plan_seen.reward(found)
     yield from _numbers(plan)

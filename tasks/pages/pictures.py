@@ -47,7 +47,8 @@ def curves_png(curves: Curves) -> bytes:
         axes = figure.add_subplot(rows, 2, number + 1)
         for name in names:
             steps, values = zip(*curves.points(name), strict=True)
-            axes.plot(steps, values, "o-" if name.startswith("eval/") else "-", label=name)
+            shown = name.replace("$", r"\$")  # which begins a formula
+            axes.plot(steps, values, "o-" if name.startswith("eval/") else "-", label=shown)
         axes.set_xlabel("iterations trained")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)

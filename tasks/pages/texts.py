@@ -30,7 +30,7 @@ def iteration_text(
 ) -> str:
     """An iteration: the reward so far, its headline figures, where its time went."""
     shown = [*HEADLINES, *sorted(name for name in metrics if HELD_OUT.match(name))]
-    figures = [f"| {name} | {metrics[name]:.5g} |" for name in shown if name in metrics]
+    figures = [f"| {_cell(name)} | {metrics[name]:.5g} |" for name in shown if name in metrics]
     lines = [f"# {title}", *_so_far(curves), "", "| figure | value |", "|---|---|", *figures]
     if intervals:
         shares = ", ".join(f"{phase} {share:.0%}" for phase, share in time_shares(intervals).items())
@@ -81,7 +81,12 @@ def _so_far(curves: Curves) -> list[str]:
 def _set_row(name: str, points: list[tuple[int, float]]) -> str:
     best = (min if name.endswith("/loss") else max)(points, key=lambda point: point[1])
     cells = [f"{value:.4g} ({_when(step)})" for step, value in (points[0], best, points[-1])]
-    return f"| {name.removeprefix('eval/')} | {' | '.join(cells)} |"
+    return f"| {_cell(name.removeprefix('eval/'))} | {' | '.join(cells)} |"
+
+
+def _cell(name: str) -> str:
+    """A name in a table of Markdown."""
+    return re.sub(r"([\\`*{}\[\]<>|])", r"\\\1", name)
 
 
 def _when(step: int) -> str:

@@ -203,9 +203,10 @@ class TrainerProxy:
         """Write the weights as a Hugging Face folder that all ranks see."""
         await self._ranks.call(TrainerRank.export, directory, version)
 
-    async def upload(self, url: str, version: int) -> list[FileRecord]:
-        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it."""
-        written = await self._ranks.call(TrainerRank.upload, url, version)
+    async def upload(self, url: str, version: int, ends: Sequence[int] = ()) -> list[FileRecord]:
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. ends: tokens at which its
+        answers end too."""
+        written = await self._ranks.call(TrainerRank.upload, url, version, list(ends))
         return [file for rank in written for file in rank["files"]]
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.dispatching.flushing import Flush
@@ -69,17 +70,18 @@ class SampleGenerator:
         budget: FailureBudget,
         text_of: Callable[[Sequence[int]], str] | None = None,
         share: Share = WHOLE,
+        ends: Callable[[], AnswerEnds] = AnswerEnds,
     ) -> None:
         """text_of: the text of token ids, for an answer that several requests made; their texts in a row where not given.
 
-        share: of the samples in flight, this process's.
+        share: of the samples in flight, this process's. ends: where answers end, which requests name for engines.
         """
         self.outstanding = 0  # samples begun that have no answer yet
         self.samples = 0
         self.tokens = 0
         self.engines_s = 0.0  # until the engines were ready
         self._params = sampling.request
-        self._budget, self._text_of = budget, text_of
+        self._budget, self._text_of, self._ends = budget, text_of, ends
         self._make_ready = engines
         self._engines: Dispatcher | None = None
         self._stopped = False
@@ -111,6 +113,7 @@ class SampleGenerator:
             try:
                 engines = None if self._stopped else await self._dispatcher()
                 params = {**self._params, **(own or {}), "sampling_seed": seed}
+                params |= self._ends().stops(params)
                 params = shortened(params, len(made))
                 if engines and not self._stopped:
                     generation = await engines.generate(

@@ -87,6 +87,7 @@ async def make_set(
         budget,
         lambda ids: ctx.runtime.prompts.tokenizer.decode(ids, held_out.sampling.skip_special_tokens),
         ctx.share,
+        lambda: ctx.runtime.prompts.tokenizer.ends,
     )
     respond = _in_sessions if ctx.config.rollout.session else _at_once
     answers = respond(ctx, held_out, generator, version)

@@ -78,7 +78,7 @@ async def _computed(
 ) -> list[EvaluatedSample]:
     """These rows of a set, with their losses under `version`."""
     tokenizer = ctx.runtime.prompts.tokenizer
-    responses = [response_of(prompt, held_out.name, tokenizer) for prompt in prompts]
+    responses = [response_of(prompt, held_out.name, tokenizer, held_out.chat) for prompt in prompts]
     samples = [
         HeldOutSample([*prompt.tokens, *response.tokens], response.mask)
         for prompt, response in zip(prompts, responses, strict=True)

@@ -19,8 +19,8 @@ class Response:
     turns: int
 
 
-def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer) -> Response:
-    """The response of a usable row of a source. Raises DataError for a row without an answer."""
+def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer, chat: bool) -> Response:
+    """The response of a usable row of a source. chat: its prompts are written by the chat template. Raises DataError for a row without an answer."""
     if read.dialogue is not None:
         dialogue = read.dialogue
         return Response(dialogue.tokens, dialogue.mask, dialogue.text, dialogue.turns)
@@ -31,5 +31,5 @@ def response_of(read: UsablePrompt, source: str, tokenizer: PromptTokenizer) -> 
             where=f"source {source}, row {read.row.row}",
             remedy="set the source's label_key to the column that holds it, or loss_on=assistant for whole dialogues",
         )
-    tokens = tokenizer.encode_response(answer)
+    tokens = tokenizer.encode_response(answer, chat)
     return Response(tokens, [1] * len(tokens), answer, 1)

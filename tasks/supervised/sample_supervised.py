@@ -70,7 +70,8 @@ def _dropped(group: DrawnGroup) -> JudgedSample:
 
 def _sample(ctx: IterationContext, group: DrawnGroup, read: UsablePrompt, position: int) -> BatchSample:
     """A batch row whose response is what is learnt. `position`: of the group in drawing order."""
-    response = response_of(read, group.source, ctx.runtime.prompts.tokenizer)
+    chat = next(source.chat for source in ctx.config.data.sources if source.name == group.source)
+    response = response_of(read, group.source, ctx.runtime.prompts.tokenizer, chat)
     return BatchSample(
         sample_id=sample_id(group.group_id, 0),
         group_id=group.group_id,

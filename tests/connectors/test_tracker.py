@@ -13,7 +13,9 @@ import pytest
 
 from millrace.connectors.mlflow.tracker import FOLDER_TAG, PARAM_LIMIT, MlflowTracker
 from millrace.core.errors import MillraceError
+from millrace.core.metric_names import name_part
 from tests.support.flow_runs import wait_until
+from tests.support.odd_texts import ODD_TEXTS
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +99,22 @@ def test_an_unknown_or_deleted_run_id_starts_a_new_run(uri: str) -> None:
 def test_metrics_go_in_one_call_and_what_is_not_finite_is_left_out(uri: str) -> None:
     tracker = started(uri, "e", "metrics", "/runs/metrics", None)
     many = {f"m{n}": float(n) for n in range(1200)}
-    tracker.log_metrics({**many, "nan": math.nan, "inf": math.inf, "held_out/pass@4": 0.5}, 3)
+    tracker.log_metrics({**many, "nan": math.nan, "inf": math.inf, "reward/pass@4": 0.5}, 3)
     logged = run_of(tracker).data.metrics
-    assert logged == {**many, "held_out/pass_at_4": 0.5}
-    assert tracker.history("held_out/pass@4") == [(3, 0.5)]
+    assert logged == {**many, "reward/pass_at_4": 0.5}
+    assert tracker.history("reward/pass@4") == [(3, 0.5)]
+
+
+def test_names_from_data_are_taken_and_stay_apart(uri: str) -> None:
+    """Once `Counting & Probability` ended a run at its first evaluation."""
+    tracker = started(uri, "e", "odd-names", "/runs/odd-names", None)
+    names = [f"eval/test/{name_part(text)}/reward_mean" for text in ODD_TEXTS]
+    tracker.log_metrics({name: float(at) for at, name in enumerate(names)}, 1)
+    kept = run_of(tracker).data.metrics
+    assert sorted(kept.values()) == [float(at) for at in range(len(ODD_TEXTS))]
+    assert [tracker.history(name) for name in names] == [[(1, float(at))] for at in range(len(ODD_TEXTS))]
+    tracker.log_params({text: {"x": text} for text in ODD_TEXTS})
+    assert len(run_of(tracker).data.params) == len(ODD_TEXTS)
 
 
 def test_the_curves_to_look_at_first_stand_in_a_section_that_sorts_first(uri: str) -> None:

@@ -127,11 +127,11 @@ def test_parts_of_rewards_have_means_and_with_several_sources_those_of_each() ->
         metrics = sample_metrics(*tables(list(sources)))
         return {name: value for name, value in metrics.items() if name.startswith("reward_part/")}
 
-    assert of_parts("a", "a", "a") == {"reward_part/right": 0.5, "reward_part/on_time_": 0.0}
+    assert of_parts("a", "a", "a") == {"reward_part/right": 0.5, "reward_part/on time?": 0.0}
     assert of_parts("a", "b", "b") == {
         "reward_part/right": 0.5,
-        "reward_part/on_time_": 0.0,
+        "reward_part/on time?": 0.0,
         "reward_part/a/right": 1.0,
-        "reward_part/a/on_time_": 0.0,
+        "reward_part/a/on time?": 0.0,
         "reward_part/b/right": 0.0,
     }

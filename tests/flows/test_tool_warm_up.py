@@ -35,7 +35,7 @@ def test_its_rows_are_the_tokens_that_a_rollout_of_the_dialogue_has() -> None:
     ids = dialogues.opening([{"role": "user", "content": PROBLEM["prompt"]}], chat=True)
     for row, answer in zip(rows, [*PROBLEM["dialogue"][1::2], ""], strict=True):
         assert tokenizer.encode_prompts([row["prompt"]], chat=False) == [ids]
-        ids = ids + tokenizer.encode_response(row["label"])
+        ids = ids + tokenizer.encode_response(row["label"], chat=True)
         ids = ids + dialogues.following([{"role": "tool", "content": answer}], ids, chat=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.core.config import RunConfig
 from millrace.core.errors import BudgetError, EngineLostError
 from millrace.tasks.samples.failures import FailureBudget
@@ -80,6 +81,27 @@ async def test_a_samples_own_parameters_come_in_place_of_the_sections(make_confi
     await made.generate([1], seed=0, rid="a", session=None, own={"max_new_tokens": 4, "stop_token_ids": [7]})
     params = engines.requests[0][2]
     assert (params["max_new_tokens"], params["stop"], params["stop_token_ids"]) == (4, ["x"], [7])
+
+
+async def test_every_request_names_where_answers_end_also_beside_a_samples_own_stops(
+    make_config: MakeConfig,
+) -> None:
+    engines = ScriptedEngines()
+    config = make_config(rollout={"sampling": {"max_new_tokens": 9, "stop": ["x", "<end>"]}})
+    ends = AnswerEnds(engine=(1,), turn=5, eos=6, special={"<end>": 7})
+
+    async def ready() -> ScriptedEngines:
+        return engines
+
+    budget = failure_budget(1.0, 10)
+    made = SampleGenerator(config, config.rollout.sampling, ready, budget, ends=lambda: ends)
+    for own in (None, {"stop": ["<end>"]}, {"stop_token_ids": [8]}, {"stop": ["y"], "max_new_tokens": 4}):
+        await made.generate([1], seed=0, rid="a", session=None, own=own)
+    asked = [(params["stop"], params["stop_token_ids"]) for _, _, params, _ in engines.requests]
+    assert asked == [(["x"], [7, 5, 6]), (None, [7, 5, 6]), (["x"], [8, 7, 5, 6]), (["y"], [5, 6])]
+    failed = await made.generate([1], seed=0, rid="b", session=None, own={"stop": ["<end>!"]})
+    assert failed.status == "failed"
+    assert "it holds the special token <end>" in (failed.reason or "")
 
 
 async def test_a_sample_is_answered_and_counted(make_config: MakeConfig) -> None:

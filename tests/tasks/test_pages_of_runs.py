@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
+from millrace.core.metric_names import name_part
 from millrace.tasks.pages.curves import Curves
 from millrace.tasks.pages.pictures import curves_png
 from millrace.tasks.pages.sample_groups import LONGEST, by_turns, code_block, samples_text, spread
 from millrace.tasks.pages.texts import iteration_text, run_text
 from millrace.tasks.pages.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
+from tests.support.odd_texts import ODD_TEXTS
 from tests.support.stored_run import write_run
 
 OVERLAPPING = {
@@ -120,6 +123,16 @@ def curves() -> Curves:
         made.add({"reward/mean": step / 4, "train/grad_norm": 1.0, "other": 1.0, **tokens}, step)
     made.add({"eval/sums/reward_mean": 0.5}, 2)
     return made
+
+
+def test_names_from_data_break_no_page() -> None:
+    made = Curves()
+    for step in (1, 2):
+        made.add({f"eval/test/{name_part(text)}/reward_mean": 0.5 for text in ODD_TEXTS}, step)
+    assert curves_png(made).startswith(b"\x89PNG")
+    rows = [line for line in run_text("x", made, {}).splitlines() if line.startswith("| test/")]
+    assert len(rows) == len(ODD_TEXTS)
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5}
 
 
 def test_an_iterations_page_has_its_figures_and_where_its_time_went() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
+from millrace.core.contracts.figures import evaluation_metrics
 from millrace.core.contracts.tracker import Tracker
 from millrace.tasks import report
 from millrace.tasks.context import IterationContext
@@ -44,6 +45,15 @@ def test_the_log_line_has_the_figures_that_there_are() -> None:
     assert _headline(metrics) == "reward 0.25, sums 0.500"
     unscored = _headline(metrics | {"eval/sums/unscored": 2.0})
     assert unscored == "reward 0.25, sums 0.500 (2 unscored, counted as wrong)"
+
+
+def test_figures_of_subsets_have_their_names() -> None:
+    """Once three figures were printed as of one set."""
+    part: Any = {"reward_mean": 0.5, "samples": 2, "pass_at": {}}
+    subsets = {"Algebra": part, "Counting & Probability": part, "a/b": part}
+    record: Any = {"sets": {"test": {**part, "subsets": subsets}}}
+    line = _headline(evaluation_metrics(record))
+    assert line == "test 0.500, test/Algebra 0.500, test/Counting & Probability 0.500, test/a%2Fb 0.500"
 
 
 @pytest.mark.parametrize(

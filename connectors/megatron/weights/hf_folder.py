@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from millrace.connectors.megatron.weights.hf_tensors import (
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.architecture import Architecture, architecture
+from millrace.core.model_folder.ends import name_ends
 from millrace.core.model_folder.tensors import INDEX, weight_tensors
 from millrace.core.plain_text import json_text
 
@@ -70,9 +72,12 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "m
             parameter.copy_(shard)
 
 
-def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: str) -> dict[str, Any]:
+def export_hf(
+    model: PolicyModel, hf: dict[str, Any], source: str, directory: str, ends: Sequence[int] = ()
+) -> dict[str, Any]:
     """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. Renamed into place at the end.
 
+    ends: tokens at which its answers end, whatever the source's files name.
     All ranks must call it, and all that write must see the same directory. Returns the bytes written by this rank.
     """
     target = Path(directory)
@@ -81,7 +86,7 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
-    written = _write(model, hf, source, aside)
+    written = _write(model, hf, source, aside, ends)
     if dist.get_rank() == 0:
         if target.exists():
             shutil.rmtree(target)
@@ -90,7 +95,9 @@ def export_hf(model: PolicyModel, hf: dict[str, Any], source: str, directory: st
     return written
 
 
-def upload_hf(model: PolicyModel, hf: dict[str, Any], source: str, url: str) -> dict[str, Any]:
+def upload_hf(
+    model: PolicyModel, hf: dict[str, Any], source: str, url: str, ends: Sequence[int] = ()
+) -> dict[str, Any]:
     """Write the same to a folder of any storage: every rank uploads its files, each whole, from its node's disk.
 
     All ranks must call it; the folder is complete when all have returned. Returns the bytes written by this rank, and the
@@ -98,13 +105,15 @@ def upload_hf(model: PolicyModel, hf: dict[str, Any], source: str, url: str) -> 
     """
     store, name = split_url(url)
     with temporary_folder("millrace-export") as local:
-        written = _write(model, hf, source, Path(local))
+        written = _write(model, hf, source, Path(local), ends)
         entries = store.upload_dir(local, name)
     files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
     return {**written, "files": [file.record() for file in files]}
 
 
-def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path) -> dict[str, Any]:
+def _write(
+    model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, ends: Sequence[int]
+) -> dict[str, Any]:
     """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
 
     Tensors keep the type of the trainer's parameters, which is what buckets bring to engines too; config.json names it.
@@ -123,6 +132,7 @@ def _write(model: PolicyModel, hf: dict[str, Any], source: str, folder: Path) ->
     if dist.get_rank() == 0:
         _finish(folder, source, files_of_ranks)
         _name_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
+        name_ends(folder, ends)
     return {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 

@@ -36,7 +36,10 @@ class Sampling(Section):
     top_k: int = Field(-1, ge=-1, description="-1 keeps the whole vocabulary.")
     min_p: float = Field(0.0, ge=0, le=1, description="Smallest probability relative to the likeliest token.")
     max_new_tokens: int = Field(256, ge=1, description="Longest response. Tokens.")
-    stop: list[str] = Field([], description="Strings that end a response.")
+    stop: list[str] = Field(
+        [],
+        description="Strings that end a response. One that is a special token ends it as `stop_token_ids` does.",
+    )
     stop_token_ids: list[int] = Field(
         [], description="Token ids that end a response, besides the end-of-sequence token."
     )

@@ -92,7 +92,7 @@ def test_texts_are_cut_the_same_everywhere(folder: tuple[Path, list[int]]) -> No
     for chat, prompt in ((True, TEXT), (True, MESSAGES), (False, MESSAGES)):
         assert tokenizer.encode_prompts([prompt], chat=chat) == [ids(asked)]  # type: ignore[list-item]
     assert tokenizer.encode_prompts([TEXT], chat=False, system="Say: ") == [before + ids(f"Say: {TEXT}")]
-    assert tokenizer.encode_response("7") == [*ids("7"), 257]
+    assert tokenizer.encode_response("7", chat=True) == [*ids("7"), 257]
     # sessions and dialogues
     dialogues = Dialogues(tokenizer, ())
     assert dialogues.opening(MESSAGES, chat=True) == ids(asked)

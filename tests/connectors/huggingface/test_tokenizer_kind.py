@@ -43,7 +43,7 @@ def test_told_its_class_it_is_the_same_tokenizer(name: str, tmp_path: Path) -> N
     ids = [each.encode_prompts([TEXT], chat=False) for each in (told, chosen)]
     assert ids[0] == ids[1]
     assert told.decode(ids[0][0]) == chosen.decode(ids[0][0])
-    assert told.encode_response(TEXT) == chosen.encode_response(TEXT)
+    assert told.encode_response(TEXT, chat=True) == chosen.encode_response(TEXT, chat=True)
     assert told.tokenizer.get_vocab() == chosen.tokenizer.get_vocab()
     if chosen.tokenizer.chat_template:
         assert told.render(TEXT, chat=True, system=None, options=PLAIN) == chosen.render(
