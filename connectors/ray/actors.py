@@ -26,6 +26,7 @@ from millrace.connectors.storage.local import keep_private
 from millrace.core.contracts.own_code import EXPECTED, expected
 from millrace.core.contracts.references import variables
 from millrace.core.errors import ActorLostError, ActorStalledError, StalledError
+from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
 from millrace.core.waits.deadline import USUAL, Limit, progressing
 from millrace.core.waits.heartbeat import beat, pulse
@@ -76,6 +77,7 @@ class Host:
         keep_private()  # also on a cluster that its user started
         take_any_text()
         os.environ.update(environment)
+        reach_own_directly()
         os.environ["RAY_NODE_IP_ADDRESS"] = ray.util.get_node_ip_address()
         os.environ["MILLRACE_RUN"] = ray.get_runtime_context().namespace
         self._made_by = made_by

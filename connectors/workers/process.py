@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import described
+from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
 
 START_TIMEOUT_S = 120.0  # in which a process answers that it is there, and unpickles a call
@@ -228,6 +229,7 @@ def detach() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes
     os.setsid()  # a group of its own, to be killed with all that a call started
     _die_with_parent()
+    reach_own_directly()
     take_any_text()  # what user code prints
 
 

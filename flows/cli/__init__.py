@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from millrace.connectors.storage.local import keep_private
+from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
 from millrace.flows.cli import evaluate, look, run, score, server, start, tools
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 def _process() -> None:
     keep_private()
     take_any_text()
+    reach_own_directly()
 
 
 for command in (

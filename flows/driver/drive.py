@@ -39,6 +39,7 @@ from millrace.core.errors import (
 )
 from millrace.core.garbage import collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import call_function, search_in
+from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, on_signal
@@ -78,6 +79,7 @@ async def drive(
     assert driver is not None
     keep_private()
     take_any_text()
+    reach_own_directly()
     use_few_heaps()
     collect_whole_when_asked()
     log_to_page()

@@ -37,6 +37,8 @@ BACKLOG = 2048  # connections that may wait for the server
 # A killed process is seen to be dead before the last of its threads lets go of its port.
 PORT_FREED_S = 5.0
 POLL_S = 0.1
+# it is on loopback: what a proxy of the environment answers says nothing about it
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerRecord(TypedDict):
@@ -169,7 +171,7 @@ class LocalServer:
 
     def _healthy(self, url: str) -> bool:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            with DIRECT.open(f"{url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False

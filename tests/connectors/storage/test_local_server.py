@@ -53,6 +53,18 @@ def test_a_server_waits_for_the_port_of_one_that_has_just_died(server: LocalServ
     assert server.alive()
 
 
+def test_a_server_is_found_and_kept_where_a_proxy_is_set_that_does_not_reach_it(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was asked through the proxy, taken for silent, and ended, though other runs used it."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    url = server.start(PATIENCE_S, 0)
+    assert server.running() == url
+
+
 def test_a_port_that_another_program_keeps_is_an_error_with_the_remedy(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
