@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterParentFlowRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+)
+from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, PrefectHTTPStatusError
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Crashed
 
-__all__ = ["cancel_ended", "of_deployment", "until_suspended"]
+__all__ = ["cancel_ended", "of_deployment", "settle_dead", "until_suspended"]
 
+log = logging.getLogger(__name__)
 LOOK_S = 3.0  # until the next look at the server's state
+AT_WORK_TYPES = [StateType.RUNNING, StateType.CANCELLING]
+BY_SIGNAL_TYPES = [
+    StateType.CRASHED,
+    StateType.CANCELLED,
+]  # what Prefect makes of a signal, and what the driver does
+# of another server, or it does not answer; RuntimeError: no server answers
+UNANSWERED = (ObjectNotFound, PrefectHTTPStatusError, httpx.HTTPError, RuntimeError)
+
+
+def _of(types: list[StateType]) -> FlowRunFilterState:
+    return FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
+
+
+AT_WORK = _of(AT_WORK_TYPES)
 
 
 def of_deployment() -> bool:
@@ -41,18 +70,60 @@ async def until_suspended() -> Pause:
                     return Pause(state=state)
 
 
-def cancel_ended(flow_run_id: str, message: str) -> bool:
-    """Mark a deployment's flow run, whose process was ended on purpose, as cancelled: else it is resumed.
+def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
+    """Give flow runs whose processes are dead a final state, where Prefect still shows them at work; returns their ids.
 
-    False where there is none that runs, or ran until its process ended.
+    Those of deployments are cancelled: one that crashed is resumed by the automation. Others crashed. A flow run that is paused or
+    scheduled stays. Without an answer of the server, or on another server, nothing is done: states are for people.
     """
     try:
         with get_client(sync_client=True) as client:
-            found = client.read_flow_run(UUID(flow_run_id))
-            state = found.state
-            if found.deployment_id is None or state is None or not (state.is_running() or state.is_crashed()):
+            wanted = FlowRunFilter(
+                id=FlowRunFilterId(any_=[UUID(each) for each in flow_run_ids]), state=AT_WORK
+            )
+            found = client.read_flow_runs(flow_run_filter=wanted)
+            for each in found:
+                state = Crashed if each.deployment_id is None else Cancelled
+                _settle(client, each.id, partial(state, message=message), AT_WORK_TYPES)
+    except UNANSWERED as error:
+        log.info("states of earlier flow runs stay as they are: %s", error)
+        return []
+    return [str(each.id) for each in found]
+
+
+def cancel_ended(flow_run_id: str, message: str) -> bool:
+    """Mark a flow run whose process was ended on purpose as cancelled, and what it had at work.
+
+    False for one that ended otherwise before, and where no server answers that knows it.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(flow_run_id)).state
+            if state is None or state.type not in {*AT_WORK_TYPES, *BY_SIGNAL_TYPES}:
                 return False
-            client.set_flow_run_state(UUID(flow_run_id), Cancelled(message=message), force=True)
-    except (ObjectNotFound, PrefectHTTPStatusError, httpx.HTTPError, RuntimeError):
-        return False  # of another server, or it does not answer; RuntimeError: no server answers
+            _settle(
+                client,
+                UUID(flow_run_id),
+                lambda: Cancelled(message=message),
+                [*AT_WORK_TYPES, *BY_SIGNAL_TYPES],
+            )
+    except UNANSWERED:
+        return False
     return True
+
+
+def _settle(
+    client: SyncPrefectClient, flow_run_id: UUID, state: Callable[[], State[None]], types: list[StateType]
+) -> None:
+    """Set the state of a flow run, and of its subflows and their task runs that are in a state of these types."""
+    parent = FlowRunFilterParentFlowRunId(any_=[flow_run_id])
+    children = FlowRunFilter(parent_flow_run_id=parent, state=_of(types))
+    for child in client.read_flow_runs(flow_run_filter=children):
+        tasks = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[child.id])),
+            task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=types))),
+        )
+        for task in tasks:
+            client.set_task_run_state(task.id, state(), force=True)
+        client.set_flow_run_state(child.id, state(), force=True)
+    client.set_flow_run_state(flow_run_id, state(), force=True)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 USUAL_PORT = 4200
 AUTH = "PREFECT_API_AUTH_STRING"
+LINKS = "PREFECT_UI_URL"  # what Prefect's links to its pages begin with
 LOGGERS = ("millrace",)
 CLIENT_SETTINGS = {
     # millrace's log lines are shown and kept with the flow run; of Prefect's, warnings only
@@ -58,6 +59,7 @@ def ensure_server(timeout_s: float = 120) -> str:
         _check_is_api(configured)
         if _in_use():
             os.environ.setdefault(AUTH, login_file().read_text())
+            os.environ.setdefault(LINKS, _linked_page(configured))
         else:
             _check_answers(configured)
         return configured
@@ -68,8 +70,13 @@ def ensure_server(timeout_s: float = 120) -> str:
             _server.end()  # one that does not answer, or whose record is lost, must not write to the same database
             with starting(log, "the Prefect server"):
                 url = _server.start(timeout_s, USUAL_PORT, 0)
-    os.environ |= {"PREFECT_API_URL": url, AUTH: login_file().read_text()}
+    os.environ |= {"PREFECT_API_URL": url, AUTH: login_file().read_text(), LINKS: _linked_page(url)}
     return url
+
+
+def server_runs() -> bool:
+    """Whether there is a Prefect server to talk to: one that the user configured, or the local one at work."""
+    return bool(os.environ.get("PREFECT_API_URL") or _profile_url()) or _server.alive()
 
 
 def kept_iterations() -> int:
@@ -113,6 +120,11 @@ def ui_url(api_url: str) -> str:
     return api_url.removesuffix("/api")
 
 
+def _linked_page(api_url: str) -> str:
+    """Where links to pages of the local server lead: its newer page asks for the login first, its older one answers 404."""
+    return f"{ui_url(api_url)}/v2"
+
+
 def local_login() -> Path | None:
     """`login_file` if this process uses the local server, None if it uses one that the user configured."""
     return login_file() if _in_use() else None
@@ -126,7 +138,7 @@ def login_hint() -> str:
 def export_line(api_url: str) -> str:
     """A shell line after which Prefect's own commands reach the server, with the local one's login but not its text."""
     login = local_login()
-    secret = f' {AUTH}="$(cat {shlex.quote(str(login))})"' if login else ""
+    secret = f' {LINKS}={_linked_page(api_url)} {AUTH}="$(cat {shlex.quote(str(login))})"' if login else ""
     return f"export PREFECT_API_URL={api_url}{secret}"
 
 

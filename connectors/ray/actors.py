@@ -362,6 +362,20 @@ async def end_others(config: Mapping[str, Any]) -> int:
     return await _end(names)
 
 
+async def end_namespace(namespace: str) -> int:
+    """End all actors of another namespace of this cluster; returns how many there were."""
+
+    def names() -> list[str]:
+        with asked(f"the actors of {namespace} cannot be listed"):
+            found = ray.util.list_named_actors(all_namespaces=True)
+        return [actor["name"] for actor in found if actor["namespace"] == namespace]
+
+    chosen = names()
+    ended = _kill(chosen, namespace)
+    await _until_unnamed(names, chosen)
+    return ended
+
+
 async def end(role: str | None = None) -> int:
     """End this namespace's actors, of one role or all; returns how many there were."""
     return await _end([name for name in _names() if role is None or name.rsplit("-", 1)[0] == role])
@@ -377,12 +391,13 @@ def _names() -> list[str]:
         return list(ray.util.list_named_actors())
 
 
-def _kill(names: list[str]) -> int:
+def _kill(names: list[str], namespace: str | None = None) -> int:
+    """namespace: this process's, where not given."""
     killed = 0
     for name in names:
         try:
             with asked(f"actor {name} cannot be ended"):
-                ray.kill(ray.get_actor(name), no_restart=True)
+                ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
             killed += 1
         except ValueError:
             continue
@@ -391,10 +406,15 @@ def _kill(names: list[str]) -> int:
 
 async def _end(chosen: list[str]) -> int:
     ended = _kill(chosen)
+    await _until_unnamed(_names, chosen)
+    return ended
+
+
+async def _until_unnamed(names: Callable[[], list[str]], chosen: list[str]) -> None:
+    """Wait until the names are free: then the actors are gone."""
     deadline = time.monotonic() + NAME_TIMEOUT_S
-    while left := set(_names()) & set(chosen):  # a name is free once the actor is gone
+    while left := set(names()) & set(chosen):
         if time.monotonic() > deadline:
             log.warning("%s: ended, and still named", ", ".join(sorted(left)))
             break
         await asyncio.sleep(0.05)
-    return ended

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -112,6 +113,13 @@ def release() -> None:
     group = _find()
     if group is not None:
         remove_placement_group(group)
+
+
+def release_of(namespace: str) -> None:
+    """Give the reservation of another namespace of this cluster back, if it has one."""
+    found = ray._private.state.state.get_placement_group_by_name(GROUP, namespace)
+    if found is not None:
+        remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(found["placement_group_id"])))
 
 
 def _addresses() -> dict[str, str]:

@@ -226,6 +226,18 @@ class Lease(PassedLease):
         return stored is not None and stored.owner == self._claim.owner
 
 
+def holder_of(store: Store) -> tuple[ProcessIdentity, bool | None] | None:
+    """The process that holds the lease and whether it lives, None if this process cannot know; None if nobody holds it.
+
+    Waits for nothing.
+    """
+    files = Store(store.url)
+    holder = _newest(files)
+    if not isinstance(holder, _Claim) or holder.released:
+        return None
+    return holder.process, holder.lives(files.real_url)
+
+
 def find_driver(store: Store) -> ProcessIdentity | None:
     """The process that drives a run from this folder; None if none does. Waits as `Lease.take` does where it must.
 

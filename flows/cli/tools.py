@@ -90,10 +90,14 @@ def discard(
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="Run that is to end.")],
+    run: Annotated[
+        str | None, typer.Argument(help="Run that is to end; without one, what killed drivers left.")
+    ] = None,
     root: RootOption = "runs",
 ) -> None:
     """End a run that works on this host, as Ctrl-C does, or what a killed one left. Files stay; train goes on."""
-    from millrace.flows.tools.stop import stop_run
+    from millrace.flows.tools.stop import stop_left, stop_run
 
-    console.print(guarded(lambda: stop_run(root, run)), soft_wrap=True)
+    console.print(
+        guarded(lambda: stop_left() if run is None else stop_run(root, run)), markup=False, soft_wrap=True
+    )

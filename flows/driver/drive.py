@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any, TypedDict, cast
 
 import httpx
+from prefect.exceptions import Pause
+from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from millrace.connectors.prefect.flow_run_state import of_deployment, until_suspended
+from millrace.connectors.prefect.flow_run_state import cancel_ended, of_deployment, until_suspended
 from millrace.connectors.prefect.run_errors import log_errors_once
 from millrace.connectors.prefect.run_events import emit_run_event
 from millrace.connectors.prefect.run_page import log_to_page, tags
@@ -41,13 +43,21 @@ from millrace.core.garbage import collect_whole_when_asked, use_few_heaps
 from millrace.core.hooks import call_function, search_in
 from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
+from millrace.core.waits.deadline import in_own_thread
 from millrace.flows.driver.fingerprints import own_modules
-from millrace.flows.driver.interruption import in_command, on_signal
+from millrace.flows.driver.interruption import in_command, interrupted_by, on_signal
 from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
-from millrace.flows.driver.run_record import finish_run_record, open_run_record, record_verdict, run_id
+from millrace.flows.driver.run_record import (
+    finish_run_record,
+    open_run_record,
+    record_end,
+    record_verdict,
+    run_id,
+)
 from millrace.flows.driver.weights_type import settled
 from millrace.flows.preflight.check import check
+from millrace.tasks.runtime.orphans import join_and_end_orphans
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -87,12 +97,37 @@ async def drive(
     try:
         with on_signal(driver.cancel):
             return await _drive(config, iteration, flow_name)
+    except asyncio.CancelledError:
+        by = interrupted_by()
+        if by is None or of_deployment():
+            raise
+        driver.uncancel()
+        message = f"Ended by {by}. What finished is kept, and the same command goes on."
+        with on_signal(_nothing):  # the command waits until the states are set
+            await asyncio.to_thread(cancel_ended, str(flow_run.id), message)
+        return cast(DriveResult, Cancelled(message=message))  # Prefect takes it as the end's state
     except (MillraceError, httpx.TransportError) as error:
         if isinstance(error, httpx.TransportError) or may_pass(error):
             emit_run_event("may-go-on")
         raise
     finally:
         emit_run_event("left")
+
+
+async def _record_end(runtime: Runtime, lease: Lease, error: BaseException) -> None:
+    """Note how this attempt ends, while the run is still this driver's. Why it ends matters more than that this fails."""
+    by = "a pause" if isinstance(error, Pause) else interrupted_by()
+    if by is None and isinstance(error, asyncio.CancelledError):
+        by = "a cancellation"
+    try:
+        if not await asyncio.to_thread(lease.may_be_lost):
+            await record_end(runtime, lease.token, by, error)
+    except (MillraceError, OSError) as failed:
+        log.warning("run.json does not say how this start ended: %s", failed)
+
+
+def _nothing() -> None:
+    """What is done at a signal while a command reports that it ends."""
 
 
 async def _drive(
@@ -107,6 +142,9 @@ async def _drive(
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
     runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations:
+        # this run's own, if its driver was killed after the last iteration
+        for sentence in await in_own_thread(join_and_end_orphans):
+            log.warning("%s", sentence)
         log.info(
             "run %s is complete: %d iterations in %s", config.run.name, first, runtime.run_folder.store.url
         )
@@ -208,9 +246,11 @@ async def _leased(runtime: Runtime, lease: Lease) -> AsyncIterator[int]:
         with on_signal(runtime.kill_actors):
             await runtime.open()
             yield lease.token
-    except asyncio.CancelledError:
-        if ends:
-            raise ends[0] from None
+    except BaseException as error:
+        ended = ends[0] if ends and isinstance(error, asyncio.CancelledError) else error
+        await _record_end(runtime, lease, ended)
+        if ended is not error:
+            raise ended from None
         raise
     finally:
         for task in background:

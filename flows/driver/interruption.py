@@ -80,6 +80,14 @@ def in_command() -> bool:
     return bool(_commands)
 
 
+def interrupted_by() -> str | None:
+    """What ends this process's command: `Ctrl-C` or `SIGTERM`; None if nothing does."""
+    for command in _commands:
+        if command.interrupted_by is not None:
+            return NAMES[command.interrupted_by]
+    return None
+
+
 def run_interruptibly(work: Callable[[], T], terminal: Terminal | None = None) -> T:
     """Do `work` in a thread and return its result. On Ctrl-C or SIGTERM this process ends, with 130 or 143.
 

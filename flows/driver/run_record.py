@@ -17,13 +17,22 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
+from millrace.connectors.prefect.flow_run_state import settle_dead
 from millrace.connectors.storage.run_folder import first_undrawn_iteration
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.config.parts.redaction import shown_text
 from millrace.core.config.reading.stored import VERSION, lifted
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.rows.prompts import SourceFingerprint, source_changes
-from millrace.core.errors import BudgetError, DataError, MissingFileError, StalledError
+from millrace.core.errors import (
+    BudgetError,
+    DataError,
+    MillraceError,
+    MissingFileError,
+    StalledError,
+    first_error,
+)
 from millrace.flows.driver.fingerprints import fingerprints
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
@@ -34,6 +43,8 @@ from millrace.tasks.runtime.runtime import Runtime
 log = logging.getLogger(__name__)
 
 STARTS = 10  # of one flow run in one iteration
+ERROR_CHARACTERS = 2000  # of an error that ended an attempt
+EARLIER = 50  # newest attempts whose flow runs get a final state
 VERSIONED = (
     "millrace",
     "torch",
@@ -78,6 +89,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
         check_branch(before, asked, record["parent"], hashed)
     since = await asyncio.to_thread(runtime.run_folder.first_open_iteration)
     check_goes_on(record, str(flow_run.id), since)
+    await asyncio.to_thread(_settle_earlier, record["attempts"])
     record["id"] = runtime.run_id
     prints = await asyncio.to_thread(fingerprints, runtime.config)
     branched = branched_fields(record, before, asked)
@@ -116,6 +128,13 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     await asyncio.to_thread(store.write_sealed, "run.json", record)
 
 
+def _settle_earlier(attempts: list[dict[str, Any]]) -> None:
+    """Give the flow runs of earlier attempts, which this driver's lease says are dead, a final state on Prefect's page."""
+    earlier = {attempt["flow_run_id"] for attempt in attempts[-EARLIER:]} - {None, str(flow_run.id)}
+    if earlier:
+        settle_dead(sorted(earlier), f"Its process was killed. The run goes on as flow run {flow_run.name}.")
+
+
 def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:
     """Whether this start sets otherwise how far ahead the run is: else what was lowered stays so."""
     return (before.pipeline.ahead, before.pipeline.min_ess) != (now.pipeline.ahead, now.pipeline.min_ess)
@@ -145,6 +164,29 @@ async def finish_run_record(runtime: Runtime) -> None:
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_sealed, "run.json", record)
     await report.close_tracking(runtime)
+
+
+async def record_end(runtime: Runtime, attempt: int, by: str | None, error: BaseException) -> None:
+    """Note in run.json how this attempt ended before the run was complete.
+
+    attempt: its number. by: the signal or the pause that ended it; None: the error did.
+    """
+    store = runtime.run_folder.store
+    try:
+        record = await asyncio.to_thread(store.read_sealed, "run.json")
+    except MissingFileError:
+        return  # it ended before there was a run
+    if not record["attempts"] or record["attempts"][-1]["number"] != attempt:
+        return
+    ended: dict[str, str] = {"at": datetime.now(UTC).isoformat()}
+    if by is None:
+        cause = first_error(error)
+        said = str(cause) if isinstance(cause, MillraceError) else f"{cause}".partition("\n")[0]
+        ended["error"] = shown_text(f"{type(cause).__name__}: {said}")[:ERROR_CHARACTERS]
+    else:
+        ended["by"] = by
+    record["attempts"][-1]["ended"] = ended
+    await asyncio.to_thread(store.write_sealed, "run.json", record)
 
 
 async def record_verdict(runtime: Runtime, error: StalledError) -> None:

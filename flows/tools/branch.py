@@ -5,13 +5,14 @@ Copies what the manifests of the committed iterations and the checkpoint's marke
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.run_folder import COMPLETE, MANIFEST, RunFolder
-from millrace.core.errors import StorageError
+from millrace.core.errors import DEFAULT_ROOT, StorageError
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.named_files import named_by_records
 
@@ -61,7 +62,9 @@ def branch_run(root: str, run: str, new: str, at: int) -> str:
         "changes": [{**item, "since": min(item["since"], at)} for item in record.get("changes", [])],
     }
     target.store.write_sealed("run.json", branch_record)
-    return f"{target.store.url}: {at} iterations of {run}; go on with `millrace train CONFIG run.name={new}`"
+    where = [] if root == DEFAULT_ROOT else [f"storage.root={root}"]
+    command = shlex.join(["millrace", "train", "CONFIG", f"run.name={new}", *where])
+    return f"{target.store.url}: {at} iterations of {run}; go on with `{command}`"
 
 
 def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.lease import holder_of
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
@@ -53,10 +55,40 @@ def runs_listing(root: str) -> Listing:
             " ".join(str(number) for number in folder.complete_checkpoints()) or "none",
             metrics.get("reward/mean"),
             record["attempts"][-1]["started"][:19].replace("T", " ") if record["attempts"] else None,
-            "complete" if record.get("completed") else "open",
+            state_of(store.child(name), record),
         )
         rows.append(row)
     return Listing(("run", "iterations", "of", "checkpoints", "reward", "last_started", "state"), rows)
+
+
+def state_of(store: Store, record: Mapping[str, Any]) -> str:
+    """What a run is doing, or how its newest start ended, for people. Waits for nothing.
+
+    store: of the run folder.
+    """
+    holder = holder_of(store)
+    attempt = record["attempts"][-1] if record["attempts"] else None
+    if holder and holder[1] is not False:
+        since = f", for {_ago(attempt['started'])}" if attempt else ""
+        return f"running ({holder[0]}{since})" if holder[1] else f"driven by {holder[0]}, if that lives"
+    if record.get("completed"):
+        return "complete"
+    if attempt is None:
+        return "not started"
+    if ended := attempt.get("ended"):
+        if "error" in ended:
+            return f"failed {_ago(ended['at'])} ago"
+        return f"stopped by {ended['by']} {_ago(ended['at'])} ago"
+    return f"killed after its start {_ago(attempt['started'])} ago"
+
+
+def _ago(moment: str) -> str:
+    """How long a moment is past, in its largest unit. moment: in ISO form."""
+    seconds = max(0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
 
 
 def run_listing(root: str, run: str, columns: Sequence[str] = ()) -> Listing:
@@ -149,10 +181,22 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
-    facts = {"run": folder.name, "folder": folder.store.url}
+    settings = settings_of(record)
+    done, of = folder.first_open_iteration(strict=False), settings["run"]["iterations"]
+    facts = {
+        "run": folder.name,
+        "state": f"{state_of(folder.store, record)}; {done} of {of} iterations",
+        "folder": folder.store.url,
+    }
+    if record["attempts"] and (error := record["attempts"][-1].get("ended", {}).get("error")):
+        facts["error"] = error
+    if preset := settings["algorithm"].get("preset"):
+        facts["preset"] = preset
+    facts["checkpoints"] = _after(str(number) for number in folder.complete_checkpoints())
+    facts["exports"] = _after(str(int(name)) for name in folder.store.folders("exports"))
     if "parent" in record:
         facts["branch of"] = f"{record['parent']['run']} after {record['parent']['at']} iterations"
-    model = settings_of(record)["model"]["path"]
+    model = settings["model"]["path"]
     commit = record.get("model_commit")
     facts["model"] = f"{model} at commit {commit}" if commit else model
     facts["code"] = str(record.get("code_revision"))
@@ -168,6 +212,11 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
         if stall := attempt.get("stalled"):
             facts["ended by a stall"] = f"{stall['waited_for']}: {stall['reason']}"
     return facts
+
+
+def _after(iterations: Iterable[str]) -> str:
+    named = ", ".join(iterations)
+    return f"after {named}" if named else "none"
 
 
 def ahead_of(record: dict[str, Any]) -> Ahead:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.ray import actors, client, cluster, placement
 from millrace.connectors.storage.checkpoint_files import check_marker
+from millrace.connectors.storage.driven_runs import forget_driven, note_driven
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.own_folders import temporary_folder
@@ -28,6 +29,7 @@ from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
+from millrace.tasks.runtime.orphans import driven_run
 from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
 
 FIGURES = ("loss", "grad_norm", "tokens", "samples")
@@ -72,6 +74,8 @@ def configuration_of(record: Mapping[str, Any], folder: RunFolder, index: int) -
 @asynccontextmanager
 async def ranks_alone(config: RunConfig) -> AsyncIterator[TrainerHandle]:
     """The trainer's ranks without engines, ready; ended afterwards."""
+    identity = client.namespace() or config.run.name
+    await asyncio.to_thread(note_driven, driven_run(config, identity))
     try:
         places = placement.Reservation(config, engines=False).places("trainer")
         ranks = make_ranks(config, config.for_actors(), places)
@@ -80,6 +84,7 @@ async def ranks_alone(config: RunConfig) -> AsyncIterator[TrainerHandle]:
     finally:
         await actors.end()
         placement.release()
+        await asyncio.to_thread(forget_driven, identity)
 
 
 async def _replay(config: RunConfig, folder: RunFolder, first: int, last: int) -> Replay:

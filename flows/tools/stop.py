@@ -5,43 +5,70 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from millrace.connectors.prefect.server import ensure_server
+from millrace.connectors.prefect.server import ensure_server, server_runs
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.lease import find_driver
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
-from millrace.core.errors import LeaseHeldError, of_run
+from millrace.core.errors import LeaseHeldError, StorageError, of_run
 from millrace.flows.tools.browse import run_record, settings_of
+from millrace.tasks.runtime.orphans import join_and_end_orphans
 
 PROMISED_S = 10.0  # in which a command ends after SIGTERM
 POLL_S = 0.05
+EARLIER = 50  # newest attempts whose flow runs get a final state
 
 
 def stop_run(root: str, run: str) -> str:
     """End what works on a run: its driver as Ctrl-C does, then actors that are left, whose place is given back.
 
-    Returns what ended. Raises LeaseHeldError for a driver that this process cannot end, naming where it runs.
+    Returns what ended. Raises LeaseHeldError for a driver that this process cannot end, naming where it runs. Of a run whose folder
+    is gone, ends the actors that its killed driver left; raises StorageError if there are none.
     """
     folder = RunFolder(root, run)
     driver = find_driver(folder.store)
     ended = []
     if driver and end_driver(driver, run, folder.store.url):
-        ended = [f"{driver}, which drove {run}, ended", *_cancelled(root, run)]
-    return "; ".join([*ended, f"{end_actors(root, run)} actors of {run} ended"])
+        ended = [f"{driver}, which drove {run}, ended"]
+    left = join_and_end_orphans(of=run)
+    try:
+        record = run_record(root, run)
+    except StorageError:
+        if not left:
+            raise
+        return "; ".join([*ended, *left])
+    ended += _settled(record, stopped=bool(ended))
+    return "; ".join([*ended, *left, f"{end_actors(root, run)} actors of {run} ended"])
 
 
-def _cancelled(root: str, run: str) -> list[str]:
-    """Mark the deployment's flow run that was just ended, if it was one, as cancelled, and say so."""
-    attempts = run_record(root, run).get("attempts")
-    if not attempts:
-        return []
+def stop_left() -> str:
+    """End the actors of runs whose driver was killed and which nobody goes on with. Returns what ended."""
+    return "; ".join(join_and_end_orphans()) or "nothing was left by killed drivers"
+
+
+def _settled(record: Mapping[str, Any], *, stopped: bool) -> list[str]:
+    """Give the run's flow runs a final state on Prefect's page; what is worth saying of that.
+
+    stopped: the newest was ended just now, on purpose.
+    """
+    attempts = record.get("attempts") or []
+    flow_runs = [attempt["flow_run_id"] for attempt in attempts if attempt.get("flow_run_id")]
+    if not flow_runs or not server_runs():
+        return []  # the next start says it
     ensure_server()
-    from millrace.connectors.prefect.flow_run_state import cancel_ended
+    from millrace.connectors.prefect.flow_run_state import cancel_ended, settle_dead
 
-    done = cancel_ended(attempts[-1]["flow_run_id"], "Ended by millrace stop.")
-    return ["its flow run is cancelled"] if done else []
+    said = []
+    if stopped and cancel_ended(flow_runs[-1], "Ended by millrace stop. What finished is kept."):
+        said.append("its flow run is cancelled")
+    killed = settle_dead(flow_runs[-EARLIER:], "Its process was killed. What finished is kept.")
+    if killed:
+        said.append(f"{len(killed)} flow runs of killed drivers have a final state")
+    return said
 
 
 def end_actors(root: str, run: str) -> int:

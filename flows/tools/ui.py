@@ -5,6 +5,8 @@ Owns which page of MLflow's is the one to open. Servers that the user configured
 
 from __future__ import annotations
 
+from typing import Any
+
 from millrace.connectors.mlflow.server import ensure_mlflow
 from millrace.connectors.mlflow.tracker import default_uri, find_page, is_server
 from millrace.connectors.prefect.server import (
@@ -47,4 +49,18 @@ def open_pages(root: str, run: str | None, uri: str | None, port: int | None) ->
         else f" (user millrace; its password is what follows the colon in {login_file()})"
     )
     page = find_page(store, record["mlflow_run_id"] if record else None)
-    return [f"Prefect  {ui_url(api)}{login_hint()}", f"MLflow   {page}{login}", export_line(api)]
+    return [
+        f"Prefect  {_prefect_page(api, record)}{login_hint()}",
+        f"MLflow   {page}{login}",
+        export_line(api),
+    ]
+
+
+def _prefect_page(api: str, record: dict[str, Any] | None) -> str:
+    """The page of the run's newest flow run; of all runs where there is none."""
+    flow_run = record["attempts"][-1]["flow_run_id"] if record and record["attempts"] else None
+    if flow_run is None:
+        return ui_url(api)
+    from prefect.utilities.urls import url_for  # here: the server's address is in the environment by now
+
+    return url_for("flow-run", obj_id=flow_run) or ui_url(api)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from millrace.connectors.ray import actors, cluster, placement
+from millrace.connectors.storage.driven_runs import forget_driven, note_driven
 from millrace.connectors.storage.files import Fence
 from millrace.connectors.storage.local import library_log
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, LeaseHeldError
 from millrace.core.waits.deadline import heartbeat, in_own_thread, locked, progressing
+from millrace.tasks.runtime.orphans import driven_run, end_orphans, orphans
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=actors.HeldPart)
@@ -30,14 +32,21 @@ class Cluster:
         self.settings: Mapping[str, Any] = config.for_actors()  # the configuration as actors get it
         self._reservation = placement.Reservation(config)
         self.identity = config.run.name  # the namespace of its actors; that of one run alone from `use` on
+        self._driven = driven_run(config, self.identity)
         self._fence: Fence | None = None
         self._joining = asyncio.Lock()
         self._connecting = False  # a thread does so; it goes on when the task that waits for it is cancelled
         self._killed = False  # the actors, for the run ends
 
-    def use(self, identity: str, fence: Fence) -> None:
-        """Work in the namespace of this run alone, and end actors only while the fence lets this process."""
+    def use(self, identity: str, run_id: str, fence: Fence) -> None:
+        """Work in the namespace of this run alone, and end actors only while the fence lets this process.
+
+        To be called in the flow run of the training run, whose id is noted.
+        """
+        from prefect.runtime import flow_run  # here: a command first says which server Prefect is to use
+
         self.identity, self._fence = identity, fence
+        self._driven = driven_run(self.config, identity, run_id, flow_run.id)
 
     async def join(self) -> None:
         """Be connected. A local head that died is started again; the actors it had are lost and rebuilt.
@@ -61,6 +70,7 @@ class Cluster:
     def _connect(self) -> None:
         self._connecting = True
         try:
+            note_driven(self._driven)  # before the first actor is made
             cluster.start_or_join(self.config.placement.ray_address, self.identity)
         finally:
             self._connecting = False
@@ -101,6 +111,13 @@ class Cluster:
         if self._reaches_actors():
             await actors.end()
             await asyncio.to_thread(placement.release)
+            await asyncio.to_thread(forget_driven, self.identity)
+
+    async def end_orphans(self) -> None:
+        """On the local head: end actors of runs that nobody goes on with, which `join` comes before."""
+        if self.config.placement.ray_address is None:
+            for sentence in await end_orphans(await asyncio.to_thread(orphans)):
+                log.warning("%s", sentence)
 
     def leave(self) -> None:
         """Disconnect. Actors that were not ended stay for the next driver."""

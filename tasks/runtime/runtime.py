@@ -66,14 +66,18 @@ class Runtime:
         self.run_folder.store.fence = lease
         self.run_folder.owner.drive_as(run_id)
         self.board.drive_as(lease.token, run_id)
-        self._cluster.use(self.run_folder.identity(run_id), lease)
+        self._cluster.use(self.run_folder.identity(run_id), run_id, lease)
 
     async def open(self) -> None:
-        """Join Ray. Actors that an earlier driver left are kept if this very configuration made them."""
+        """Join Ray. Actors that an earlier driver left are kept if this very configuration made them.
+
+        Those of runs that nobody goes on with are ended.
+        """
         await self.memory.open(self._cluster.identity)
         self._record_storage = await save_record_storage(self.config.storage.root)
         self._record_storage.drive_under(self.run_folder.store.fence, self.run_folder.owner.run_id)
         await self._cluster.adopt()
+        await self._cluster.end_orphans()
 
     def kill_actors(self) -> None:
         """Kill the run's actors at once, in whatever call they are."""

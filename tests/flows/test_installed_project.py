@@ -124,7 +124,11 @@ def test_a_worker_resumes_the_run_from_the_users_folder(project: Project, tmp_pa
     place = project.place
     *_, export, worker = place.call("deploy", PWD="/").splitlines()
     login = place.folder / "home" / "prefect-auth"
-    assert export == f'export PREFECT_API_URL={place.api} PREFECT_API_AUTH_STRING="$(cat {login})"'
+    pages = f"{place.api.removesuffix('/api')}/v2"
+    assert (
+        export
+        == f'export PREFECT_API_URL={place.api} PREFECT_UI_URL={pages} PREFECT_API_AUTH_STRING="$(cat {login})"'
+    )
     assert place.api.endswith("/api")
     assert worker == "prefect worker start --pool local"
     project.deployed = deployed = Deployed(

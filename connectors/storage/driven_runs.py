@@ -1,0 +1,82 @@
+"""Runs that were driven from this MILLRACE_HOME and may have left actors: a small record each.
+
+A driver writes its record before it makes actors, and removes it after they ended. A record whose driver is dead, and whose run
+folder has no use for the actors any more, names an orphan: the folder was removed, moved or replaced, or the run is complete.
+Owns the records. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
+from millrace.connectors.storage.exclusive.recorded_processes import read_record
+from millrace.connectors.storage.local import home, write_whole
+from millrace.connectors.storage.store import Store
+from millrace.core.errors import MissingFileError, StorageError
+
+log = logging.getLogger(__name__)
+
+
+class DrivenRun(BaseModel):
+    """One run as its driver left it."""
+
+    identity: str  # the namespace of its actors
+    name: str
+    url: str  # of the run folder
+    run_id: str | None  # of its run.json; None: of a command whose actors no other process takes over
+    ray_address: str | None  # of the cluster that holds the actors; None: the local head
+    driver: ProcessIdentity
+    flow_run_id: str | None  # of the driver
+
+    def is_orphaned(self) -> bool:
+        """Whether the driver is dead, and no start will take its actors over. False if this process cannot know."""
+        if self.driver.lives() is not False:
+            return False
+        if self.run_id is None:
+            return True
+        try:
+            record: dict[str, Any] = Store(self.url).read_sealed("run.json")
+        except MissingFileError:
+            return True
+        except StorageError:
+            return False  # unreadable for now: a later start may read it
+        return record.get("id") != self.run_id or bool(record.get("completed"))
+
+
+def note_driven(run: DrivenRun) -> None:
+    """Write a run's record; to be called before its first actor is made."""
+    write_whole(_path(run.identity), [run.model_dump_json(indent=1).encode()])
+
+
+def forget_driven(identity: str) -> None:
+    """Remove a run's record: its actors have ended."""
+    _path(identity).unlink(missing_ok=True)
+
+
+def driven_runs() -> list[DrivenRun]:
+    """All records, by run name. One that cannot be read as a record is removed, with a warning."""
+    found = []
+    for path in sorted(_folder().glob("*.json")):
+        text = read_record(path)
+        try:
+            found.append(DrivenRun.model_validate(json.loads(text or b"")))
+        except (ValidationError, json.JSONDecodeError):
+            log.warning("%s is no record of a driven run: removed", path)
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda run: (run.name, run.url))
+
+
+def _folder() -> Path:
+    return home() / "driven"
+
+
+def _path(identity: str) -> Path:
+    """The record's file: an identity may hold what no file name can."""
+    return _folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"

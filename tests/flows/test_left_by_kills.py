@@ -1,0 +1,83 @@
+"""What `kill -9` of a driver leaves: actors that nobody goes on with, and flow runs that Prefect still shows at work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+
+from tests.support.flow_runs import Workplace, output_of, wait_until
+
+SHORT = ["run.iterations=1", "evaluation.sets=[]"]
+RUNNING = {"state": {"type": {"any_": ["RUNNING"]}}}
+
+
+def actors_of(home: Path) -> set[int]:
+    """Pids of all actors on the Ray head of a MILLRACE_HOME."""
+    pids = set()
+    for process in psutil.process_iter():
+        try:
+            if "ray::Host" in " ".join(process.cmdline()) and str(home) in process.environ().values():
+                pids.add(process.pid)
+        except psutil.Error:
+            continue
+    return pids
+
+
+def kill_amid_rollout(place: Workplace, root: Path) -> set[int]:
+    """Start the run `a` and `kill -9` its driver amid its first rollout; returns the actors of the home, which it leaves."""
+    held = root / "held"
+    points = {"MILLRACE_KILL_POINT": "0/rollout/in", "MILLRACE_KILL_POINT_FILE": str(held)}
+    driver = place.start("train", "run.yaml", f"storage.root={root}", *SHORT, **points)
+    wait_until(lambda: held.exists() or driver.poll() is not None)
+    assert driver.poll() is None, driver.communicate()[0]
+    os.kill(driver.pid, signal.SIGKILL)
+    output_of(driver)
+    held.unlink()
+    left = actors_of(place.folder / "home")
+    assert left
+    return left
+
+
+def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_shows_none_at_work(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    home = workplace.folder / "home"
+    before = actors_of(home)
+    of_moved = kill_amid_rollout(workplace, tmp_path) - before
+    (tmp_path / "a").rename(tmp_path / "b")
+    of_removed = kill_amid_rollout(workplace, tmp_path) - before - of_moved
+    assert of_removed
+    assert not of_moved & actors_of(home)  # ended by the second start
+    shutil.rmtree(tmp_path / "a")
+    out = workplace.call("stop", "a", "--root", str(tmp_path))
+    assert f"actors of a ({tmp_path}/a) ended, which a killed driver left" in out
+    assert not of_removed & actors_of(home)
+    assert "no such run" in workplace.call("stop", "a", "--root", str(tmp_path), expect=2)
+    assert "nothing was left by killed drivers" in workplace.call("stop")
+
+    kill_amid_rollout(workplace, tmp_path)
+    assert "killed after its start" in workplace.call("runs", "--root", str(tmp_path))
+    out = workplace.train(tmp_path, *SHORT)
+    assert "which a killed driver left" not in out  # its own actors were taken over
+    names = {"name": {"like_": "a"}}
+    for kind in ("flow_runs", "task_runs"):
+        found = workplace.ask(f"/{kind}/filter", {"flow_runs": names, kind: {**RUNNING}})
+        assert [each["name"] for each in found] == []
+    crashed = {**names, "state": {"type": {"any_": ["CRASHED"]}}}
+    messages = [run["state"]["message"] for run in workplace.ask("/flow_runs/filter", {"flow_runs": crashed})]
+    assert sum("its run folder is gone" in message for message in messages) >= 2
+    assert any("The run goes on as flow run a" in message for message in messages)
+    assert actors_of(home) == before
+    assert "complete" in workplace.call("runs", "--root", str(tmp_path))
+
+
+def test_each_state_of_a_run_is_told_from_its_record(workplace: Workplace, tmp_path: Path) -> None:
+    """How a start that failed, and one that was stopped, are shown."""
+    (workplace.folder / "raises.py").write_text("def score(sample):\n    raise ValueError('no score')\n")
+    workplace.train(tmp_path, *SHORT, "reward.function=raises:score", expect=2)
+    assert "failed" in workplace.call("runs", "--root", str(tmp_path))
+    assert "no score" in workplace.call("show", "a", "--root", str(tmp_path))
