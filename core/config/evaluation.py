@@ -50,7 +50,7 @@ class EvalSet(Section):
     )
     sampling: Sampling = Field(
         Sampling(temperature=0),
-        description="How its answers are sampled. Unless they are given, `temperature` is 0 (greedy) and `max_new_tokens` the rollout's.",
+        description="How its answers are sampled. Unless they are given, `temperature` is 0 (greedy), or 1 with several samples a prompt, and `max_new_tokens` is the rollout's.",
     )
 
 

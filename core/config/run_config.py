@@ -55,14 +55,12 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _held_out_sampling(cls, values: Any) -> Any:
-        """A held-out set is answered greedily, and at the rollout's length, unless it says otherwise."""
+        """A held-out set is answered at the rollout's length, and one answer to a prompt greedily, unless it says otherwise."""
         sets = _at(values, "evaluation", "sets")
         if not isinstance(sets, list):
             return values
-        usual: dict[str, Any] = {"temperature": 0}
         length = _at(values, "rollout", "sampling", "max_new_tokens")
-        if isinstance(length, int):
-            usual["max_new_tokens"] = length
+        usual = {"max_new_tokens": length} if isinstance(length, int) else {}
         filled = [_with_sampling(held_out, usual) for held_out in sets]
         return {**values, "evaluation": {**values["evaluation"], "sets": filled}}
 
@@ -202,6 +200,12 @@ def _at(values: Any, *path: str) -> Any:
 
 
 def _with_sampling(held_out: Any, usual: Mapping[str, Any]) -> Any:
-    """A set as it was given, with the usual sampling where it gives none."""
+    """A set as it was given, with the usual sampling where it gives none.
+
+    Several answers to a prompt are drawn at temperature 1: greedy ones would all be the same.
+    """
     sampling = held_out.get("sampling", {}) if isinstance(held_out, Mapping) else None
-    return {**held_out, "sampling": {**usual, **sampling}} if isinstance(sampling, Mapping) else held_out
+    if not isinstance(sampling, Mapping):
+        return held_out
+    greedy = {"temperature": 0} if held_out.get("samples_per_prompt", 1) == 1 else {}
+    return {**held_out, "sampling": {**greedy, **usual, **sampling}}
