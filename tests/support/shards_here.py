@@ -14,6 +14,7 @@ import orjson
 from aiohttp import web
 from prefect import Task
 
+from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.ray.actors import Actor
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.dispatcher import Dispatcher
@@ -180,7 +181,7 @@ class Place:
         self.runtime.board = KeeperHere(config, self.runtime, self.actor)
         self.runtime.board.drive_as(lease.token, "id")
         vars(self.runtime.prompts)["tokenizer"] = SimpleNamespace(
-            decode=lambda ids, _: str(ids)
+            decode=lambda ids, _: str(ids), ends=AnswerEnds()
         )  # there is no model
         self.in_shards = self._shard_runtime()
         self.ctx = self.context()
@@ -241,7 +242,7 @@ class Place:
     def _shard_runtime(self) -> Runtime:
         found = Runtime(self.config)
         found.run_folder.store.fence = self.runtime.run_folder.store.fence
-        vars(found.prompts)["tokenizer"] = SimpleNamespace(decode=lambda ids, _: str(ids))
+        vars(found.prompts)["tokenizer"] = SimpleNamespace(decode=lambda ids, _: str(ids), ends=AnswerEnds())
         return found
 
     async def _engines(self, _: VersionRange) -> Dispatcher:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatching.flushing import Flush
 from millrace.connectors.storage.parts import read_parts
@@ -94,7 +95,7 @@ async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path) -> None:
     assert ctx.config.data.sources[0].name == GROUP.source
     prompts = SimpleNamespace(
         sample_seed=lambda group, index: 7,
-        tokenizer=SimpleNamespace(decode=lambda ids, _: " ".join(map(str, ids))),
+        tokenizer=SimpleNamespace(decode=lambda ids, _: " ".join(map(str, ids)), ends=AnswerEnds()),
     )
     ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -137,7 +138,7 @@ def test_a_sample_that_was_deferred_before_has_a_row_also_where_a_kill_kept_it_f
     ctx.stream.joined = Joined([group], begun={before.sample_id: before})
     prompts = SimpleNamespace(
         sample_seed=lambda group, index: before.seed,
-        tokenizer=SimpleNamespace(decode=lambda ids, _: before.response),
+        tokenizer=SimpleNamespace(decode=lambda ids, _: before.response, ends=AnswerEnds()),
     )
     ctx.runtime = cast(Any, SimpleNamespace(prompts=prompts))
     generator = sample_generator(ctx)
