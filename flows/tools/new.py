@@ -119,7 +119,7 @@ def _about_the_model(values: Mapping[str, Any]) -> str:
 
 def _text(file: Path, recipe: str, values: Mapping[str, Any]) -> str:
     said = [line for line in comment_of(file) if "millrace " not in line and not line.startswith("expected")]
-    head = [f"Made by `millrace new --recipe {recipe}`. docs/configuration.md lists every field.", *said]
+    head = [f"Made by `millrace new DIR --recipe {recipe}`. docs/configuration.md lists every field.", *said]
     return "".join(f"# {line}\n" for line in head) + yaml.safe_dump(
         dict(values), sort_keys=False, allow_unicode=True
     )

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from millrace.connectors.storage.parts import read_parts
 from millrace.connectors.storage.store import Store
+from millrace.core.plain_text import json_text
 
 T = TypeVar("T")
 A_GROUP = 2  # answers that are shown of it: the best and the worst
@@ -236,11 +237,11 @@ def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _said(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
+    text = content if isinstance(content, str) else json_text(content) if content else ""
     calls = message.get("tool_calls")
-    return f"{text}{' ' if text and calls else ''}{json.dumps(calls, ensure_ascii=False) if calls else ''}"
+    return f"{text}{' ' if text and calls else ''}{json_text(calls) if calls else ''}"
 
 
 def _plain(stored: str) -> str:
     content = json.loads(stored)
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return content if isinstance(content, str) else json_text(content)

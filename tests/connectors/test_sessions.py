@@ -48,6 +48,8 @@ async def test_a_session_generates_and_returns_its_reward(make_pool: Make) -> No
         "status": "completed",
         "reason": None,
         "rewards": {"0": {"reward": 3.0, "parts": {}, "answer": None}},
+        "cut": [],
+        "left_out": {},
     }
     assert [request["new"] for request in driver.asked] == [
         [],

@@ -80,6 +80,8 @@ def test_every_text_column_of_every_table_takes_half_a_character(kind: str) -> N
         value: object = None
         if pa.types.is_string(field.type):
             value, odd = "x \ud83d", odd + 1
+        elif pa.types.is_map(field.type) and pa.types.is_string(field.type.item_type):
+            value, odd = [("x \ud83d", "x \ud83d")], odd + 2
         elif pa.types.is_map(field.type):
             value, odd = [("x \ud83d", 1.0)], odd + 1
         setattr(row, field.name, value)

@@ -99,7 +99,7 @@ FORMATS: dict[str, tuple[Any, Any, set[str]]] = {  # prompt, label, and keys of 
     "openai": (
         [
             {"role": "user", "content": "What is 3+4?"},
-            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "assistant", "tool_calls": [CALL], "content": ""},
             {"role": "tool", "tool_call_id": "c1", "content": "7"},
         ],
         "It is 7.",

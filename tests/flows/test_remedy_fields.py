@@ -26,7 +26,13 @@ NOT_FIELDS = {  # names of files and tensors, which begin as a section's name do
 }
 OF_OLDER_VERSIONS = "core/config/reading/stored.py"  # the fields that it reads are no more
 # What these say comes before a run, from the check of its configuration, or describes a field
-BEFORE_A_RUN = ("core/config/", "core/model_folder/", "flows/preflight/", "flows/quickstart.py")
+BEFORE_A_RUN = (
+    "core/config/",
+    "core/model_folder/",
+    "core/slime/",
+    "flows/preflight/",
+    "flows/quickstart.py",
+)
 CHANGE = re.compile(
     r"\b(?:set|raise|lower|increase|reduce|remove|give|put|choose|change|correct)\b", re.IGNORECASE
 )

@@ -144,6 +144,9 @@ ROWS = {
         "self._changed.wait_for": INSIDE,
         "self._progress.wait": INSIDE,
     },
+    "connectors/huggingface/pretrained.py": {
+        "subprocess.run": "pip's download, which its user watches, outside any run"
+    },
     "flows/driver/run_record.py": {"subprocess.run": TRUSTED},
     "flows/preflight/check.py": {"thread.join": "PATIENCE_S or DISK_PATIENCE_S a check"},
     "flows/tools/stop.py": {"time.sleep": COUNTED},

@@ -53,7 +53,7 @@ MISTAKES = [
     Mistake("a reward that is no number", ["reward.function=rewards_of_a_newcomer:nan"], "reward.function", "returned reward = nan", NUMBER),
     Mistake("a reward that ends its process", ["reward.function=rewards_of_a_newcomer:ends"], "reward.function", "ended itself with exit code 3", "correct the function"),
     Mistake("a reward that hangs", ["reward.function=rewards_of_a_newcomer:hangs", "reward.timeout_s=0.5"], "reward.function", "no answer within 0.5 s", "reward.timeout_s"),
-    Mistake("a model that is a file", ["model.path=model/model.safetensors"], "model.path", "no such folder", "hf download"),
+    Mistake("a model that is a file", ["model.path=model/model.safetensors"], "model.path", "no such folder", "a file is there: name a folder"),
     Mistake("a model cut short", ["model.path=cut"], "model.path", "no whole safetensors file", "take a whole checkpoint"),
     Mistake("a model without its weights", ["model.path=weightless"], "model.path", "its weights lack model.safetensors", "copy the whole checkpoint"),
     Mistake("gpt2", ["model.path=gpt2"], "model.path", "'gpt2' is not supported", "supported"),

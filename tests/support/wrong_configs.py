@@ -104,7 +104,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("unsupported family", ["model.path=bert"], "model.path"),
     ("weights are missing", ["model.path=weightless"], "model.path"),
     ("quantised weights", ["model.path=quantised"], "model.path"),
-    ("a model key that nobody knows", ["model.path=capped"], "model.path"),
+    ("a model key of a value that is not supported", ["model.path=capped"], "model.path"),
     ("a tensor that no parameter takes", ["model.path=biased"], "model.path"),
     ("no tokenizer", ["model.tokenizer=empty"], "model.tokenizer"),
     ("no such data", ["data.sources.sums.path=no.jsonl"], "data.sources.sums.path"),
@@ -381,7 +381,7 @@ def write_good(folder: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     keys = {
         "quantised": {"quantization_config": {"quant_method": "fp8"}},
-        "capped": {"final_logit_softcapping": 30.0},
+        "capped": {"hidden_act": "relu"},
     }
     for name in ("quantised", "capped", "biased"):
         shutil.copytree(model, folder / name)

@@ -173,6 +173,28 @@ def test_the_critics_rate_and_the_kl_coefficient_are_the_configurations_after_a_
         assert (figures["critic_lr"], figures["kl_coef"]) == (2e-4, 0.3)
 
 
+def test_after_a_load_the_critics_schedule_is_the_configurations_at_the_checkpoints_step(
+    workers: Workers, model: Callable[..., Path], batch: str, tmp_path: Path
+) -> None:
+    """A schedule of its own, beside the policy's."""
+
+    def config(schedule: dict[str, Any]) -> dict[str, Any]:
+        made = configuration(model(), schedule={"kind": "constant"}, algorithm={"preset": "ppo"})
+        critic = {"lr": made["trainer"]["optimizer"]["lr"], "schedule": schedule}
+        made["algorithm"]["advantage"] = {"kind": "gae", "critic": critic}
+        return made
+
+    other = {"kind": "cosine", "warmup_steps": 3, "decay_steps": 6, "min_lr": 1e-4}
+    with workers.group(config({"kind": "linear", "decay_steps": 2})) as group:
+        for step in (1, 2):
+            group.train([step], batch.format(step))
+        group.call("save", str(tmp_path / "saved"))
+    with workers.group(config(other)) as group:
+        group.call("load", str(tmp_path / "saved"))
+        rates = [group.train([step], batch.format(step))[0]["critic_lr"] for step in (3, 4, 5, 6)]
+    assert rates == of_megatron("cosine", 3, 1e-4, steps=6)[2:]
+
+
 # a step that is made again
 
 
@@ -246,5 +268,6 @@ def test_a_checkpoint_holds_of_settings_only_what_a_load_leaves_aside(
 def test_every_field_whose_number_is_trained_is_changed_in_this_file() -> None:
     numbers = {f"trainer.optimizer.{name}" for name in OTHER}
     schedule = {f"trainer.schedule.{name}" for name in ("kind", "warmup_steps", "decay_steps", "min_lr")}
+    schedule |= {f"algorithm.advantage.critic.schedule.{name.rpartition('.')[2]}" for name in schedule}
     others = {"run.iterations", "algorithm.advantage.critic.lr", "algorithm.kl_coef"}
     assert numbers | schedule | others == TRAINED
