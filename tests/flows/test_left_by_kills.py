@@ -11,6 +11,12 @@ import psutil
 
 from tests.support.flow_runs import Workplace, output_of, wait_until
 
+FAILS = """
+def score(sample):
+    if sample.response not in ("", sample.label):  # which a check asks for
+        raise ValueError("no score")
+    return 0.0
+"""
 SHORT = ["run.iterations=1", "evaluation.sets=[]"]
 RUNNING = {"state": {"type": {"any_": ["RUNNING"]}}}
 
@@ -64,9 +70,11 @@ def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_sho
     out = workplace.train(tmp_path, *SHORT)
     assert "which a killed driver left" not in out  # its own actors were taken over
     names = {"name": {"like_": "a"}}
-    for kind in ("flow_runs", "task_runs"):
-        found = workplace.ask(f"/{kind}/filter", {"flow_runs": names, kind: {**RUNNING}})
-        assert [each["name"] for each in found] == []
+    for kind in ("flow_runs", "task_runs"):  # the server records task runs a little later
+        query = {"flow_runs": names, kind: {**RUNNING}}
+        wait_until(
+            lambda kind=kind, query=query: not workplace.ask(f"/{kind}/filter", query), 60, pause_s=0.5
+        )  # type: ignore[misc]
     crashed = {**names, "state": {"type": {"any_": ["CRASHED"]}}}
     messages = [run["state"]["message"] for run in workplace.ask("/flow_runs/filter", {"flow_runs": crashed})]
     assert sum("its run folder is gone" in message for message in messages) >= 2
@@ -75,9 +83,29 @@ def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_sho
     assert "complete" in workplace.call("runs", "--root", str(tmp_path))
 
 
-def test_each_state_of_a_run_is_told_from_its_record(workplace: Workplace, tmp_path: Path) -> None:
-    """How a start that failed, and one that was stopped, are shown."""
-    (workplace.folder / "raises.py").write_text("def score(sample):\n    raise ValueError('no score')\n")
+def test_runs_and_show_say_that_a_start_failed_and_why(workplace: Workplace, tmp_path: Path) -> None:
+    (workplace.folder / "raises.py").write_text(FAILS)
     workplace.train(tmp_path, *SHORT, "reward.function=raises:score", expect=2)
     assert "failed" in workplace.call("runs", "--root", str(tmp_path))
     assert "no score" in workplace.call("show", "a", "--root", str(tmp_path))
+
+
+def test_ctrl_c_is_cancelled_by_whom_on_every_page(workplace: Workplace, tmp_path: Path) -> None:
+    driver = workplace.start(
+        "train", "run.yaml", f"storage.root={tmp_path}", "run.iterations=200", *SHORT[1:]
+    )
+    first = tmp_path / "a" / "iterations" / "000000" / "manifest.json"
+    wait_until(lambda: first.exists() or driver.poll() is not None)
+    driver.send_signal(signal.SIGINT)
+    out = output_of(driver)
+    assert driver.returncode == 130, out
+    shown = workplace.call("show", "a", "--root", str(tmp_path))
+    assert "stopped by Ctrl-C" in shown
+    assert "of 200 iterations" in shown
+    query = {"sort": "START_TIME_DESC", "limit": 1, "flow_runs": {"name": {"any_": ["a"]}}}
+    (run,) = workplace.ask("/flow_runs/filter", query)
+    assert run["state_type"] == "CANCELLED"
+    assert run["state"]["message"].startswith("Ended by Ctrl-C.")
+    below = {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}}
+    states = {each["state_type"] for each in workplace.ask("/flow_runs/filter", below)}
+    assert states <= {"COMPLETED", "CANCELLED"}

@@ -35,7 +35,18 @@ def test_stop_ends_a_living_driver_with_its_actors_and_the_same_command_goes_on(
     assert driver.poll() is None, driver.communicate()[0]
     began = time.monotonic()
     said = workplace.call("stop", "a", "--root", str(tmp_path), COLUMNS="400")
-    assert re.search(rf"process {driver.pid} on \S+, which drove a, ended; \d actors of a ended", said)
+    assert re.search(
+        rf"process {driver.pid} on \S+, which drove a, ended; its flow run is cancelled; \d actors of a ended",
+        said,
+    )
+    (shown,) = workplace.ask(
+        "/flow_runs/filter",
+        {"sort": "START_TIME_DESC", "limit": 1, "flow_runs": {"parent_task_run_id": {"is_null_": True}}},
+    )
+    assert (shown["state_type"], shown["state"]["message"]) == (
+        "CANCELLED",
+        "Ended by millrace stop. What finished is kept.",
+    )
     out = output_of(driver)
     assert driver.returncode == 128 + signal.SIGTERM
     lines = out.splitlines()
