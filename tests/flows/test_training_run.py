@@ -117,7 +117,7 @@ def test_prefect_holds_the_flow_runs_and_artifacts(workplace: Workplace, whole: 
     }
     assert {tuple(run["parameters"]) for run in runs} == {("index",)}  # and nothing of prompts or weights
     kinds = {artifact["type"] for artifact in workplace.ask("/artifacts/filter", {})}
-    assert {"progress", "table", "markdown", "image"} <= kinds
+    assert {"progress", "markdown", "image"} <= kinds
     record = json.loads((whole / "run.json").read_text())
     query = {"logs": {"flow_run_id": {"any_": [record["attempts"][-1]["flow_run_id"]]}}}
     lines = [line["message"] for line in workplace.ask("/logs/filter", query)]

@@ -27,7 +27,7 @@ from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
 from millrace.core.errors import CorruptFileError, MissingFileError
 from millrace.flows.tools.branch import branch_run
-from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.ledger import accounts_of_run
 from millrace.flows.tools.replay import export_folder
 from millrace.flows.tools.sql import connect
@@ -67,7 +67,7 @@ def resume(root: str) -> Numbers:
         "data": record["data"],
         "history": [history.model_dump() for history in folder.history()],
         **{task: record for task, record in there.items() if record},  # a task without a record runs again
-        **brought_up(folder, OPEN + 1),
+        **brought_up(folder, record, OPEN + 1),
     }
 
 
@@ -92,7 +92,7 @@ def replay(root: str) -> Numbers:
     folder.manifests()
     saved = OPEN + 1 in numbers_of(folder.store, "checkpoints")
     exported = Path(root) / f"export-{uuid.uuid4().hex}" if saved and "://" not in root else None
-    read = brought_up(folder, OPEN)
+    read = brought_up(folder, record, OPEN)
     if exported:
         export_folder(folder, OPEN + 1, exported)
         read["export"] = {path.name: digest(path.read_bytes()) for path in exported.iterdir()}
@@ -100,12 +100,13 @@ def replay(root: str) -> Numbers:
     return {"config": record["config"], **read}
 
 
-def brought_up(folder: RunFolder, iterations: int) -> Numbers:
+def brought_up(folder: RunFolder, record: dict[str, Any], iterations: int) -> Numbers:
     """The rows and figures of the steps up to an iteration, and what each checkpoint holds that may be taken.
 
     As bring_up of the trainer takes them; a checkpoint that is not whole gives way, with replay of all steps.
     """
     rank = TrainerRank({}, 0, 1)
+    rank.config = RunConfig.model_validate(settings_of(record))
     numbers: Numbers = {}
     for index in range(iterations):
         files = IterationFiles(folder, index)
