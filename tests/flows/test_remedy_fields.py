@@ -32,6 +32,7 @@ BEFORE_A_RUN = (
     "core/slime/",
     "flows/preflight/",
     "flows/quickstart.py",
+    "flows/tools/new.py",
 )
 CHANGE = re.compile(
     r"\b(?:set|raise|lower|increase|reduce|remove|give|put|choose|change|correct)\b", re.IGNORECASE
