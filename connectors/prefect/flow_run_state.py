@@ -29,6 +29,7 @@ from prefect.states import Cancelled, Crashed
 __all__ = ["cancel_ended", "of_deployment", "settle_dead", "until_suspended"]
 
 log = logging.getLogger(__name__)
+NEWEST = 50  # flow runs of a run that are asked about
 LOOK_S = 3.0  # until the next look at the server's state
 AT_WORK_TYPES = [StateType.RUNNING, StateType.CANCELLING]
 BY_SIGNAL_TYPES = [
@@ -71,7 +72,7 @@ async def until_suspended() -> Pause:
 
 
 def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
-    """Give flow runs whose processes are dead a final state, where Prefect still shows them at work; returns their ids.
+    """Give flow runs, of many the last NEWEST, whose processes are dead a final state, where Prefect still shows them at work; returns their ids.
 
     Those of deployments are cancelled: one that crashed is resumed by the automation. Others crashed. A flow run that is paused or
     scheduled stays. Without an answer of the server, or on another server, nothing is done: states are for people.
@@ -79,7 +80,7 @@ def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
     try:
         with get_client(sync_client=True) as client:
             wanted = FlowRunFilter(
-                id=FlowRunFilterId(any_=[UUID(each) for each in flow_run_ids]), state=AT_WORK
+                id=FlowRunFilterId(any_=[UUID(each) for each in flow_run_ids[-NEWEST:]]), state=AT_WORK
             )
             found = client.read_flow_runs(flow_run_filter=wanted)
             for each in found:

@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 STARTS = 10  # of one flow run in one iteration
 ERROR_CHARACTERS = 2000  # of an error that ended an attempt
-EARLIER = 50  # newest attempts whose flow runs get a final state
 VERSIONED = (
     "millrace",
     "torch",
@@ -130,9 +129,10 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
 
 def _settle_earlier(attempts: list[dict[str, Any]]) -> None:
     """Give the flow runs of earlier attempts, which this driver's lease says are dead, a final state on Prefect's page."""
-    earlier = {attempt["flow_run_id"] for attempt in attempts[-EARLIER:]} - {None, str(flow_run.id)}
+    ours = (None, str(flow_run.id))
+    earlier = [attempt["flow_run_id"] for attempt in attempts if attempt["flow_run_id"] not in ours]
     if earlier:
-        settle_dead(sorted(earlier), f"Its process was killed. The run goes on as flow run {flow_run.name}.")
+        settle_dead(earlier, f"Its process was killed. The run goes on as flow run {flow_run.name}.")
 
 
 def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:

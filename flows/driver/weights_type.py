@@ -11,6 +11,7 @@ from millrace.core.config import RunConfig
 from millrace.core.config.plan.layout import layout_of, visible_gpus
 from millrace.core.errors import ConfigError, MissingFileError
 from millrace.core.model_folder.tensors import stored_type
+from millrace.flows.tools.browse import settings_of
 
 DType = Literal["float32", "bfloat16"]
 
@@ -54,5 +55,4 @@ def _of_run(config: RunConfig) -> DType | None:
         record = RunFolder(config.storage.root, config.run.name).store.read_sealed("run.json")
     except MissingFileError:
         return None
-    settings = record["config"] or record["parent"]["config"]
-    return cast(DType, settings["model"]["dtype"])
+    return cast(DType, settings_of(record)["model"]["dtype"])

@@ -20,7 +20,6 @@ from millrace.tasks.runtime.orphans import join_and_end_orphans
 
 PROMISED_S = 10.0  # in which a command ends after SIGTERM
 POLL_S = 0.05
-EARLIER = 50  # newest attempts whose flow runs get a final state
 
 
 def stop_run(root: str, run: str) -> str:
@@ -65,7 +64,7 @@ def _settled(record: Mapping[str, Any], *, stopped: bool) -> list[str]:
     said = []
     if stopped and cancel_ended(flow_runs[-1], "Ended by millrace stop. What finished is kept."):
         said.append("its flow run is cancelled")
-    killed = settle_dead(flow_runs[-EARLIER:], "Its process was killed. What finished is kept.")
+    killed = settle_dead(flow_runs, "Its process was killed. What finished is kept.")
     if killed:
         said.append(f"{len(killed)} flow runs of killed drivers have a final state")
     return said
