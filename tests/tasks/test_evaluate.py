@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.workers.pool import Outcome
 from millrace.core.config import RunConfig
@@ -65,9 +66,10 @@ def context(
             score=score_unless_unreadable, of_set=scoring.of_set, selected=scoring.selected
         ),
         prompts=SimpleNamespace(
+            tokenizer=SimpleNamespace(ends=AnswerEnds()),
             held_out=lambda held_out: PromptSet(
                 held_out, [UsablePrompt(row, [n]) for n, row in enumerate(ROWS)]
-            )
+            ),
         ),
     )
     return IterationContext(config, 1, runtime)
