@@ -115,6 +115,7 @@ def release() -> None:
         remove_placement_group(group)
 
 
+@asked("the reservation of another run cannot be given back")
 def release_of(namespace: str) -> None:
     """Give the reservation of another namespace of this cluster back, if it has one."""
     found = ray._private.state.state.get_placement_group_by_name(GROUP, namespace)

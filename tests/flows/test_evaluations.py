@@ -108,7 +108,7 @@ def test_a_folder_answers_the_sets_of_a_configuration_with_pass_at_k_and_subsets
     ("arguments", "message"),
     [
         (["a", "--at", "9"], "ask for 0 <= at <= 3"),
-        (["a", "--set", "helf_out"], "did you mean held_out"),
+        (["a", "--set", "helf_out"], "there are: held_out"),
         (["a", "run.seed=1"], "a run is evaluated as it was configured"),
         (["model"], "give --config FILE with evaluation.sets"),
         (["nothing"], "there is no run of this name"),

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
@@ -179,6 +180,19 @@ def test_what_a_reward_found_and_said_is_shown(tmp_path: Path) -> None:
     assert "**Best**: reward 1 (exact 1, format 1), advantage 0.5, 1 tokens, truncated; answer `3`" in kept
     assert "words:" in kept
     assert "```text\nIt is 1.\n```" in kept
+
+
+def test_groups_that_wait_since_earlier_iterations_are_counted_and_not_shown(tmp_path: Path) -> None:
+    folder = write_run(str(tmp_path)).iteration(0)
+    judged = folder.read_table("verdicts.parquet", "verdicts")
+    rows = judged.to_pylist()
+    others = [row | {"sample_id": f"w{at}", "group_id": "waits"} for at, row in enumerate(rows)]
+    waiting = pa.Table.from_pylist(others, judged.schema)
+    folder.write_table("verdicts.parquet", pa.concat_tables([waiting, judged]), "verdicts")
+    text = samples_text(folder, "x", 4)
+    assert "2 of 3 groups" in text
+    assert "waits" not in text
+    assert "**Best**" in text
 
 
 def test_samples_are_read_by_columns_that_there_are() -> None:

@@ -43,6 +43,7 @@ ASKS: dict[str, Callable[[actors.ActorGroup[Counter]], Any]] = {
     "actors.find_group": lambda group: actors.find_group("counter", 1, Counter),
     "actors.end_others": lambda group: actors.end_others(SETTINGS),
     "actors.end": lambda group: actors.end(),
+    "actors.end_namespace": lambda group: actors.end_namespace("another"),
     "actors.kill_all": lambda group: actors.kill_all(),
     "actors.Actor.call": lambda group: group.actors[0].call(Counter.add, 1),
     "actors.Actor.unwatched": lambda group: group.actors[0].unwatched(Counter.add, 1),
@@ -53,6 +54,7 @@ ASKS: dict[str, Callable[[actors.ActorGroup[Counter]], Any]] = {
     "actors.ActorGroup.states": lambda group: group.states(),
     "placement.here": lambda group: placement.here(),
     "placement.release": lambda group: placement.release(),
+    "placement.release_of": lambda group: placement.release_of("another"),
     "placement.Reservation.places": lambda group: placement.Reservation(CONFIG).places("engine"),
 }
 ASK_NOTHING = {
