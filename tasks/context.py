@@ -100,8 +100,8 @@ class IterationContext:
         self.counted: BatchFigures | None = None
         self.picture: bytes | None = None  # of the run's curves so far, where it was drawn early
         self.handed_s: float | None = None  # seconds in which shared GPUs were handed to the trainer early
-        self.seconds: dict[str, float] = {}  # wall time of each task in this process
-        self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each, on one clock
+        self.seconds: dict[str, float] = {}  # of what is no task, such as passes that were made early
+        self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each task, on one clock
         self.parts: dict[str, list[FileRecord]] = {
             "rollouts": [],
             "turns": [],
@@ -148,6 +148,23 @@ class IterationContext:
     async def engines_at(self, versions: VersionRange) -> Dispatcher:
         """The engines, each at one of these versions."""
         return await self.runtime.memory.for_engines(versions)
+
+    @property
+    def worked(self) -> dict[str, tuple[float, float]]:
+        """Start and end of each task in this process, on one clock.
+
+        A rollout works from its first request on. The time before, until engines serve the weights, is `engines`; reward and filter,
+        which wait with it, begin after it too.
+        """
+        if "rollout" not in self.intervals:
+            return dict(self.intervals)
+        started, ended = self.intervals["rollout"]
+        ready = min(started + self.records["rollout"]["engines_s"], ended)
+        held_up = ("rollout", "reward", "filter")
+        return {"engines": (started, ready)} | {
+            task: (min(max(start, ready), end), end) if task in held_up else (start, end)
+            for task, (start, end) in self.intervals.items()
+        }
 
     @property
     def eager(self) -> bool:

@@ -175,7 +175,7 @@ def _count(ctx: IterationContext) -> BatchFigures:
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
     generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
-    rollout_s = records["rollout"]["seconds"]
+    rollout_s = records["rollout"]["seconds"] - records["rollout"]["engines_s"]
     metrics: dict[str, float | None] = {
         **sample_metrics(rollouts, rewards),
         **group_metrics(rewards),
@@ -221,9 +221,11 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
 
 
 def _time_metrics(ctx: IterationContext) -> dict[str, float]:
-    metrics = {f"time/{name}_s": seconds for name, seconds in ctx.seconds.items()}
-    if ctx.intervals:
-        starts, ends = zip(*ctx.intervals.values(), strict=True)
+    worked = ctx.worked
+    tasks = {name: end - start for name, (start, end) in worked.items() if name != "eager_passes"}
+    metrics = {f"time/{name}_s": value for name, value in (tasks | ctx.seconds).items()}
+    if worked:
+        starts, ends = zip(*worked.values(), strict=True)
         metrics["time/iteration_s"] = max(ends) - min(starts)
     phases = ctx.records.get("sync_weights", {}).get("phases", {})
     metrics.update({f"time/sync_{name}_s": value for name, value in phases.items()})

@@ -41,7 +41,8 @@ from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 5.0  # of a rollout
+PROGRESS_EVERY_S = 5.0  # of a rollout, on its page
+LINE_EVERY_S = 30.0  # of a rollout, in the log
 NOT_SHOWN = (httpx.HTTPError, PrefectException)  # what Prefect's server has not taken
 REWARDS_BY_GROUP = (
     "select group_id, count(*) as samples, min(reward) as least, max(reward) as most, any_value(prompt) as prompt "
@@ -105,7 +106,7 @@ async def iteration(ctx: IterationContext, metrics: dict[str, float]) -> None:
     text = iteration_text(
         f"{config.run.name}: {_name(ctx)}",
         metrics,
-        ctx.intervals,
+        ctx.worked,
         runtime.tracking.curves,
         _links(runtime, ctx),
     )
@@ -170,6 +171,7 @@ async def rollout_progress(ctx: IterationContext) -> None:
     """
     assert ctx.stream is not None
     shown_at, artifact, revision = time.monotonic(), None, 0
+    logged_at = shown_at
     while not ctx.stream.settled:
         revision = await ctx.stream.wait(revision)
         if time.monotonic() - shown_at < PROGRESS_EVERY_S:
@@ -181,6 +183,9 @@ async def rollout_progress(ctx: IterationContext) -> None:
             100 * min(1.0, made / max(wanted, 1)),
             f"{made} samples of {_name(ctx)}, {wanted} asked for",
         )
+        if shown_at - logged_at >= LINE_EVERY_S:
+            log.info("%s", about)
+            logged_at = shown_at
         try:
             if artifact is None:
                 artifact = await acreate_progress_artifact(

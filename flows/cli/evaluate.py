@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from millrace.flows.cli.terminal import Overrides, RootOption, console, guarded, lines_of_parts
+from millrace.flows.cli.terminal import Overrides, RootOption, console, guarded, lines_before_prefect
 
 
 def evaluate(
@@ -48,7 +48,7 @@ def evaluate(
             )
         return evaluate_folder(Path(model), config or Path("run.yaml"), overrides or [], sets or [], out)
 
-    with lines_of_parts():
+    with lines_before_prefect():
         found = guarded(run)
     table = Table("set", "samples", "reward", "± 95 %", "majority", "pass@k", "truncated", "not scored")
     for name, figures in found.sets.items():

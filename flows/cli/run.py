@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from millrace.connectors.storage.local import library_log
+from millrace.core.contracts.progress import waiting
 from millrace.core.errors import MillraceError
 from millrace.flows.cli.terminal import (
     ConfigArgument,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from millrace.flows.preflight.check import Checked
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def train(config: ConfigArgument, overrides: Overrides = None) -> None:
@@ -104,10 +107,11 @@ def _run_flow(config: RunConfig) -> DriveResult:
         f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",
         soft_wrap=True,
     )
-    if config.algorithm.supervised:
-        from millrace.flows.sft import sft as flow
-    else:
-        from millrace.flows.train import train as flow
+    with waiting(log, "libraries, such as torch"):
+        if config.algorithm.supervised:
+            from millrace.flows.sft import sft as flow
+        else:
+            from millrace.flows.train import train as flow
     try:
         return asyncio.run(flow(config))
     except (httpx.TransportError, RuntimeError) as error:
@@ -130,7 +134,8 @@ def _checked(path: Path, overrides: list[str] | None) -> Checked:
     from millrace.flows.preflight.check import checked
 
     reading = guarded(lambda: read_config(str(path), overrides or []))
-    found = checked(reading.config, reading.problems) if reading.config else None
+    with waiting(log, "the check of model, data and reward"):
+        found = checked(reading.config, reading.problems) if reading.config else None
     problems = found.problems if found else reading.problems
     if problems or found is None:
         errors.print(render_problems(problems), markup=False, highlight=False, soft_wrap=True)

@@ -47,21 +47,6 @@ def guarded(call: Callable[[], T]) -> T:
         raise
 
 
-@contextlib.contextmanager
-def lines_of_parts() -> Iterator[None]:
-    """Within, what millrace logs of its parts is printed: a command that works for minutes is not silent."""
-    logger, handler = logging.getLogger("millrace"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they are, however long: paths and commands in them are to be pasted."""
     for line in lines:
@@ -130,15 +115,18 @@ def libraries_kept_off_terminal() -> Iterator[Terminal]:
 
 @contextlib.contextmanager
 def lines_before_prefect() -> Iterator[None]:
-    """Within, millrace's log lines reach the terminal until Prefect is imported, which then has them printed."""
+    """Within, millrace's log lines reach the terminal: until Prefect is imported by this, from then on by Prefect."""
     logger, handler = logging.getLogger("millrace"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(LINE, datefmt="%H:%M:%S"))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
+    before = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _log() -> Path:

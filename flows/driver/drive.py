@@ -30,6 +30,7 @@ from millrace.connectors.storage.own_folders import remove_dead_folders
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.contracts.own_code import expect
+from millrace.core.contracts.progress import waiting
 from millrace.core.contracts.tracker import run_tags
 from millrace.core.errors import (
     ConfigError,
@@ -189,9 +190,12 @@ async def _prepare(config: RunConfig) -> ModelHere:
     expect({})  # what an earlier run in this process found
     search_in(config.run.import_from)
     if config.run.prepare:
-        await asyncio.to_thread(call_function, config.run.prepare, "run.prepare", config)
-    here = await asyncio.to_thread(model_here, config)
-    problems = await asyncio.to_thread(check, here.config, prepared=True)
+        with waiting(log, "run.prepare"):
+            await asyncio.to_thread(call_function, config.run.prepare, "run.prepare", config)
+    with waiting(log, f"the files of {config.model.path}"):
+        here = await asyncio.to_thread(model_here, config)
+    with waiting(log, "the check of model, data and reward"):
+        problems = await asyncio.to_thread(check, here.config, prepared=True)
     if problems:
         raise ConfigError(render_problems(problems))
     expect(await asyncio.to_thread(own_modules, here.config))

@@ -181,7 +181,7 @@ def _read(folder: RunFolder, index: int) -> _Iteration:
             ready=engines_s + taken + handed,
             score=max(
                 0.0,
-                max(metrics.get(f"time/{task}_s", 0.0) for task in ("rollout", "filter")) - engines_s - span,
+                max(metrics.get(f"time/{task}_s", 0.0) for task in ("rollout", "filter")) - span,
             ),
             train=metrics.get("time/train_step_s", 0.0) - taken,
             sync=metrics.get("time/sync_weights_s", 0.0) - handed,

@@ -9,6 +9,7 @@ Interval = tuple[float, float]
 
 WIDTH = 48  # characters
 PHASES = {
+    "engines": ("engines",),
     "generation": ("rollout", "reward", "filter"),
     "training": ("train_step", "eager_passes"),
     "sync": ("sync_weights",),

@@ -26,6 +26,7 @@ from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.pipeline import OnUpdate
 from millrace.core.contracts.handles import TrainerHandle
+from millrace.core.contracts.progress import waiting
 from millrace.core.errors import LASTING, TrainerStalledError
 from millrace.core.gpu_owner import Event, GpuOwner, Holder
 from millrace.core.staleness import VersionRange
@@ -109,7 +110,8 @@ class GpuMemory:
             ranks = await self._offloaded_ranks(version)
             missing = fleet.unconfirmed(versions.newest, versions.oldest)
             if missing:
-                await self._update(fleet, ranks, version, missing, newest=versions.newest)
+                with waiting(log, f"weights of version {version} on {len(missing)} engines"):
+                    await self._update(fleet, ranks, version, missing, newest=versions.newest)
                 await self._offloaded_ranks(version)  # frees the bucket
             self._record(Event.ENGINES_WOKE)
             await fleet.wake()

@@ -23,7 +23,7 @@ from millrace.connectors.storage.iteration_files import IterationFiles
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import BackgroundSaves, SaveState, TrainerHandle
-from millrace.core.contracts.progress import starting
+from millrace.core.contracts.progress import starting, waiting
 from millrace.core.contracts.task_records import StepMetrics
 from millrace.core.errors import ActorLostError, CorruptFileError, MissingFileError, TrainerError
 from millrace.core.replay import check_replayed, is_exact
@@ -122,7 +122,8 @@ class Trainer:
                     await self._cluster.end_role("trainer")
                     self._prepared = await self._make_ranks()
                     try:
-                        await self._prepared.prepare()
+                        with waiting(log, "the trainer's processes"):
+                            await self._prepared.prepare()
                     except ActorLostError:
                         self._prepared = None
                         raise
@@ -257,7 +258,8 @@ async def bring_up(
     marks.append(time.perf_counter())
     checkpoint, loaded = await _load_newest(ranks, run_folder, usable, steps, on_broken)
     marks.append(time.perf_counter())
-    await replay(ranks, run_folder, loaded, version, steps, on_step=on_step)
+    with waiting(log, f"steps {loaded + 1} to {version}, which the trainer makes again"):
+        await replay(ranks, run_folder, loaded, version, steps, on_step=on_step)
     marks.append(time.perf_counter())
     find_s, load_s, replay_s = (end - start for start, end in zip(marks[:-1], marks[1:], strict=True))
     return BringUp(checkpoint, loaded, find_s, load_s, replay_s)
@@ -304,7 +306,8 @@ async def _load_newest(
         url = run_folder.store.url_of(run_folder.checkpoint_path(done))
         try:
             marker = await asyncio.to_thread(check_marker, run_folder, done, done * steps)
-            loaded = await ranks.load(url)
+            with waiting(log, f"checkpoint {done}, which the trainer loads"):
+                loaded = await ranks.load(url)
             assert loaded == marker["version"], "the ranks load what the marker names"
             return done, loaded
         except (CorruptFileError, MissingFileError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from millrace.connectors.storage.files import FileEntry
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import derived_seed
+from millrace.core.contracts.progress import Count
 from millrace.core.contracts.rows.own_sampling import own_sampling
 from millrace.core.contracts.rows.prompts import PromptRow
 from millrace.core.contracts.sample import DrawnGroup, EvaluatedSample, Scorable
@@ -32,6 +34,8 @@ from millrace.tasks.samples.generation import SampleGenerator
 from millrace.tasks.samples.part_writer import PartWriter
 from millrace.tasks.samples.scoring import Score, score, score_group, scored_by_group
 from millrace.tasks.sessions.runner import session_task
+
+log = logging.getLogger(__name__)
 
 KIND: Literal["evaluations"] = "evaluations"  # of the parts
 PROMPTS = "held_out.parquet"  # the prompts of all sets, while shards are at work on them
@@ -95,6 +99,7 @@ async def make_set(
     due = [unit for unit in units if not all(place.key in made for place in unit)]
     limit = ctx.config.rollout.part_groups * ctx.config.rollout.samples_per_prompt
     results = dict(made)
+    count = Count(log, f"evaluation of {held_out.name}, answers", sum(map(len, due)))
 
     async def landed(entry: FileEntry) -> None:
         await kill_point(ctx.index, evaluation.task, "in")
@@ -110,6 +115,7 @@ async def make_set(
                 rows = await _evaluate(ctx, answers, unit, version)
                 results.update({(row.prompt_id, row.index): row for row in rows})
                 writer.put(rows)
+                count.add(len(rows))
 
             for unit in due:
                 group.create_task(work(unit))

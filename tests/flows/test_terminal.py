@@ -59,7 +59,6 @@ def test_before_prefect_is_there_lines_are_formatted_alike_and_afterwards_left_t
         + """
 log = logging.getLogger("millrace.connectors.prefect.server")
 with libraries_kept_off_terminal(), lines_before_prefect():
-    logging.getLogger("millrace").setLevel(logging.INFO)
     log.info("starting")
     logging.getLogger().addHandler(logging.NullHandler())
     log.info("there")

@@ -65,7 +65,7 @@ async def filtered(make_config: Callable[..., RunConfig]) -> tuple[IterationCont
     ctx.folder.write_json(record_path("filter"), {"result": json.dumps(record)})
     known: dict[str, Any] = {
         "sample_prompts": {},
-        "rollout": {"seconds": 1.0, "files": parts},
+        "rollout": {"seconds": 5.0, "engines_s": 4.0, "files": parts},
         "reward": {},
         "filter": record,
         "train_step": {"steps": [STEP]},
@@ -84,6 +84,41 @@ async def test_every_generated_token_is_accounted_for(
     metrics, counted = _figures(ctx)
     assert metrics["tokens/generated"] == metrics["tokens/trained"] == metrics["rollout/tokens"] == 8 * TOKENS
     assert counted.account.problems() == []
+
+
+WORKED = {  # a start of 4 s: rollout, reward and filter wait for engines within their tasks
+    "sample_prompts": ((0.0, 1.0), {"time/sample_prompts_s": 1.0}),
+    "rollout": ((1.0, 6.0), {"time/rollout_s": 1.0, "time/engines_s": 4.0}),
+    "reward": ((1.0, 6.5), {"time/reward_s": 1.5}),
+    "filter": ((1.0, 7.0), {"time/filter_s": 2.0}),
+    "train_step": ((7.0, 9.0), {"time/train_step_s": 2.0}),
+    "sync_weights": ((9.0, 9.5), {"time/sync_weights_s": 0.5}),
+    "checkpoint": ((9.0, 10.0), {"time/checkpoint_s": 1.0}),
+    "evaluate": ((10.0, 12.0), {"time/evaluate_s": 2.0}),
+}  # fmt: skip
+
+
+async def test_no_figure_of_a_task_has_the_wait_for_engines_in_it(
+    filtered: tuple[IterationContext, list[FileRecord]],
+) -> None:
+    ctx, _ = filtered
+    ctx.intervals = {task: interval for task, (interval, _) in WORKED.items()}
+    metrics, _ = _figures(ctx)
+    expected = {name: value for _, figures in WORKED.values() for name, value in figures.items()}
+    times = {name: value for name, value in metrics.items() if name.startswith("time/")}
+    assert times == {**expected, "time/iteration_s": 12.0}
+    assert metrics["rollout/tokens_per_second"] == 8 * TOKENS  # in 5 s, 4 of them for engines
+    assert {"rollout", "reward", "filter"} == {
+        task for task, (start, _) in ctx.worked.items() if start == 5.0
+    }
+
+
+async def test_a_rollout_that_an_earlier_start_made_takes_no_time_now(
+    filtered: tuple[IterationContext, list[FileRecord]],
+) -> None:
+    ctx, _ = filtered
+    ctx.intervals = {"rollout": (1.0, 1.25)}
+    assert ctx.worked == {"engines": (1.0, 1.25), "rollout": (1.25, 1.25)}
 
 
 async def test_a_part_that_the_record_does_not_name_keeps_it_from_closing(
