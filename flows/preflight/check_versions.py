@@ -55,16 +55,22 @@ def check_versions(needed: Sequence[Requirement], found: Mapping[str, str]) -> I
 
 
 def untested(found: Mapping[str, str], tested: Mapping[str, Sequence[str]] = TESTED) -> dict[str, str]:
-    """Versions that no test has run with, by name."""
+    """Versions by name of whose minor nothing was tested, and for packages in EXACT each that was not tested."""
     return {
         name: version
-        for name, version in found.items()
-        if name in tested and _release(name, version) not in {_release(name, known) for known in tested[name]}
+        for name, version in _others(found, tested).items()
+        if name in EXACT or _minor(version) not in {_minor(known) for known in tested[name]}
     }
 
 
+def other_patches(found: Mapping[str, str], tested: Mapping[str, Sequence[str]] = TESTED) -> dict[str, str]:
+    """Versions by name that were not tested, though another one of the same minor was."""
+    strange = untested(found, tested)
+    return {name: version for name, version in _others(found, tested).items() if name not in strange}
+
+
 def versions_line(config: RunConfig) -> str:
-    """Versions for the plan: the principal ones, and each that no test has run with."""
+    """Versions for the plan: the principal ones, and each with which nothing was tested."""
     found, tested = installed(["millrace", *TESTED]), dict(TESTED)
     shown = ["millrace", *SHOWN]
     if config.engines.kind in ("auto", "sglang") and sglang_finds("sglang"):
@@ -73,19 +79,38 @@ def versions_line(config: RunConfig) -> str:
             found["sglang"], tested["sglang"] = version, TESTED_SGLANG
             shown.append("sglang")
     line = ", ".join(f"{name} {found[name]}" for name in shown if name in found)
-    strange = untested(found, tested)
-    if not strange:
-        return f"{line}: tested"
-    listed = ", ".join(
-        f"{name} {version} (tested: {', '.join(tested[name])})" for name, version in strange.items()
-    )
-    return f"{line}\nnot tested: {listed}"
+    differing = {
+        "not tested": untested(found, tested),
+        "tested in another patch": other_patches(found, tested),
+    }
+    lines = [
+        f"{title}: {_with_tested(versions, tested)}" for title, versions in differing.items() if versions
+    ]
+    return "\n".join([line, *lines]) if lines else f"{line}: tested"
 
 
-def _release(name: str, version: str) -> tuple[int, ...] | str:
-    """What is compared of a version: the whole release of packages in EXACT, else its first two numbers."""
+def _with_tested(versions: Mapping[str, str], tested: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{name} {versions[name]} (tested: {', '.join(tested[name])})" for name in versions)
+
+
+def _others(found: Mapping[str, str], tested: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Versions by name that are none of the tested ones; their builds, such as +cpu, are not compared."""
+    return {
+        name: version
+        for name, version in found.items()
+        if name in tested and _public(version) not in {_public(known) for known in tested[name]}
+    }
+
+
+def _public(version: str) -> Version | str:
     try:
-        release = Version(version).release
+        return Version(Version(version).public)
     except InvalidVersion:
         return version
-    return release if name in EXACT else release[:2]
+
+
+def _minor(version: str) -> tuple[int, ...] | str:
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return version

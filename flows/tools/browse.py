@@ -199,14 +199,16 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
     model = settings["model"]["path"]
     commit = record.get("model_commit")
     facts["model"] = f"{model} at commit {commit}" if commit else model
-    facts["code"] = str(record.get("code_revision"))
+    if revision := record.get("code_revision"):
+        facts["code"] = revision
     facts["versions"] = " ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     unusable = {name: count for name, count in record.get("quarantined", {}).items() if count}
     if unusable:
         counts = ", ".join(f"{count} rows of {name}" for name, count in unusable.items())
         facts["unusable"] = f"{counts}; see quarantine.parquet"
     facts["attempts"] = str(len(record["attempts"]))
-    facts["MLflow run"] = str(record["mlflow_run_id"])
+    if tracked := record["mlflow_run_id"]:
+        facts["MLflow run"] = tracked
     for attempt in record["attempts"][-1:]:
         facts["Prefect"] = str(attempt["flow_run_url"])
         if stall := attempt.get("stalled"):

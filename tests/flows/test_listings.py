@@ -74,6 +74,18 @@ def test_show_has_a_column_per_set_and_a_row_before_training(root: str) -> None:
     assert json.loads(call("runs", "--root", root, "--json"))[0]["iterations"] == 2
 
 
+@pytest.mark.parametrize(("key", "name"), [("code_revision", "code"), ("mlflow_run_id", "MLflow run")])
+def test_show_has_no_line_for_what_a_run_does_not_have(
+    root: str, key: str, name: str, tmp_path: Path
+) -> None:
+    """An installed millrace has no revision, and a run without MLflow no run there."""
+    write_run(str(tmp_path))
+    store = RunFolder(str(tmp_path), "a").store
+    for value in ("0123abc", None):
+        store.write_sealed("run.json", {**store.read_sealed("run.json"), key: value})
+        assert json.loads(call("show", "a", "--root", str(tmp_path), "--json")).get(name) == value
+
+
 @pytest.mark.parametrize("width", [30, 80, 200])
 def test_a_table_on_a_terminal_has_its_width_and_loses_no_row_or_column(width: int) -> None:
     listing = Listing(

@@ -77,27 +77,33 @@ def test_extras_and_other_platforms_are_not_needed(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "strange"),
+    ("name", "version", "is_"),
     [
-        ("torch", "2.13.0+cpu", False),
-        ("torch", "2.13.1", False),
-        ("torch", "2.99.0", True),
-        ("torch", "2.12.0", True),
-        ("megatron-core", "0.19.2", False),
-        ("megatron-core", "0.19.0", True),
-        ("megatron-core", "0.18.0rc1", True),
-        ("pydantic", "2.14.99", False),
-        ("prefect", "3.10.0", True),
-        ("prefect", "3.9.1.dev2", False),
-        ("sglang", "0.5.17", False),
-        ("sglang", "0.5.18", True),
-        ("ray", "as installed", True),
-        ("another", "1.0", False),
+        ("torch", "2.13.0+cpu", "tested"),
+        ("torch", "2.13", "tested"),
+        ("torch", "2.13.1", "another patch"),
+        ("torch", "2.99.0", "untested"),
+        ("torch", "2.12.0", "untested"),
+        ("megatron-core", "0.19.2", "tested"),
+        ("megatron-core", "0.19.0", "untested"),
+        ("megatron-core", "0.18.0rc1", "untested"),
+        ("megatron-core", "0.18.2rc1", "untested"),
+        ("pydantic", "2.14.99", "another patch"),
+        ("prefect", "3.10.0", "untested"),
+        ("prefect", "3.9.0", "another patch"),
+        ("prefect", "3.9.2", "another patch"),
+        ("prefect", "3.9.1.dev2", "another patch"),
+        ("sglang", "0.5.17", "tested"),
+        ("sglang", "0.5.18", "untested"),
+        ("ray", "as installed", "untested"),
+        ("another", "1.0", "tested"),
     ],
 )
-def test_a_version_is_told_if_nothing_ran_with_it(name: str, version: str, strange: bool) -> None:
+def test_a_version_is_told_if_nothing_ran_with_it(name: str, version: str, is_: str) -> None:
     tested = {**TESTED, "sglang": versions.TESTED_SGLANG}
-    assert versions.untested({name: version}, tested) == ({name: version} if strange else {})
+    one = {name: version}
+    assert versions.untested(one, tested) == (one if is_ == "untested" else {})
+    assert versions.other_patches(one, tested) == (one if is_ == "another patch" else {})
     assert set(EXACT) <= set(tested)
 
 
@@ -117,6 +123,9 @@ def test_the_plan_shows_the_versions_and_what_is_not_tested(monkeypatch: pytest.
     assert strange == (
         f"not tested: duckdb 9.9 (tested: {', '.join(TESTED['duckdb'])}), sglang 0.5.99 (tested: 0.5.17, 0.5.23)"
     )
+    found["prefect"] = "3.9.0"
+    _, _, patches = versions.versions_line(config).split("\n")
+    assert patches == f"tested in another patch: prefect 3.9.0 (tested: {', '.join(TESTED['prefect'])})"
     monkeypatch.setattr(versions, "server_args", lambda: (server_args.UNTOLD, {}))
     assert "sglang" not in versions.versions_line(config)
 

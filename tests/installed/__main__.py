@@ -32,6 +32,11 @@ def main() -> None:
     parser.add_argument(
         "--sdist", action="store_true", help="install a source distribution instead of a wheel"
     )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="train at the size that `millrace new` writes: its first start makes a model",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-installed-") as scratch:
         folder, started = Path(scratch), time.monotonic()
@@ -45,7 +50,7 @@ def main() -> None:
             if version:
                 environment.install("", [f"megatron-core=={version}"], NEWEST)
             print(f"with {environment.versions()}", flush=True)
-            use(environment, folder / f"user{version}")
+            use(environment, folder / f"user{version}", whole=options.whole)
         print(f"{len(uses)} passed, 0 failed in {time.monotonic() - started:.0f} s")
 
 

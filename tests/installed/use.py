@@ -1,4 +1,4 @@
-"""Uses an installed millrace as its user does, from an empty folder: checks, trains, resumes from a checkpoint, looks.
+"""Uses an installed millrace as its user does, from an empty folder: new, check, train, resume from a checkpoint, show.
 
 Under root the user is another one, who may read everything and write nothing but what is that user's.
 """
@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from urllib.request import urlopen
 
-import yaml
-
+from millrace.flows.preflight.check_versions import untested
 from tests.installed.environment import Environment
 
 READS_ALL = [
@@ -22,16 +23,15 @@ READS_ALL = [
     "--ambient-caps=+dac_read_search",
 ]  # the interpreter may lie in root's home
 SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where everybody may write
-MODEL = "from pathlib import Path; from millrace.connectors.huggingface.tiny import build_tiny_model as b; b(Path('model'), seed=0)"
-RUN = {
-    "run": {"name": "a", "iterations": 2},
-    "model": {"path": "model"},
-    "data": {"max_prompt_tokens": 16, "sources": [{"name": "sums", "path": "train.jsonl"}]},
-    "rollout": {"prompts": 4, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 4}},
-    "reward": {"function": "rewards:score"},
-    "checkpoint": {"every": 1},
-}
-REWARD = "def score(sample, label=None, **_):\n    return float(str(label) in sample.response)\n"
+RUN = "start"  # the folder that `millrace new` makes, and so the run's name
+MODEL = f"from millrace.connectors.huggingface.tiny import build_tiny_model as b; b('{RUN}/models/warm-model', seed=0)"
+TINY = (  # the rest of run.yaml is as it was written
+    "rollout.prompts=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.part_groups=4",
+    "trainer.global_batch=8",
+    "checkpoint.every=1",
+)
 
 
 class User:
@@ -55,13 +55,16 @@ class User:
         another = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", *READS_ALL]
         self.prefix = another if os.getuid() == 0 else []
 
-    def run(self, *command: str | Path, expect: int = 0) -> str:
-        """What a command of the user prints."""
+    def run(self, *command: str | Path) -> str:
+        """What a command of the user prints. It must end well; how long it took is printed."""
+        started = time.monotonic()
         done = subprocess.run(
             [*self.prefix, *command], cwd=self.work, env=self.environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        assert done.returncode == expect, f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}"
+        shown = " ".join([Path(command[0]).name, *map(str, command[1:])])
+        assert done.returncode == 0, f"{shown}: {done.returncode}\n{done.stdout}"
+        print(f"{time.monotonic() - started:6.1f} s  {shown}", flush=True)
         return done.stdout
 
     def left_outside(self) -> list[Path]:
@@ -83,23 +86,34 @@ def _owned(place: Path, uid: int, but: Path) -> Iterator[Path]:
             continue
 
 
-def use(environment: Environment, folder: Path) -> None:
-    """Two iterations, then a third from the second's checkpoint. Raises AssertionError with what a command printed."""
-    user = User(folder)
-    rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(10) for b in range(10)]
-    (user.work / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (user.work / "rewards.py").write_text(REWARD)
-    (user.work / "run.yaml").write_text(yaml.safe_dump(RUN))
-    millrace = environment.millrace
-    user.run(environment.python, "-c", MODEL)
-    plan = user.run(millrace, "check", "run.yaml")
-    print(next(line for line in plan.splitlines() if line.startswith("versions")), flush=True)
+def use(environment: Environment, folder: Path, *, whole: bool) -> None:
+    """Two iterations of what `millrace new` writes, then a third from the second's checkpoint.
+
+    whole: at its own size, with the model that its first start makes; else a tiny one lies there already.
+    Raises AssertionError with what a command printed.
+    """
+    user, millrace = User(folder), environment.millrace
+    user.run(millrace, "new", RUN)
+    if not whole:
+        user.run(environment.python, "-c", MODEL)
+    user.work /= RUN
+    sizes = ["checkpoint.every=1"] if whole else TINY
+    plan = user.run(millrace, "check", "run.yaml", *sizes)
+    print("\n".join(told := _versions(plan)), flush=True)
+    named = untested(environment.versions())
+    assert all(f"{name} {version} (tested: " in plan for name, version in named.items()), (named, told)
+    assert named or told[0].endswith(": tested"), told
     try:
-        assert "2 iterations complete, 2 of them now" in user.run(millrace, "train", "run.yaml")
-        out = user.run(millrace, "train", "run.yaml", "run.iterations=3")
-        assert "3 iterations complete, 1 of them now" in out
-        assert (user.work / "runs/a/checkpoints/000003/complete.json").exists()
-        print(user.run(millrace, "show", "a"), flush=True)
+        out = user.run(millrace, "train", "run.yaml", "run.iterations=2", *sizes)
+        assert "2 iterations complete, 2 of them now" in out, out
+        out = user.run(millrace, "train", "run.yaml", "run.iterations=3", *sizes)
+        assert "3 iterations complete, 1 of them now" in out, out
+        assert (user.work / f"runs/{RUN}/checkpoints/000003/complete.json").exists()
+        shown = user.run(millrace, "show", RUN)
+        print(shown, flush=True)
+        first = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+        assert [cell for cell in first if cell.isdigit()] == ["0", "1", "2", "3"], first  # 0: before training
+        assert "complete" in shown
         page = json.loads((user.folder / "home/.millrace/prefect-server.json").read_text())["url"]
         with urlopen(page.removesuffix("/api"), timeout=60) as answer:
             assert b"<html" in answer.read()
@@ -108,3 +122,10 @@ def use(environment: Environment, folder: Path) -> None:
     left = user.left_outside()
     assert not left, f"the run wrote outside its folders: {left}"
     shutil.rmtree(folder)
+
+
+def _versions(plan: str) -> list[str]:
+    """The plan's lines on versions: the first, and those indented under it."""
+    lines = plan.splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("versions "))
+    return [lines[start], *takewhile(lambda line: line.startswith(" "), lines[start + 1 :])]
