@@ -1,7 +1,7 @@
-"""`python -m tests.installed`: install the wheel into a fresh environment, without the lock, and train there in an empty folder.
+"""`python -m tests.installed`: install the wheel into a fresh environment, without the lock, and train there what `millrace new` writes.
 
-A root user installs, and another user, who may read the installation and not write it, checks, trains, resumes and looks:
-what that user leaves outside the folder is an error.
+A root user installs, and another user, who may read the installation and not write it, makes the folder, checks, trains,
+resumes and looks: what that user leaves outside the folder is an error.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from millrace.flows.preflight.tested_versions import TESTED
 from tests.installed.environment import NEWEST, OLDEST, Environment, build
 from tests.installed.use import use
 
@@ -27,7 +28,10 @@ def main() -> None:
         "--torch", default="", help="installed first: torch==2.13.0+cpu; the newest if not given"
     )
     parser.add_argument(
-        "--megatron-core", nargs="+", default=[], help="versions to use one after the other: 0.16.1 0.17.1"
+        "--megatron-core",
+        nargs="+",
+        default=[],
+        help="versions to use one after the other, 0.16.1 0.17.1, or each: all that are in tested_versions.py",
     )
     parser.add_argument(
         "--sdist", action="store_true", help="install a source distribution instead of a wheel"
@@ -45,11 +49,11 @@ def main() -> None:
         environment = Environment(folder / "environment", options.python)
         environment.install(options.torch, [str(built)], OLDEST if options.oldest else NEWEST)
         print(f"installed in {time.monotonic() - started:.0f} s", flush=True)
-        uses = options.megatron_core or [""]
+        uses = TESTED["megatron-core"] if options.megatron_core == ["each"] else options.megatron_core or [""]
         for version in uses:
             if version:
                 environment.install("", [f"megatron-core=={version}"], NEWEST)
-            print(f"with {environment.versions()}", flush=True)
+            print("with", ", ".join(f"{name} {v}" for name, v in environment.versions().items()), flush=True)
             use(environment, folder / f"user{version}", whole=options.whole)
         print(f"{len(uses)} passed, 0 failed in {time.monotonic() - started:.0f} s")
 

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.request import urlopen
 
-from millrace.flows.preflight.check_versions import untested
+from millrace.flows.preflight.check_versions import other_patches, untested
 from tests.installed.environment import Environment
 
 READS_ALL = [
@@ -25,7 +25,13 @@ READS_ALL = [
 SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where everybody may write
 RUN = "start"  # the folder that `millrace new` makes, and so the run's name
 MODEL = f"from millrace.connectors.huggingface.tiny import build_tiny_model as b; b('{RUN}/models/warm-model', seed=0)"
-TINY = (  # the rest of run.yaml is as it was written
+REWARD = """
+
+def digits(sample: RewardInput) -> float:
+    return sum(character.isdigit() for character in sample.response) / 6
+"""
+TINY = (  # the rest of run.yaml is as it was written; a model of random weights knows no sum, but writes digits
+    "reward.function=rewards:digits",
     "rollout.prompts=4",
     "rollout.samples_per_prompt=4",
     "rollout.part_groups=4",
@@ -96,11 +102,14 @@ def use(environment: Environment, folder: Path, *, whole: bool) -> None:
     user.run(millrace, "new", RUN)
     if not whole:
         user.run(environment.python, "-c", MODEL)
+        with (user.work / RUN / "rewards.py").open("a") as rewards:
+            rewards.write(REWARD)
     user.work /= RUN
     sizes = ["checkpoint.every=1"] if whole else TINY
     plan = user.run(millrace, "check", "run.yaml", *sizes)
     print("\n".join(told := _versions(plan)), flush=True)
-    named = untested(environment.versions())
+    found = environment.versions()
+    named = untested(found) | other_patches(found)
     assert all(f"{name} {version} (tested: " in plan for name, version in named.items()), (named, told)
     assert named or told[0].endswith(": tested"), told
     try:
@@ -109,11 +118,13 @@ def use(environment: Environment, folder: Path, *, whole: bool) -> None:
         out = user.run(millrace, "train", "run.yaml", "run.iterations=3", *sizes)
         assert "3 iterations complete, 1 of them now" in out, out
         assert (user.work / f"runs/{RUN}/checkpoints/000003/complete.json").exists()
-        shown = user.run(millrace, "show", RUN)
-        print(shown, flush=True)
-        first = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
-        assert [cell for cell in first if cell.isdigit()] == ["0", "1", "2", "3"], first  # 0: before training
-        assert "complete" in shown
+        print(user.run(millrace, "show", RUN), flush=True)
+        shown = json.loads(user.run(millrace, "show", RUN, "--json"))
+        assert shown["state"] == "complete; 3 of 3 iterations", shown
+        assert "None" not in shown.values(), shown
+        before, *iterations = shown["rows"]
+        assert [before["iteration"], *(row["iteration"] for row in iterations)] == [0, 1, 2, 3], shown
+        assert all(row["grad_norm"] > 0 for row in iterations), shown
         page = json.loads((user.folder / "home/.millrace/prefect-server.json").read_text())["url"]
         with urlopen(page.removesuffix("/api"), timeout=60) as answer:
             assert b"<html" in answer.read()
