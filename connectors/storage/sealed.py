@@ -1,7 +1,7 @@
 """JSON documents with a hash of themselves: a document that changed after it was written is found when it is read.
 
-Owns the hash, and the place and the run that a document names. Knows nothing of what documents say. Those of earlier releases
-have no hash, or no run, and are read as they are.
+Owns the hash, and the place and the run that a document names. Knows nothing of what documents say. A document without a hash is
+refused: who reads one may take its fields for written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from millrace.core.errors import CorruptFileError
 
 HASH, PLACE, RUN = "sha256", "sealed_at", "sealed_by"
+RESTORE = "restore the file from a copy"
 
 
 def sealed(content: Mapping[str, Any], place: str, run: str | None = None) -> dict[str, Any]:
@@ -33,16 +34,14 @@ def content_hash(content: Mapping[str, Any]) -> str:
 def check_seal(content: Any, url: str) -> dict[str, Any]:
     """The content without seal. Raises CorruptFileError if it is not what was written at this place."""
     if not isinstance(content, dict):
-        raise CorruptFileError("holds no JSON object", where=url, remedy="restore the file")
+        raise CorruptFileError("holds no JSON object", where=url, remedy=RESTORE)
     opened = {name: value for name, value in content.items() if name not in (HASH, PLACE, RUN)}
-    if (HASH in content) != (PLACE in content) or (RUN in content and PLACE not in content):
-        raise CorruptFileError("has lost a part of its seal", where=url, remedy="restore the file")
-    if HASH not in content:
-        return opened
+    if HASH not in content or PLACE not in content:
+        raise CorruptFileError("lacks the hash that it was written with", where=url, remedy=RESTORE)
     if content_hash({name: value for name, value in content.items() if name != HASH}) != content[HASH]:
         raise CorruptFileError(
-            "its content does not have the hash that it names", where=url, remedy="restore the file"
+            "its content does not have the hash that it names", where=url, remedy=RESTORE
         )
     if not f"/{url}".endswith(f"/{content[PLACE]}"):
-        raise CorruptFileError(f"was written as {content[PLACE]}", where=url, remedy="restore the file")
+        raise CorruptFileError(f"was written as {content[PLACE]}", where=url, remedy=RESTORE)
     return opened

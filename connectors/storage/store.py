@@ -64,7 +64,7 @@ class Store(Files):
         return self.write(path, json_text(value, indent=1).encode())
 
     def read_sealed(self, path: str) -> dict[str, Any]:
-        """What `write_sealed` wrote, or an earlier release without a seal. Raises CorruptFileError if it changed since."""
+        """What `write_sealed` wrote. Raises CorruptFileError if it is anything else."""
         return check_seal(self.read_json(path), self.url_of(path))
 
     def write_sealed(

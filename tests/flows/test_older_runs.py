@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
 from millrace.core.config.reading.stored import VERSION
@@ -29,8 +30,7 @@ def root(tmp_path: Path) -> str:
     config: dict[str, Any] = json.loads(STORED.read_text())["config"]
     config["run"]["name"] = "old"
     record = {"name": "old", "config": config, "mlflow_run_id": None, "attempts": [], "data": []}
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
+    RunFolder(str(tmp_path), "old").store.write_sealed("run.json", record)
     return str(tmp_path)
 
 

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> RunFolder:
     made = [ahead.entry("prompts.parquet"), ahead.write(CUT, b"the cut")]
     made += [ahead.write_table(JOINED, prompts, "prompts"), ahead.write_table(DEFERRED, rollouts, "rollouts")]
     files = [entry.record() for entry in made]
-    ahead.write_json(record_path("sample_prompts"), {"result": json.dumps({"files": files, "groups": 2})})
+    ahead.write_sealed(record_path("sample_prompts"), {"result": json.dumps({"files": files, "groups": 2})})
     held = {"path": "p", "size": 1, "sha256": "", "rows": 1, "usable": 1, "usable_sha256": ""}
     record = folder.store.read_sealed("run.json")
     data = [{"since": 0, "sources": dict.fromkeys(("sums", "chats"), held)}]

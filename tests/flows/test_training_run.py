@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.connectors.storage.store import Store
 from millrace.core.contracts.ids import derived_seed
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
@@ -200,9 +201,9 @@ def test_a_run_of_an_earlier_version_resumes_with_its_seeds_and_with_other_data_
     shutil.copytree(whole, tmp_path / "a")
     record = json.loads((tmp_path / "a" / "run.json").read_text())
     # which earlier versions did not store: their seeds followed from sample ids
-    for name, stored in (("seed_name", ""), ("sealed_at", "run.json"), ("sha256", record["sha256"])):
-        assert record.pop(name) == stored
-    (tmp_path / "a" / "run.json").write_text(json.dumps(record))
+    assert record.pop("seed_name") == ""
+    record = {name: value for name, value in record.items() if name not in ("sealed_at", "sha256")}
+    Store(str(tmp_path / "a")).write_sealed("run.json", record)
     text = (workplace.folder / "train.jsonl").read_text()
     (workplace.folder / "more.jsonl").write_text(text + json.dumps({"prompt": "9+9+1=", "label": "9"}) + "\n")
     workplace.train(tmp_path, "run.iterations=4", "data.allow_changes=true", "data.sources.0.path=more.jsonl")

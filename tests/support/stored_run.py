@@ -170,7 +170,7 @@ def _evaluate(folder: RunFolder, done: int, task: str) -> dict[str, float]:
 
 
 def _record(store: Store, task: str, result: dict[str, Any]) -> None:
-    store.write_json(record_path(task), {"result": json.dumps(result)})
+    store.write_sealed(record_path(task), {"result": json.dumps(result)})
 
 
 def _table(store: Store, kind: str, rows: list[Any]) -> Any:

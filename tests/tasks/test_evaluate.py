@@ -132,7 +132,7 @@ async def test_an_evaluation_says_how_far_the_trainer_has_gone_meanwhile(make_co
     assert (await evaluate_before.fn(ctx))["lag"] == 0
     assert engines.priorities == {ctx.index}, "as its rollouts, and before those of later iterations"
     for index in (1, 2, 4):  # the iteration trains while its weights are evaluated, and so does the one after
-        ctx.run_folder.iteration(index).write_json("results/train_step.json", {})
+        ctx.run_folder.iteration(index).write_sealed("results/train_step.json", {"result": "{}"})
     record = await evaluate_before.fn(ctx)
     assert (record["done"], record["version"], record["lag"]) == (1, 1, 2)
     assert evaluation_metrics(record)["eval/lag"] == 2
@@ -143,7 +143,7 @@ async def test_an_iteration_does_not_evaluate_what_the_one_before_has(make_confi
     ctx = context(make_config, ScriptedEngines())
     assert not is_evaluated_by(ctx)
     record = {"version": 1, "done": 1, "sets": {}, "seconds": 0.0}
-    ctx.run_folder.iteration(0).write_json("results/evaluate.json", {"result": json.dumps(record)})
+    ctx.run_folder.iteration(0).write_sealed("results/evaluate.json", {"result": json.dumps(record)})
     assert is_evaluated_by(ctx)
     ctx.index = 0
     assert not is_evaluated_by(ctx)

@@ -20,7 +20,7 @@ def evaluate(folder: RunFolder, done: int, background: bool) -> None:
     """Record an evaluation in the iteration that made the weights, or in the one that begins with them."""
     record = {"version": done, "done": done, "sets": {"sums": {"reward_mean": MEANS[done]}}, "seconds": 0.0}
     index, task = (done, "evaluate_before") if background else (done - 1, "evaluate")
-    folder.iteration(index).write_json(f"results/{task}.json", {"result": json.dumps(record)})
+    folder.iteration(index).write_sealed(f"results/{task}.json", {"result": json.dumps(record)})
 
 
 @pytest.mark.parametrize("background", [False, True])

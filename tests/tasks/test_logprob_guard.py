@@ -103,4 +103,4 @@ async def test_reference_answers_have_no_gap_to_an_engine(tmp_path: Path) -> Non
 
 def write_record(runtime: Runtime, index: int, result: dict[str, Any]) -> None:
     folder = runtime.run_folder.store.child(runtime.run_folder.iteration_path(index))
-    folder.write("results/train_step.json", json.dumps({"result": json.dumps(result)}).encode())
+    folder.write_sealed("results/train_step.json", {"result": json.dumps(result)})

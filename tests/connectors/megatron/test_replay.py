@@ -91,7 +91,7 @@ def commit(folder: RunFolder, index: int, steps: list[dict[str, Any]]) -> None:
     made = {"version": steps[-1]["version"], "steps": steps, "rest_s": 0.0, "seconds": 0.0}
     files = [store.entry("batch.parquet").record(), store.write_json("step.json", made).record()]
     for task, record in (("filter", {"files": files[:1]}), ("train_step", {**made, "files": files[1:]})):
-        store.write_json(f"results/{task}.json", {"metadata": {}, "result": json.dumps(record)})
+        store.write_sealed(f"results/{task}.json", {"metadata": {}, "result": json.dumps(record)})
 
 
 def steps_of(folder: RunFolder, index: int) -> list[dict[str, Any]]:
