@@ -1,4 +1,4 @@
-"""What a proxy of the environment may not be asked for: this host's own addresses.
+"""What a proxy of the environment may not be asked for: this host's own addresses, and those of the cluster's nodes.
 
 Prefect's client, MLflow's, a judge's and an agent's take HTTP_PROXY for every address, loopback too, which no proxy reaches.
 Owns what NO_PROXY says in this process and its children. Addresses outside go through the proxy as before.
@@ -19,8 +19,18 @@ NAMES = ("no_proxy", "NO_PROXY")  # libraries read one or the other
 
 def reach_own_directly() -> None:
     """From now on, this process and its children ask for this host's addresses without a proxy."""
-    if any(name.lower() in PROXIES and value for name, value in os.environ.items()):
-        os.environ.update(without_proxy(os.environ, [*LOOPBACK, *_of_this_host()]))
+    if has_proxy():
+        reach_directly([*LOOPBACK, *_of_this_host()])
+
+
+def reach_directly(addresses: Iterable[str]) -> None:
+    """From now on, this process and its children ask for these addresses without a proxy."""
+    os.environ.update(without_proxy(os.environ, addresses))
+
+
+def has_proxy() -> bool:
+    """Whether the environment names a proxy."""
+    return any(name.lower() in PROXIES and value for name, value in os.environ.items())
 
 
 def without_proxy(environment: Mapping[str, str], own: Iterable[str]) -> dict[str, str]:

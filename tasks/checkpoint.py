@@ -21,6 +21,7 @@ from millrace.core.config import RunConfig
 from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import CheckpointRecord, EvaluateRecord, FileRecord, HeldOutRecord
 from millrace.core.evaluation.figures import LOWEST_IS_BEST
+from millrace.core.model_folder.served_files import Served
 from millrace.core.pipeline.periodic import exports_after, saves_after
 from millrace.core.retention import checkpoints_to_drop
 from millrace.tasks.context import IterationContext
@@ -150,8 +151,9 @@ def _evaluated(folder: RunFolder, done: int) -> Mapping[str, float]:
 
 async def _export(ctx: IterationContext, done: int) -> tuple[str, list[FileRecord]]:
     path = f"exports/{done:06d}"
+    model, prompts = ctx.config.model, ctx.runtime.prompts.tokenizer
+    template = prompts.tokenizer.chat_template if model.chat_template else None
+    served = Served(prompts.ends.added, model.tokenizer, template)
     async with ctx.runtime.memory.for_weights(ctx.version_after) as ranks:
-        files = await ranks.upload(
-            ctx.run_folder.store.url_of(path), ctx.version_after, ctx.runtime.prompts.tokenizer.ends.added
-        )
+        files = await ranks.upload(ctx.run_folder.store.url_of(path), ctx.version_after, served)
     return path, files

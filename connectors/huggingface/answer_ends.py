@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from millrace.core.contracts.rows.own_sampling import SAMPLING, STOP, STOP_IDS
 from millrace.core.errors import EngineError
 from millrace.core.plain_text import whole
 
@@ -67,3 +68,22 @@ def unseen(stop: str, special: Mapping[str, int] | Sequence[str]) -> str | None:
         return "it has half a character, which no answer has"
     inside = next((token for token in special if token in stop and token != stop), None)
     return f"it holds the special token {inside}, which an answer's text does not have" if inside else None
+
+
+def unseen_by_row(
+    metadata: Mapping[str, Any], special: Mapping[str, int] | Sequence[str], size: int
+) -> str | None:
+    """Why a row's own stops, in its metadata, are never found in an answer; None if they may be.
+
+    special: texts of the special tokens, if an answer's text lacks them. size: of the vocabulary.
+    """
+    own = metadata.get(SAMPLING) or {}
+    for text in own.get(STOP, ()):
+        if problem := unseen(text, special):
+            return f"bad {SAMPLING}: {STOP} {text!r}: {problem}"
+    token = next((token for token in own.get(STOP_IDS, ()) if token >= size), None)
+    return (
+        None
+        if token is None
+        else f"bad {SAMPLING}: {STOP_IDS} names {token}, and the vocabulary has {size} tokens"
+    )

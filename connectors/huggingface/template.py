@@ -47,11 +47,11 @@ class TokenizerFolder:
         return [token for token in dict.fromkeys([self.special.get("eos_token", ""), *added, *more]) if token]
 
     def template(self) -> str | None:
-        """The tokenizer's own chat template."""
+        """The tokenizer's own chat template. chat_template.json is a processor's, and no tokenizer reads it."""
         file = self.folder / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
-        template = self.config.get("chat_template") or self._json("chat_template.json").get("chat_template")
+        template = self.config.get("chat_template")
         if isinstance(template, list):
             by_name = {item.get("name"): item.get("template") for item in template}
             template = by_name.get("default")

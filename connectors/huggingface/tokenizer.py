@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from millrace.connectors.huggingface.answer_ends import AnswerEnds
+from millrace.connectors.huggingface.answer_ends import AnswerEnds, unseen_by_row
 from millrace.connectors.huggingface.suffix import turn_end
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
@@ -141,6 +141,10 @@ class PromptTokenizer:
         return before_text(
             lambda text, special: self.tokenizer(text, add_special_tokens=special)["input_ids"]
         )
+
+    def unseen_by_row(self, metadata: Mapping[str, Any], *, skips_special: bool) -> str | None:
+        """Why stops in a row's metadata are never found in an answer; None if they may be. skips_special: of its answers' texts."""
+        return unseen_by_row(metadata, self.ends.special if skips_special else (), len(self.tokenizer))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of an answer's token ids, as an engine gives it."""

@@ -6,11 +6,12 @@ Owns the bucket stream and rank 0's broadcast group. A read needs none of the GP
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from millrace.core.contracts.handles import BroadcastGroup
 from millrace.core.errors import TrainerError
+from millrace.core.model_folder.served_files import ALONE, Served
 
 if TYPE_CHECKING:
     from millrace.connectors.megatron.weights.buckets import BucketStream
@@ -37,24 +38,24 @@ class RankWeights:
     def _working(self, what: str, *, everything: bool = True) -> contextlib.AbstractContextManager[None]:
         raise AssertionError("TrainerRank has it")
 
-    def export(self, directory: str, version: int, ends: Sequence[int] = ()) -> dict[str, Any]:
-        """Write the weights as a Hugging Face folder, which all ranks see. ends: at which its answers end too. Raises TrainerError if another version is held."""
+    def export(self, directory: str, version: int) -> dict[str, Any]:
+        """Write the weights as a Hugging Face folder, which all ranks see. Raises TrainerError if another version is held."""
         from millrace.connectors.megatron.weights.hf_folder import export_hf
 
-        return self._write_hf(export_hf, directory, version, ends)
+        return self._write_hf(export_hf, directory, version, ALONE)
 
-    def upload(self, url: str, version: int, ends: Sequence[int] = ()) -> dict[str, Any]:
-        """Write the same to a folder in any storage. Raises TrainerError if another version is held."""
+    def upload(self, url: str, version: int, served: Served) -> dict[str, Any]:
+        """Write the same to a folder in any storage. served: how the run asked its engines. Raises TrainerError if another version is held."""
         from millrace.connectors.megatron.weights.hf_folder import upload_hf
 
-        return self._write_hf(upload_hf, url, version, ends)
+        return self._write_hf(upload_hf, url, version, served)
 
     def _write_hf(
-        self, write: Callable[..., dict[str, Any]], where: str, version: int, ends: Sequence[int]
+        self, write: Callable[..., dict[str, Any]], where: str, version: int, served: Served
     ) -> dict[str, Any]:
         self._check_version(version)
         with self._working("export", everything=False):
-            return write(self.policy, self.hf, self.config.model.path, where, ends)
+            return write(self.policy, self.hf, self.config.model.path, where, served)
 
     def bucket(self, version: int, number: int, size: int, share: bool) -> WeightBucket:
         """Bucket `number` of the weights, in this rank's memory until the next; 0 begins a new pass.

@@ -117,6 +117,7 @@ def _connect(address: str, namespace: str) -> None:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": {"PYTHONPATH": _python_path()}, **task_processes.SET_UP},
         )
+    task_processes.reach_nodes_directly()
 
 
 @contextlib.contextmanager

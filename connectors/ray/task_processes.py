@@ -1,4 +1,4 @@
-"""What the processes that run Prefect's tasks import as soon as Ray starts them.
+"""What a run's processes on a cluster do as soon as Ray starts them: imports, and addresses that no proxy is asked for.
 
 Ray keeps more processes than there are tasks at once, and gives a task to any of them: to one that has never had a task too, in which
 imports would hold it up for seconds.
@@ -12,8 +12,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from millrace.core.own_addresses import has_proxy, reach_directly, reach_own_directly
+
 IMPORTS = "MILLRACE_IMPORTS"  # names of modules, in a process for tasks
-SET_UP = {"worker_process_setup_hook": f"{__name__}.import_named"}  # called in every process of a run
+SET_UP = {"worker_process_setup_hook": f"{__name__}.set_up"}  # called in every process of a run
 
 
 def task_options(node: str | None, imports: Sequence[str]) -> dict[str, Any]:
@@ -30,8 +32,18 @@ def task_options(node: str | None, imports: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def import_named() -> None:
+def set_up() -> None:
     """Import what this process is to have. What is missing is for the task to report."""
+    reach_own_directly()
+    reach_nodes_directly()
     for name in filter(None, os.environ.get(IMPORTS, "").split(",")):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def reach_nodes_directly() -> None:
+    """From now on, this process and its children ask for addresses of the cluster's nodes without a proxy of the environment."""
+    if has_proxy():
+        import ray
+
+        reach_directly(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])

@@ -39,9 +39,7 @@ def check_seal(content: Any, url: str) -> dict[str, Any]:
     if HASH not in content or PLACE not in content:
         raise CorruptFileError("lacks the hash that it was written with", where=url, remedy=RESTORE)
     if content_hash({name: value for name, value in content.items() if name != HASH}) != content[HASH]:
-        raise CorruptFileError(
-            "its content does not have the hash that it names", where=url, remedy=RESTORE
-        )
+        raise CorruptFileError("its content does not have the hash that it names", where=url, remedy=RESTORE)
     if not f"/{url}".endswith(f"/{content[PLACE]}"):
         raise CorruptFileError(f"was written as {content[PLACE]}", where=url, remedy=RESTORE)
     return opened

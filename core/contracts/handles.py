@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, NotRequired, Protocol, TypedDict
 from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.logprob_gap import LogprobGuard
+from millrace.core.model_folder.served_files import ALONE, Served
 
 
 class HeldOutSample(NamedTuple):
@@ -208,9 +209,9 @@ class TrainerHandle(Protocol):
         """Write the weights as a Hugging Face folder that all ranks see."""
         ...
 
-    async def upload(self, url: str, version: int, ends: Sequence[int] = ()) -> list[FileRecord]:
-        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. ends: tokens at which its
-        answers end too."""
+    async def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. served: how the run asked
+        its engines."""
         ...
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:

@@ -33,7 +33,7 @@ from millrace.flows.preflight.check_machine import (
 )
 from millrace.flows.preflight.check_model import Checkpoint, check_model, check_served_teacher
 from millrace.flows.preflight.check_references import check_references
-from millrace.flows.preflight.check_reward import RewardAnswers, check_rewards
+from millrace.flows.preflight.check_reward import RewardAnswers, check_majority, check_rewards
 from millrace.flows.preflight.check_run import StoredRun, check_run
 from millrace.flows.preflight.check_session import check_named_rollouts, check_session
 from millrace.flows.preflight.check_versions import check_versions, installed, needs
@@ -117,6 +117,7 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     if not config.algorithm.supervised:
         wrong = [problem.field for problem in [*problems, *hooks]]
         later += check_rewards(config, data, wrong, found.rewards)
+        later += check_majority(config, data, found.rewards)
         if config.rollout.session:
             later += check_named_rollouts(config.rollout.session, data)
     for rows in data:

@@ -9,8 +9,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
+from millrace.connectors.huggingface.answer_ends import unseen_by_row
 from millrace.connectors.huggingface.tokenizer import is_plain
 from millrace.connectors.huggingface.trained_turns import Piece
 from millrace.connectors.storage.prompts import first_rows
@@ -21,13 +22,13 @@ from millrace.core.config.parts.problems import Problem
 from millrace.core.config.reward import RewardFunction
 from millrace.core.contracts.rows.chat_options import TEMPLATE_KWARGS, TOOLS
 from millrace.core.contracts.rows.own_sampling import SAMPLING
-from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, too_long
+from millrace.core.contracts.rows.prompts import PromptRow, Quarantined, far_too_long, refuse, too_long
 from millrace.core.errors import MillraceError, MissingColumnError
 from millrace.core.hooks import RewardInput
 from millrace.core.model_folder.tokenizer_file import before_text_of
 from millrace.core.rewards.forms import answer_of, reward_of
 from millrace.flows.preflight.check_dialogues import check_dialogues
-from millrace.flows.preflight.check_model import Checkpoint
+from millrace.flows.preflight.check_model import Checkpoint, special_tokens
 from millrace.flows.preflight.check_prompts import rendered
 from millrace.tasks.data.own_rows import OwnRows
 
@@ -37,6 +38,7 @@ REMEDIES = {  # by the kind of reason why no row can be used
     "not UTF-8": "save the file as UTF-8; unpack it if it is compressed",
     "not text": "leave these parts out, or write as text what they show",
     "wrong type": "change the column, or name another one in the source",
+    "bad sampling": "correct the column, or set sampling_key to null",
     "too long": "shorten the prompts, or raise data.max_prompt_tokens",
 }
 ARRAY = "it is one JSON array; write an object a line, as `jq -c '.[]' FILE > FILE.jsonl` does"
@@ -130,6 +132,21 @@ class Rows:
         self.usable = [row for row, item in zip(self.usable, found, strict=True) if not item]
         return [self._none_usable()] if found and not self.usable else []
 
+    def refuse_stops(self, tokenizer: Any, *, skips_special: bool) -> list[Problem]:
+        """Refuse rows whose own stops no answer has; a problem if these are all. skips_special: of answers' texts."""
+        if tokenizer is None or not self.usable:
+            return []
+        special = special_tokens(tokenizer) if skips_special else {}
+        size = tokenizer.get_vocab_size()
+        unseen = [unseen_by_row(row.metadata, special, size) for row in self.usable]
+        self.refused += [
+            refuse(self.source, row.row, reason, str(row.metadata[SAMPLING]))
+            for row, reason in zip(self.usable, unseen, strict=True)
+            if reason
+        ]
+        self.usable = [row for row, reason in zip(self.usable, unseen, strict=True) if not reason]
+        return [] if self.usable else [self._none_usable()]
+
     def measure(self, tokenizer: Any, limit: int) -> None:
         """Count the tokens of the texts, and note the rows with more than `limit`."""
         before = len(before_text_of(tokenizer))
@@ -179,6 +196,8 @@ def check_rows(config: RunConfig, rows: Rows, model: Checkpoint) -> Iterator[Pro
     """Problems of the rows that were read, under the model's template and tokenizer; fills their texts and lengths."""
     limit, training = config.data.max_prompt_tokens, rows.field.startswith("data.")
     yield from rows.set_aside(limit)
+    sampling = config.rollout.sampling if training else cast(EvalSet, rows.source).sampling
+    yield from rows.refuse_stops(model.tokenizer, skips_special=sampling.skip_special_tokens)
     if not rows.usable:
         return
     yield from _metadata(rows)

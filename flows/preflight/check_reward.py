@@ -39,6 +39,7 @@ class RewardAnswers:
     """What a reward gave on one row: for each response by what it is, the trial, or why it has no end."""
 
     function: str = ""
+    selected: str = ""  # the field that names it
     row: PromptRow | None = None
     given: dict[str, Trial | str] = field(default_factory=dict)
 
@@ -66,10 +67,41 @@ def check_rewards(
                     name.startswith((f"{selected.field}.function", f"{selected.field}.options"))
                     for name in wrong
                 ):
-                    answers.append(RewardAnswers(selected.function.function))
+                    answers.append(RewardAnswers(selected.function.function, selected.field))
                     yield from _called(config, selected, row, answers[-1])
         yield from unknown_names(
             rows, unknown, "reward", "correct the rows, or add the reward to reward.named"
+        )
+
+
+def check_majority(
+    config: RunConfig, data: Sequence[Rows], answers: Sequence[RewardAnswers]
+) -> Iterator[Problem]:
+    """A checkpoint that is kept for a majority, of a set whose reward was called and says of no response what its answer is.
+
+    answers: as `check_rewards` filled them. A session may bring an answer that only a run sees.
+    """
+    name = config.checkpoint.keep_best or ""
+    held_out = [rows for rows in data if name == f"eval/{rows.source.name}/majority"]
+    if config.rollout.session or not held_out:
+        return
+    (rows,) = held_out
+    try:
+        fields = {select(config.reward, _own(config, rows), row.metadata).field for row in rows.usable}
+    except UnknownRewardError:
+        return  # which check_rewards names
+    asked = [tried for tried in answers if tried.selected in fields]
+    trials = [trial for tried in asked for trial in tried.given.values()]
+    if {tried.selected for tried in asked} != fields or not trials:
+        return
+    if all(
+        not isinstance(trial, str) and not trial["problem"] and trial["answer"] is None for trial in trials
+    ):
+        yield Problem(
+            "checkpoint.keep_best",
+            name,
+            f"{asked[0].function} gives a score alone, and a majority is of answers",
+            f"return RewardResult(..., answer=...) from it, or keep the best by eval/{rows.source.name}/reward_mean",
         )
 
 

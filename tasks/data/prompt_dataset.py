@@ -68,7 +68,13 @@ class PromptDataset:
     ) -> None:
         """whole: sources that are read whole, however many rows they have."""
         self.sources: dict[str, Rows] = {
-            source.name: _opened(source, config.data, tokenizer, source.name in whole)
+            source.name: _opened(
+                source,
+                config.data,
+                tokenizer,
+                source.name in whole,
+                skips_special=config.rollout.sampling.skip_special_tokens,
+            )
             for source in config.data.sources
         }
         self._config = config.data
@@ -108,22 +114,26 @@ class PromptDataset:
         return store.write_table("quarantine.parquet", table, "quarantine").record()
 
 
-def load_prompts(source: Source | EvalSet, tokenizer: PromptTokenizer, max_tokens: int) -> PromptSet:
-    """Read and tokenise one source; rows that cannot be used are quarantined with their reason."""
+def load_prompts(
+    source: Source | EvalSet, tokenizer: PromptTokenizer, max_tokens: int, *, skips_special: bool = True
+) -> PromptSet:
+    """Read and tokenise one source; rows that cannot be used are quarantined with their reason. skips_special: as of `tokenised`."""
     rows, quarantined = read_source(source)
-    read = tokenised(source, rows, tokenizer, max_tokens)
+    read = tokenised(source, rows, tokenizer, max_tokens, skips_special=skips_special)
     usable = [item for item in read if isinstance(item, UsablePrompt)]
     quarantined += [item for item in read if isinstance(item, Quarantined)]
     return PromptSet(source, usable, quarantined)
 
 
-def _opened(source: Source, data: Data, tokenizer: PromptTokenizer, whole: bool) -> Rows:
+def _opened(
+    source: Source, data: Data, tokenizer: PromptTokenizer, whole: bool, *, skips_special: bool
+) -> Rows:
     """A training source. Raises DataError if it cannot be read, or too many of its rows are unusable."""
     if source.rows or (not whole and about_rows(source) > data.stream_above_rows):
-        drawn = DrawnRows(source, data, tokenizer)
+        drawn = DrawnRows(source, data, tokenizer, skips_special=skips_special)
         _log_unusable(drawn, sum(drawn.sizes().values()))
         return drawn
-    prompts = load_prompts(source, tokenizer, data.max_prompt_tokens)
+    prompts = load_prompts(source, tokenizer, data.max_prompt_tokens, skips_special=skips_special)
     bad, total = len(prompts.quarantined), len(prompts.quarantined) + len(prompts.usable)
     _log_unusable(prompts, total)
     if not prompts.usable or bad > data.max_quarantined_share * total:

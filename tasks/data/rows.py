@@ -16,6 +16,7 @@ from millrace.core.config.data import Data, Source
 from millrace.core.config.evaluation import EvalSet
 from millrace.core.contracts.failures import Failures
 from millrace.core.contracts.rows.chat_options import chat_options
+from millrace.core.contracts.rows.own_sampling import SAMPLING
 from millrace.core.contracts.rows.prompts import (
     PromptRow,
     Quarantined,
@@ -67,10 +68,23 @@ class Rows(Protocol):
 
 
 def tokenised(
-    source: Source | EvalSet, rows: Sequence[PromptRow], tokenizer: PromptTokenizer, limit: int
+    source: Source | EvalSet,
+    rows: Sequence[PromptRow],
+    tokenizer: PromptTokenizer,
+    limit: int,
+    *,
+    skips_special: bool,
 ) -> list[Read]:
-    """Each row with its prompt's tokens; those of more than `limit` tokens cannot be used."""
+    """Each row with its prompt's tokens; rows of more than `limit` tokens, or with a stop that no answer has, cannot be used.
+
+    skips_special: whether the text of an answer has no special tokens.
+    """
     refused = {row.row: found for row in rows if (found := far_too_long(row, source, limit))}
+    for row in rows:
+        if row.row not in refused and (
+            unseen := tokenizer.unseen_by_row(row.metadata, skips_special=skips_special)
+        ):
+            refused[row.row] = refuse(source, row.row, unseen, str(row.metadata[SAMPLING]))
     read = iter(_tokenised(source, [row for row in rows if row.row not in refused], tokenizer, limit))
     return [refused[row.row] if row.row in refused else next(read) for row in rows]
 
@@ -111,9 +125,12 @@ def _dialogue(source: Source | EvalSet, row: PromptRow, reader: Dialogues, limit
 class DrawnRows:
     """A source whose rows are read as they are drawn: of large files, or of a user's function."""
 
-    def __init__(self, source: Source, data: Data, tokenizer: PromptTokenizer) -> None:
-        """Reads the first rows. Raises DataError if too many of them are unusable."""
+    def __init__(
+        self, source: Source, data: Data, tokenizer: PromptTokenizer, *, skips_special: bool
+    ) -> None:
+        """Reads the first rows. skips_special: as of `tokenised`. Raises DataError if too many of them are unusable."""
         self._source, self._data, self._tokenizer = source, data, tokenizer
+        self._skips_special = skips_special
         self._rows: AddressedRows | OwnRows = OwnRows(source) if source.rows else AddressedRows(source)
         self._lock = threading.Lock()
         self._seen = self._bad = 0  # rows read so far; one that is read again counts again
@@ -146,7 +163,13 @@ class DrawnRows:
         rows = self._rows
         items = rows.read(level, numbers) if isinstance(rows, OwnRows) else rows.read(numbers)
         usable = [item for item in items if isinstance(item, PromptRow)]
-        read = tokenised(self._source, usable, self._tokenizer, self._data.max_prompt_tokens)
+        read = tokenised(
+            self._source,
+            usable,
+            self._tokenizer,
+            self._data.max_prompt_tokens,
+            skips_special=self._skips_special,
+        )
         found = iter(read)
         result: list[Read] = [next(found) if isinstance(item, PromptRow) else item for item in items]
         if self._labelled:

@@ -60,7 +60,9 @@ class Prompts:
         """The usable prompts of an evaluation set."""
         if held_out.name not in self._held_out:
             limit = self.config.data.max_prompt_tokens
-            self._held_out[held_out.name] = load_prompts(held_out, self.tokenizer, limit)
+            self._held_out[held_out.name] = load_prompts(
+                held_out, self.tokenizer, limit, skips_special=held_out.sampling.skip_special_tokens
+            )
         return self._held_out[held_out.name]
 
     def read_whole(self, sources: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from millrace.core.contracts.task_records import FileRecord, StepMetrics
 from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.errors import ActorLostError
 from millrace.core.logprob_gap import LogprobGuard
+from millrace.core.model_folder.served_files import ALONE, Served
 
 log = logging.getLogger(__name__)
 FAILED_ALONE_S = (
@@ -203,10 +204,10 @@ class TrainerProxy:
         """Write the weights as a Hugging Face folder that all ranks see."""
         await self._ranks.call(TrainerRank.export, directory, version)
 
-    async def upload(self, url: str, version: int, ends: Sequence[int] = ()) -> list[FileRecord]:
-        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. ends: tokens at which its
-        answers end too."""
-        written = await self._ranks.call(TrainerRank.upload, url, version, list(ends))
+    async def upload(self, url: str, version: int, served: Served = ALONE) -> list[FileRecord]:
+        """Write the weights as a Hugging Face folder in any storage; returns its files, relative to it. served: how the run asked
+        its engines."""
+        written = await self._ranks.call(TrainerRank.upload, url, version, served)
         return [file for rank in written for file in rank["files"]]
 
     async def bucket(self, version: int, number: int, size: int, share: bool) -> Sequence[WeightBucket]:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import requests.utils
 
-from millrace.core.own_addresses import NAMES, reach_own_directly, without_proxy
+from millrace.core.own_addresses import NAMES, reach_directly, reach_own_directly, without_proxy
 
 DEAD = "http://127.0.0.1:9"
 ENVIRONMENTS: dict[str, dict[str, str]] = {
@@ -58,6 +58,16 @@ def test_this_hosts_addresses_are_reached_without_the_proxy(environment: dict[st
     for item in ",".join(environment.get(name, "") for name in NAMES).split(","):
         assert item.strip() in os.environ["NO_PROXY"]
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
+
+
+def test_addresses_of_nodes_are_added_to_what_was_said_before(environment: dict[str, str]) -> None:
+    reach_own_directly()
+    before = os.environ["NO_PROXY"].split(",")
+    reach_directly(["10.1.2.3", "10.1.2.4", before[0]])
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+    assert os.environ["NO_PROXY"].split(",") == [*before, "10.1.2.3", "10.1.2.4"]
+    for host in ("10.1.2.3", "10.1.2.4"):
+        assert urllib.request.proxy_bypass(host)
 
 
 def test_without_a_proxy_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

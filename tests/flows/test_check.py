@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typer.testing import CliRunner, Result
 from millrace.core.config.reading.load import load_config
 from millrace.flows.cli import app
 from millrace.flows.preflight.check import check
-from tests.support.wrong_configs import TEXTS, WRONG
+from tests.support.wrong_configs import TEXTS, VOTED, WRONG
 
 HEAVY = ("torch", "prefect", "ray", "mlflow", "megatron", "transformers")
 
@@ -42,6 +43,24 @@ def test_a_good_configuration_gets_its_plan() -> None:
     assert result.exit_code == 0, result.output
     for part in ("8 prompts", "32 samples", "2 steps of 16", "weight versions 1 .. 8", "dp 1", "float32"):
         assert part in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "reward.function=millrace.core.rewards.text:exact_match",
+        "reward.function=play:voted",
+        "reward={function: play:score, named: [{name: other, function: play:voted}]}",
+        "evaluation.sets.0.reward.function=play:voted",
+    ],
+)
+def test_a_majority_of_answers_may_choose_the_best(place: Path, reward: str) -> None:
+    rows = (place / "train.jsonl").read_text().splitlines()
+    other = {**json.loads(rows[0]), "metadata": {"reward": "other"}}
+    (place / "held_out.jsonl").write_text("\n".join([rows[0], json.dumps(other), ""]))
+    own = "evaluation.sets.0.path=held_out.jsonl"
+    result = run("run.yaml", *VOTED, reward, own, "data.sources.0.metadata_key=metadata")
+    assert "checkpoint.keep_best" not in result.output, result.output
 
 
 def test_the_plan_says_how_a_rollout_of_several_turns_goes_on() -> None:

@@ -24,6 +24,9 @@ class Counter:
     def state(self) -> dict[str, Any]:
         return {"value": self.value, "busy": self.busy, "index": self.index}
 
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     def add(self, amount: int) -> int:
         self.value += amount
         return self.value

@@ -18,6 +18,7 @@ GOOD: dict[str, Any] = {
     "evaluation": {"sets": [{"name": "held_out", "path": "train.jsonl"}]},
 }
 
+VOTED = ["checkpoint.keep_best=eval/held_out/majority", "evaluation.sets.0.samples_per_prompt=2"]
 TIS = "algorithm.correction.kind=truncate"
 PLAY = '''
 class Game:
@@ -28,6 +29,13 @@ async def play(session):
 
 async def alone():
     pass
+
+def score(sample):
+    return 0.5
+
+def voted(sample):
+    import millrace
+    return millrace.RewardResult(0.5, answer="")
 
 def look(where: str) -> str:
     """Look somewhere."""
@@ -333,6 +341,13 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("a checkpoint that never comes",
      ["run.iterations=10", "checkpoint.every=4", "checkpoint.keep_every=9"], "checkpoint.keep_every"),
     ("a metric that nothing makes", ["checkpoint.keep_best=eval/nowhere/reward_mean"], "checkpoint.keep_best"),
+    ("a majority of one sample", ["checkpoint.keep_best=eval/held_out/majority"], "checkpoint.keep_best"),
+    ("a majority without answers", [*VOTED, "reward.function=millrace.core.rewards.text:contains"],
+     "checkpoint.keep_best"),
+    ("a majority without answers in the set's reward",
+     [*VOTED, "evaluation.sets.0.reward.function=millrace.core.rewards.text:contains"], "checkpoint.keep_best"),
+    ("a majority without answers in a reward of the user's", [*VOTED, "reward.function=play:score"],
+     "checkpoint.keep_best"),
 ]  # fmt: skip
 
 TEXTS: list[tuple[str, str, str]] = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,9 @@ from millrace.connectors.megatron.weights.hf_tensors import (
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.store import split_url
 from millrace.core.architecture import Architecture, architecture
-from millrace.core.model_folder.ends import name_ends
+from millrace.core.model_folder.served_files import ALONE, Served, write_side_files
 from millrace.core.model_folder.tensors import INDEX, weight_tensors
 from millrace.core.plain_text import json_text
-
-SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
 
 
 class Checkpoint:
@@ -73,11 +70,11 @@ def load_hf(model: PolicyModel, folder: str, hf: dict[str, Any], field: str = "m
 
 
 def export_hf(
-    model: PolicyModel, hf: dict[str, Any], source: str, directory: str, ends: Sequence[int] = ()
+    model: PolicyModel, hf: dict[str, Any], source: str, directory: str, served: Served = ALONE
 ) -> dict[str, Any]:
     """Write a Hugging Face folder: safetensors of every stage, index, config and tokenizer. Renamed into place at the end.
 
-    ends: tokens at which its answers end, whatever the source's files name.
+    served: how the run asked its engines.
     All ranks must call it, and all that write must see the same directory. Returns the bytes written by this rank.
     """
     target = Path(directory)
@@ -86,7 +83,7 @@ def export_hf(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
-    written = _write(model, hf, source, aside, ends)
+    written = _write(model, hf, source, aside, served)
     if dist.get_rank() == 0:
         if target.exists():
             shutil.rmtree(target)
@@ -96,7 +93,7 @@ def export_hf(
 
 
 def upload_hf(
-    model: PolicyModel, hf: dict[str, Any], source: str, url: str, ends: Sequence[int] = ()
+    model: PolicyModel, hf: dict[str, Any], source: str, url: str, served: Served = ALONE
 ) -> dict[str, Any]:
     """Write the same to a folder of any storage: every rank uploads its files, each whole, from its node's disk.
 
@@ -105,14 +102,14 @@ def upload_hf(
     """
     store, name = split_url(url)
     with temporary_folder("millrace-export") as local:
-        written = _write(model, hf, source, Path(local), ends)
+        written = _write(model, hf, source, Path(local), served)
         entries = store.upload_dir(local, name)
     files = [entry.model_copy(update={"path": entry.path.removeprefix(f"{name}/")}) for entry in entries]
     return {**written, "files": [file.record() for file in files]}
 
 
 def _write(
-    model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, ends: Sequence[int]
+    model: PolicyModel, hf: dict[str, Any], source: str, folder: Path, served: Served
 ) -> dict[str, Any]:
     """Write this rank's part of a Hugging Face folder; rank 0 returns after the others have written theirs.
 
@@ -130,14 +127,14 @@ def _write(
     files_of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files_of_ranks, (file, {name: tensor.nbytes for name, tensor in tensors.items()}))
     if dist.get_rank() == 0:
-        _finish(folder, source, files_of_ranks)
+        _finish(folder, files_of_ranks)
+        write_side_files(folder, source, served)
         _name_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
-        name_ends(folder, ends)
     return {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
-def _finish(folder: Path, source: str, files_of_ranks: list[Any]) -> None:
-    """Rank 0's part: rename the only file, or write the index of them all; copy config and tokenizer.
+def _finish(folder: Path, files_of_ranks: list[Any]) -> None:
+    """Rank 0's part: rename the only file, or write the index of them all.
 
     An only file is rank 0's own, since that rank holds the embedding.
     """
@@ -149,10 +146,6 @@ def _finish(folder: Path, source: str, files_of_ranks: list[Any]) -> None:
     else:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
-    for pattern in SIDE_FILES:
-        for path in Path(source).glob(pattern):
-            if path.name != INDEX and not (folder / path.name).exists():
-                shutil.copy(path, folder / path.name)
 
 
 def _name_dtype(path: Path, dtype: str) -> None:

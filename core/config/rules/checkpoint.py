@@ -40,7 +40,15 @@ def _keep_best(config: RunConfig) -> Iterator[Problem]:
             else (*FIGURES, *(f"pass_at_{k}" for k in powers(held_out.samples_per_prompt)))
         )
     ]
-    if c.keep_best not in made:
+    alone = [held_out.name for held_out in e.sets if held_out.samples_per_prompt < 2]
+    if c.keep_best in [f"eval/{name}/majority" for name in alone]:
+        yield Problem(
+            "checkpoint.keep_best",
+            c.keep_best,
+            "there is no majority of one sample a prompt",
+            "set samples_per_prompt of the set to 2 or more, or keep the best by its reward_mean",
+        )
+    elif c.keep_best not in made:
         yield Problem(
             "checkpoint.keep_best",
             c.keep_best,

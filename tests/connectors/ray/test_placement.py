@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import ray
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, ConfigError
+from millrace.core.own_addresses import NAMES
 from millrace.tasks.runtime.network_check import check_network
 from tests.support.held_parts import Counter
 from tests.support.ray_nodes import RayNodes, ray_nodes, token_of
@@ -23,6 +25,7 @@ if sys.platform != "linux":
     pytest.skip("other systems have one loopback address", allow_module_level=True)
 
 HELD = {"start": 1}
+DEAD = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,32 @@ async def test_apart_every_actor_sees_its_own_gpus_and_is_found_where_it_was_put
     assert [place.node for place in later.places("trainer")] == [state["node"] for state in states]
     assert [place.environment for place in later.places("engine")] == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
     assert await actors.find_alive("engine", 0, Counter)
+
+
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {"HTTP_PROXY": DEAD}})
+def unproxied() -> str:
+    return os.environ["NO_PROXY"]
+
+
+async def test_a_proxy_is_not_asked_for_the_clusters_nodes(
+    nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the driver, in its actors, and in processes for tasks on a node whose environment has a proxy."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HTTP_PROXY", DEAD)
+    cluster.start_or_join(nodes.address, "proxied")
+    try:
+        reservation = placement.Reservation(config(nodes, trainer={"device": "cpu"}))
+        actor = make("trainer", reservation.places("trainer"))[0]
+        in_actor = await actor.call(Counter.variable, "NO_PROXY")
+        for said in (os.environ["NO_PROXY"], in_actor or "", ray.get(unproxied.remote())):
+            assert {"127.0.0.2", "127.0.0.3"} <= set(said.split(","))
+            assert "judge.example.org" not in said
+    finally:
+        await actors.end()
+        placement.release()
+        cluster.leave()
 
 
 async def test_colocated_ranks_and_engine_see_the_same_gpus(joined_nodes: RayNodes) -> None:
