@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from functools import partial
 from uuid import UUID
 
 import httpx
+from prefect import Task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
     FlowRunFilterParentFlowRunId,
+    FlowRunFilterStartTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
     TaskRunFilter,
@@ -26,7 +29,14 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, PrefectHTTPStatusError
 from prefect.states import Cancelled, Crashed
 
-__all__ = ["cancel_ended", "of_deployment", "settle_dead", "until_suspended"]
+__all__ = [
+    "cancel_ended",
+    "cancel_interrupted",
+    "count_apart",
+    "of_deployment",
+    "settle_dead",
+    "until_suspended",
+]
 
 log = logging.getLogger(__name__)
 NEWEST = 50  # flow runs of a run that are asked about
@@ -69,6 +79,27 @@ async def until_suspended() -> Pause:
                 state = (await client.read_flow_run(context.flow_run.id)).state
                 if state is not None and state.is_paused():
                     return Pause(state=state)
+
+
+MOST_SUBFLOWS = 1_000_000  # of one start
+
+
+def count_apart(subflow: Callable[..., object], start: int) -> None:
+    """Have this start's runs of a subflow be new ones. start: its number among the starts of the flow run.
+
+    Prefect finds subflow runs again by their order. After a pause the first one would be taken for the first before it, and
+    its time would begin there.
+    """
+    context = FlowRunContext.get()
+    assert context is not None
+    context.task_run_dynamic_keys[Task(fn=subflow).task_key] = start * MOST_SUBFLOWS
+
+
+def cancel_interrupted(flow_run_id: str, since: datetime, message: str) -> None:
+    """Mark what a flow run had at work since then, and was interrupted, as cancelled; the flow run itself keeps its state."""
+    with contextlib.suppress(*UNANSWERED), get_client(sync_client=True) as client:
+        types = [*AT_WORK_TYPES, *BY_SIGNAL_TYPES]
+        _settle_subflows(client, UUID(flow_run_id), lambda: Cancelled(message=message), types, since)
 
 
 def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
@@ -117,8 +148,21 @@ def _settle(
     client: SyncPrefectClient, flow_run_id: UUID, state: Callable[[], State[None]], types: list[StateType]
 ) -> None:
     """Set the state of a flow run, and of its subflows and their task runs that are in a state of these types."""
+    _settle_subflows(client, flow_run_id, state, types)
+    client.set_flow_run_state(flow_run_id, state(), force=True)
+
+
+def _settle_subflows(
+    client: SyncPrefectClient,
+    flow_run_id: UUID,
+    state: Callable[[], State[None]],
+    types: list[StateType],
+    since: datetime | None = None,
+) -> None:
+    """The same of its subflows alone, of those that began since then."""
     parent = FlowRunFilterParentFlowRunId(any_=[flow_run_id])
-    children = FlowRunFilter(parent_flow_run_id=parent, state=_of(types))
+    begun = FlowRunFilterStartTime(after_=since) if since else None
+    children = FlowRunFilter(parent_flow_run_id=parent, state=_of(types), start_time=begun)
     for child in client.read_flow_runs(flow_run_filter=children):
         tasks = client.read_task_runs(
             flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[child.id])),
@@ -127,4 +171,3 @@ def _settle(
         for task in tasks:
             client.set_task_run_state(task.id, state(), force=True)
         client.set_flow_run_state(child.id, state(), force=True)
-    client.set_flow_run_state(flow_run_id, state(), force=True)

@@ -111,6 +111,19 @@ def half_interval(groups: Sequence[Sequence[float]]) -> float | None:
     return Z_95 * math.sqrt(variance * len(groups) / (len(groups) - 1))
 
 
+def difference(
+    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
+) -> tuple[float, float | None]:
+    """Mean difference of the rewards of the same prompts, and half of its 95 % interval. Each holds rewards by prompt.
+
+    Paired by prompt: how hard a prompt is is in neither, so a smaller gain shows than in two means. Miller 2024, equation 7.
+    """
+    both = sorted(before.keys() & after.keys())
+    assert both, "they answer the same prompts"
+    gains = [[statistics.fmean(after[prompt]) - statistics.fmean(before[prompt])] for prompt in both]
+    return statistics.fmean(gain for (gain,) in gains), half_interval(gains)
+
+
 def _pass_at(groups: Sequence[Sequence[Answer]], correct_from: float, k: int) -> float | None:
     """Over prompts with at least k answers; None if there are none."""
     values = [

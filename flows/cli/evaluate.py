@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from millrace.flows.cli.terminal import Overrides, RootOption, console, guarded, lines_before_prefect
+from millrace.flows.cli.tables import CsvOption, JsonOption, print_listing
+from millrace.flows.cli.terminal import Overrides, RootOption, guarded, lines_before_prefect, print_lines
 
 
 def evaluate(
@@ -23,15 +23,23 @@ def evaluate(
     at: Annotated[
         int | None, typer.Option("--at", help="After this many iterations of the run; the newest by default.")
     ] = None,
+    against: Annotated[
+        int | None,
+        typer.Option(
+            help="Answer them by the weights after this many iterations too, and print the difference, paired by prompt."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the rows, a Parquet file a set.")] = None,
     root: RootOption = "runs",
+    json: JsonOption = False,
+    csv: CsvOption = False,
 ) -> None:
     """Answer held-out sets with stored weights; print reward, interval, pass@k and the majority."""
     from millrace.connectors.storage.run_folder import RunFolder
     from millrace.core.errors import ConfigError
-    from millrace.flows.tools.evaluate import Evaluated, evaluate_folder, evaluate_run
+    from millrace.flows.tools.evaluate import Evaluated, evaluate_folder, evaluate_run, figures_of
 
-    def run() -> Evaluated:
+    def run() -> list[Evaluated]:
         if Path(model).name == model and RunFolder(root, model).store.exists("run.json"):
             if config or overrides:
                 raise ConfigError(
@@ -39,38 +47,24 @@ def evaluate(
                     where=f"eval {model}",
                     remedy="leave out --config and overrides, or name an export's folder in its place",
                 )
-            return evaluate_run(root, model, at, sets or [], out)
+            before = [] if against is None else [evaluate_run(root, model, against, sets or [], out)]
+            return [*before, evaluate_run(root, model, at, sets or [], out)]
+        if against is not None:
+            raise ConfigError(
+                "a folder has one state of the weights",
+                where="--against",
+                remedy="leave it out, or name a run",
+            )
         if config is None and (Path(model) / "config.json").exists():
             raise ConfigError(
                 "which sets are to be answered, and how, is not said",
                 where=f"eval {model}",
                 remedy="give --config FILE with evaluation.sets",
             )
-        return evaluate_folder(Path(model), config or Path("run.yaml"), overrides or [], sets or [], out)
+        return [evaluate_folder(Path(model), config or Path("run.yaml"), overrides or [], sets or [], out)]
 
     with lines_before_prefect():
         found = guarded(run)
-    table = Table("set", "samples", "reward", "± 95 %", "majority", "pass@k", "truncated", "not scored")
-    for name, figures in found.sets.items():
-        parts = {name: figures, **{f"{name}/{key}": part for key, part in figures.get("subsets", {}).items()}}
-        for shown, part in parts.items():
-            passes = ", ".join(f"{k}: {value:.3f}" for k, value in part.get("pass_at", {}).items())
-            table.add_row(
-                shown,
-                str(part["samples"]),
-                _figure(part["reward_mean"]),
-                _figure(part.get("interval")),
-                _figure(part.get("majority")),
-                passes,
-                _share(part.get("truncated_share")),
-                str(part.get("not_scored", "")),
-            )
-    console.print(f"{model}, {found.done} iterations trained", table)
-
-
-def _figure(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else ""
-
-
-def _share(value: object) -> str:
-    return f"{value:.0%}" if isinstance(value, float) else ""
+    if not (json or csv):
+        print_lines([f"{model}, {found[-1].done} iterations trained"])
+    print_listing(figures_of(found), json, csv)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypedDict, cast
 
@@ -18,7 +19,12 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from millrace.connectors.prefect.flow_run_state import cancel_ended, of_deployment, until_suspended
+from millrace.connectors.prefect.flow_run_state import (
+    cancel_ended,
+    cancel_interrupted,
+    of_deployment,
+    until_suspended,
+)
 from millrace.connectors.prefect.run_errors import log_errors_once
 from millrace.connectors.prefect.run_events import emit_run_event
 from millrace.connectors.prefect.run_page import log_to_page, tags
@@ -47,7 +53,7 @@ from millrace.core.plain_text import take_any_text
 from millrace.core.waits.deadline import in_own_thread
 from millrace.flows.driver.fingerprints import own_modules
 from millrace.flows.driver.interruption import in_command, interrupted_by, on_signal
-from millrace.flows.driver.iteration_slots import IterationSlot, run_iterations
+from millrace.flows.driver.iteration_slots import IterationSlot, begin_subflows, run_iterations
 from millrace.flows.driver.named_model import ModelHere, model_here
 from millrace.flows.driver.run_record import (
     finish_run_record,
@@ -95,9 +101,14 @@ async def drive(
     collect_whole_when_asked()
     log_to_page()
     log_errors_once(by_command=in_command())
+    began = datetime.now(UTC)
     try:
         with on_signal(driver.cancel):
             return await _drive(config, iteration, flow_name)
+    except Pause:
+        message = "Paused. What finished is kept; after Resume it goes on as a flow run of its own."
+        await asyncio.to_thread(cancel_interrupted, str(flow_run.id), began, message)
+        raise
     except asyncio.CancelledError:
         by = interrupted_by()
         if by is None or of_deployment():
@@ -166,6 +177,7 @@ async def _drive(
         )  # which may refuse: nothing of this start is in the iterations yet
         first = await asyncio.to_thread(runtime.run_folder.take_over)
         try:
+            begin_subflows(attempt)
             with tags(*run_tags(config)):
                 await run_iterations(
                     partial(iteration, runtime),

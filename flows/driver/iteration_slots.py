@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from prefect import Flow
 
+from millrace.connectors.prefect.flow_run_state import count_apart
 from millrace.connectors.prefect.run_page import untagged
 from millrace.connectors.ray.task_runs import JoinedRayTaskRunner
 from millrace.core.config import RunConfig
@@ -238,6 +239,11 @@ async def _run_flow(work: Work, slot: IterationSlot, flow: Flow[[int], Coroutine
     """
     _work.set(partial(work, slot=slot))
     await flow(slot.index)
+
+
+def begin_subflows(attempt: int) -> None:
+    """Have the iterations of this attempt be flow runs of their own, also where an earlier one of the same flow run had as many."""
+    count_apart(_iteration, attempt)
 
 
 def _flow(config: RunConfig, name: str, index: int) -> Flow[[int], Coroutine[Any, Any, None]]:

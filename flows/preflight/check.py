@@ -51,6 +51,7 @@ class Checked:
     config: RunConfig
     problems: list[Problem]
     data: list[Rows]
+    absent: list[Rows] = field(default_factory=list)  # that run.prepare is to make
     model: Checkpoint = field(default_factory=Checkpoint)
     run: StoredRun = field(default_factory=StoredRun)
     rewards: list[RewardAnswers] = field(default_factory=list)
@@ -90,11 +91,11 @@ def checked(config: RunConfig, before: Sequence[Problem] = (), prepared: bool = 
     _add(problems, rules.problems(config), stood_in)
     wrong_fields = {problem.field for problem in problems}
     data = [rows for rows in sources(config) if rows.place not in wrong_fields]
-    if may_be_made:
-        data = [rows for rows in data if rows.function or not is_absent(rows.source.path)]
+    absent = [rows for rows in data if may_be_made and not rows.function and is_absent(rows.source.path)]
+    data = [rows for rows in data if rows not in absent]
     referred = [*check_references(config)]  # before a function of rows is called, which gets its secrets
     data = [rows for rows in data if not _lacks_secret(rows, referred)]
-    found = Checked(config, problems, data)
+    found = Checked(config, problems, data, absent)
     touches = _touches(found, wrong_fields)
     needed = needs()
     later = [*check_versions(needed, installed([item.name for item in needed]))]

@@ -142,6 +142,9 @@ def data(found: Checked) -> Iterator[Line]:
             if isinstance(source, EvalSet) and not found.config.algorithm.supervised:
                 text += f"; {_answers(found.config, source)}"
             yield f"evaluation {source.name}", text
+    for rows in found.absent:
+        maker = found.config.run.prepare.function if found.config.run.prepare else ""
+        yield rows.place, f"{rows.origin} is not there: the start fails unless run.prepare ({maker}) makes it"
 
 
 def _answers(config: RunConfig, held_out: EvalSet) -> str:

@@ -17,6 +17,7 @@ from millrace.connectors.storage.lease import holder_of
 from millrace.connectors.storage.manifests.summaries import Committed
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.core.config.pipeline import Pipeline
 from millrace.core.config.reading.stored import lifted
 from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
@@ -192,6 +193,8 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
         facts["error"] = error
     if preset := settings["algorithm"].get("preset"):
         facts["preset"] = preset
+    if text := _pipeline(settings.get("pipeline", {})):
+        facts["pipeline"] = text
     facts["checkpoints"] = _after(str(number) for number in folder.complete_checkpoints())
     facts["exports"] = _after(str(int(name)) for name in folder.store.folders("exports"))
     if "parent" in record:
@@ -214,6 +217,12 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
         if stall := attempt.get("stalled"):
             facts["ended by a stall"] = f"{stall['waited_for']}: {stall['reason']}"
     return facts
+
+
+def _pipeline(settings: Mapping[str, Any]) -> str:
+    """What of a run's pipeline is not as usual: how far it goes ahead of the trainer, and how old tokens may be. Empty if nothing is."""
+    usual = Pipeline().model_dump(mode="json")
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if value != usual.get(name))
 
 
 def _after(iterations: Iterable[str]) -> str:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
     from millrace.connectors.prefect.deployments import Described, Pool
 
+BUTTONS = (
+    "Name the run in `run.name`: the form's Run Name is not used. "
+    "Pause ends the processes within seconds and keeps what finished. Nothing resumes by itself, whatever the page says: press Resume "
+    "within the pause's time, and Retry after it."
+)  # what a description says beside its own
 TAG = "millrace"  # of all deployments, by which automations know their runs
 FILES = Path(str(resources.files("millrace.deployments")))
 
@@ -97,7 +102,7 @@ def all_deployments(files: Sequence[Path], with_recipes: bool = False) -> list[D
         {
             "name": item["name"],
             "entrypoint": item["entrypoint"],
-            "description": item["description"],
+            "description": _with_buttons(item["description"]),
             "tags": item["tags"],
             "parameters": {},
         }
@@ -119,7 +124,7 @@ def of_recipe(path: Path) -> Described:
     return {
         "name": path.stem,
         "entrypoint": "millrace.flows.from_file.train_recipe",
-        "description": "\n".join(comment_of(path)),
+        "description": _with_buttons("\n".join(comment_of(path))),
         "tags": _tags(load_config(str(path))),
         "parameters": {"config": read_files(str(path)), "overrides": []},
     }
@@ -131,7 +136,9 @@ def of_file(path: Path) -> Described:
     return {
         "name": config.run.name,
         "entrypoint": "millrace.flows.from_file.train_file",
-        "description": f"The run of {path}, which is read when it starts. The overrides are fields as behind `millrace train`.",
+        "description": _with_buttons(
+            f"The run of {path}, which is read when it starts. The overrides are fields as behind `millrace train`."
+        ),
         "tags": _tags(config),
         "parameters": {"path": str(path), "overrides": []},
     }
@@ -141,6 +148,10 @@ def shown_name(described: Described) -> str:
     """The name by which Prefect's commands know a deployment: flow/name."""
     flow = described["entrypoint"].rpartition(".")[2].partition("_")[0]
     return f"{flow}/{described['name']}"
+
+
+def _with_buttons(about: str) -> str:
+    return f"{about}\n\n{BUTTONS}"
 
 
 def _tags(config: RunConfig) -> list[str]:

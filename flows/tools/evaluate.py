@@ -10,7 +10,11 @@ import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from millrace.connectors.ray import cluster
 from millrace.connectors.storage.own_folders import temporary_folder
@@ -20,15 +24,17 @@ from millrace.core.config.parts.problems import render_problems
 from millrace.core.config.reading.load import load_config
 from millrace.core.contracts.task_records import EvaluatedSet
 from millrace.core.errors import ConfigError, StorageError
+from millrace.core.evaluation.figures import difference
 from millrace.core.hooks import search_in
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.driver.weights_type import of_new_run
 from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks, ranks_alone
 from millrace.tasks.context import IterationContext
-from millrace.tasks.evaluate import evaluate_version
+from millrace.tasks.evaluate import UNSCORED, evaluate_version
 from millrace.tasks.runtime.gpu_memory import StoredWeights
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.runtime.trainer import bring_up
@@ -43,6 +49,29 @@ class Evaluated:
     done: int
     version: int
     sets: dict[str, EvaluatedSet]
+    rewards: dict[str, dict[str, list[float]]]  # by set and prompt
+
+
+def figures_of(found: Sequence[Evaluated]) -> Listing:
+    """A row for each set and subset; of a second evaluation besides how each set differs from the first, prompt by prompt."""
+    most = {k for each in found for figures in each.sets.values() for k in figures["pass_at"]}
+    passes = sorted(most, key=int)
+    columns = ["set", "iterations", "samples", "reward", "± 95 %", "majority", *(f"pass@{k}" for k in passes)]
+    rows: list[Sequence[Any]] = []
+    for each in found:
+        for name, figures in each.sets.items():
+            subsets = {f"{name}/{key}": part for key, part in figures["subsets"].items()}
+            for shown, part in {name: figures, **subsets}.items():
+                at = [part.get("pass_at", {}).get(k) for k in passes]
+                own = [part["samples"], part["reward_mean"], part.get("interval"), part.get("majority"), *at]
+                rows.append([shown, each.done, *own, part.get("truncated_share"), part.get("not_scored")])
+    for before, after in pairwise(found):
+        for name, rewards in after.rewards.items():
+            if rewards and before.rewards[name]:
+                gain, interval = difference(before.rewards[name], rewards)
+                changed = [name, f"{after.done} - {before.done}", None, gain, interval]
+                rows.append([*changed, *[None] * (len(columns) + 2 - len(changed))])
+    return Listing([*columns, "truncated", "not scored"], rows)
 
 
 def evaluate_run(root: str, run: str, at: int | None, sets: Sequence[str], out: Path | None) -> Evaluated:
@@ -126,13 +155,24 @@ def _evaluate(
         raise ConfigError(render_problems(problems))
     runtime = Runtime(config, StoredWeights)
     record = asyncio.run(_answered(runtime, done, version))
-    if out:
-        for name in record:
+    rewards: dict[str, dict[str, list[float]]] = {}
+    for name in record:
+        stored = Path(config.storage.root) / config.run.name / "eval" / name / f"{done:06d}.parquet"
+        rewards[name] = _rewards(stored)
+        if out:
             target = out / f"{name}-{done:06d}.parquet"
             target.parent.mkdir(parents=True, exist_ok=True)
-            stored = Path(config.storage.root) / config.run.name / "eval" / name / f"{done:06d}.parquet"
             shutil.copyfile(stored, target)
-    return Evaluated(done, version, record)
+    return Evaluated(done, version, record, rewards)
+
+
+def _rewards(stored: Path) -> dict[str, list[float]]:
+    """The rewards of a stored set by prompt; one that could not be scored is 0, one that was not generated is in none."""
+    found: dict[str, list[float]] = {}
+    for row in pq.read_table(stored, columns=["prompt_id", "reward", "scoring"]).to_pylist():
+        if row["reward"] is not None or row["scoring"] in UNSCORED:
+            found.setdefault(row["prompt_id"], []).append(row["reward"] or 0.0)
+    return found
 
 
 async def _answered(runtime: Runtime, done: int, version: int) -> dict[str, EvaluatedSet]:

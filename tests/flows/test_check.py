@@ -156,7 +156,11 @@ def test_what_prepare_will_make_may_be_missing_until_it_ran() -> None:
     assert check(config) == []
     fields = {problem.field for problem in check(config, prepared=True)}
     assert fields == {"model.path", "data.sources.sums.path"}
-    assert run("run.yaml", *changes).exit_code == 0
+    said = run("run.yaml", *changes)
+    assert said.exit_code == 0
+    maker = "the start fails unless run.prepare (millrace.flows.quickstart:prepare) makes it"
+    (line,) = [line for line in said.output.splitlines() if maker in line]
+    assert line.split() == ["data.sources.sums.path", *f"later.jsonl is not there: {maker}".split()]
 
 
 def test_a_teacher_that_prepare_will_make_may_be_missing_until_it_ran() -> None:

@@ -20,7 +20,7 @@ from millrace.core.contracts.tracker import run_tags, with_run_tags
 from millrace.core.errors import ConfigError
 from millrace.flows import from_file, sft, train
 from millrace.flows.from_file import name_of_file
-from millrace.flows.tools.deploy import FILES, TAG, all_deployments, deploy, pool_of, shown_name
+from millrace.flows.tools.deploy import BUTTONS, FILES, TAG, all_deployments, deploy, pool_of, shown_name
 
 RECIPES = sorted((FILES / "recipes").glob("*.yaml"))
 POOLS = ("docker", "kubernetes", "process")
@@ -90,6 +90,18 @@ def test_the_form_of_a_recipe_is_filled_in_with_what_it_says(path: Path, deploym
     assert given["overrides"] == []
     assert set(made["tags"]) == {TAG, *run_tags(config)}
     assert made["description"].splitlines()[0] == path.read_text().splitlines()[0].removeprefix("# ")
+
+
+def test_every_description_says_how_a_run_is_named_and_that_nothing_resumes_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    values = {"run": {"name": "b"}, "model": {"path": "m"}, "data": {"sources": [{"path": "p"}]}}
+    file.write_text(yaml.safe_dump({**values, "reward": {"function": "a:b"}}))
+    made = all_deployments([file], with_recipes=True)
+    assert {item["name"] for item in made} >= {"train", "file", "sft", "b", *(path.stem for path in RECIPES)}
+    for item in made:
+        about, _, buttons = item["description"].rpartition("\n\n")
+        assert about
+        assert buttons == BUTTONS
 
 
 def test_overrides_of_a_recipe_are_set_as_behind_the_file(deployments: dict[str, Any]) -> None:

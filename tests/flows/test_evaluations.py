@@ -93,15 +93,15 @@ def test_a_folder_answers_the_sets_of_a_configuration_with_pass_at_k_and_subsets
     (export,) = (whole / "exports").iterdir()
     said = workplace.call(
         *("eval", str(export), f"evaluation.sets={json.dumps(sets)}", "--config", "run.yaml"),
-        *("--set", "sums", "--out", str(tmp_path / "rows")),
+        *("--set", "sums", "--out", str(tmp_path / "rows"), "--json"),
     )
     found = evaluated(tmp_path / "rows" / "sums-000000.parquet")
     assert not (tmp_path / "rows" / "other-000000.parquet").exists()
     assert Counter(row["subset"] for row in found) == {"a": 12, "b": 12}
-    mean = sum(row["reward"] for row in found) / 24
-    assert f"{mean:.3f}" in said
-    assert "4: " in said
-    assert "sums/a" in said
+    (shown,) = [row for row in json.loads(said[said.index("[") :]) if row["set"] == "sums"]
+    assert shown["reward"] == pytest.approx(sum(row["reward"] for row in found) / 24)
+    assert {"pass@1", "pass@2", "pass@4", "majority", "± 95 %"} <= shown.keys()
+    assert '"sums/a"' in said
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,8 @@ def test_a_folder_answers_the_sets_of_a_configuration_with_pass_at_k_and_subsets
         (["a", "run.seed=1"], "a run is evaluated as it was configured"),
         (["model"], "give --config FILE with evaluation.sets"),
         (["nothing"], "there is no run of this name"),
+        (["model", "--config", "run.yaml", "--against", "1"], "a folder has one state of the weights"),
+        (["a", "--against", "9"], "ask for 0 <= at <= 3"),
         (["model", "evaluation.sets=[]", "--config", "run.yaml"], "there are no held-out sets"),
     ],
 )

@@ -10,21 +10,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prefect import task
+from prefect import flow, task
 from prefect._internal.result_records import ResultRecord
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, FlowRunFilterParentFlowRunId
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow_async
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
+from prefect.states import Suspended
 
 from millrace.connectors.prefect.record_storage import kept_at, save_record_storage
 from millrace.core.config import RunConfig
 from millrace.flows.driver import iteration_slots
-from millrace.flows.driver.iteration_slots import IterationSlot, Progress, Stage, run_iterations
+from millrace.flows.driver.iteration_slots import (
+    IterationSlot,
+    Progress,
+    Stage,
+    begin_subflows,
+    run_iterations,
+)
 from tests.support.flow_runs import Workplace
 
 PATIENCE_S = 60
@@ -246,3 +255,34 @@ async def test_free_memory_is_given_back_now_and_then_while_no_iteration_works(
     worked = [index for index, what in enumerate(seen) if what.endswith("works")]
     assert len(worked) == 5
     assert seen.count("given back") == 2
+
+
+async def test_after_a_pause_no_iteration_goes_on_in_the_flow_run_of_another() -> None:
+    """Prefect finds subflow runs by their order, and does not count a resumed flow run as run again."""
+    starts = iter([(1, 0), (2, 1)])
+
+    async def work(index: int, slot: IterationSlot) -> None:
+        await slot.may_work()
+        for stage in Stage:
+            await slot.reach(stage)
+
+    @flow(name="paused")
+    async def paused() -> None:
+        attempt, first = next(starts)
+        begin_subflows(attempt)
+        await run_iterations(work, "iteration", run_named("paused", 2 if attempt == 1 else 3), first)
+        if attempt == 1:
+            raise Pause(state=Suspended(timeout_seconds=300))
+
+    async with get_client() as client:
+        deployment = await client.create_deployment(await client.create_flow(paused), "paused")
+        made = await client.create_flow_run_from_deployment(deployment)  # Prefect pauses no others
+        with pytest.raises(Pause):
+            await run_flow_async(paused, flow_run=made)
+        await client.set_flow_run_state(made.id, Suspended(timeout_seconds=300), force=True)
+        await client.resume_flow_run(made.id)
+        await run_flow_async(paused, flow_run=await client.read_flow_run(made.id))
+        parent = FlowRunFilterParentFlowRunId(any_=[made.id])
+        runs = await client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent))
+    ends = sorted(run.name.removeprefix("paused, iteration ") for run in runs)
+    assert ends == ["1", "2", "2", "3"]

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
+from millrace.core.config.pipeline import Pipeline
 from millrace.flows.cli import app, tables
-from millrace.flows.tools.browse import evaluations
+from millrace.flows.tools.browse import _pipeline, evaluations
 from millrace.flows.tools.listing import Listing
 from millrace.flows.tools.sql import ALL, QueryError, answer, connect
 from millrace.tasks.pages.curves import Curves
@@ -84,6 +85,27 @@ def test_show_has_no_line_for_what_a_run_does_not_have(
     for value in ("0123abc", None):
         store.write_sealed("run.json", {**store.read_sealed("run.json"), key: value})
         assert json.loads(call("show", "a", "--root", str(tmp_path), "--json")).get(name) == value
+
+
+UNUSUAL = {
+    "ahead": 2,
+    "max_staleness": 3,
+    "sync_every": 4,
+    "select": "finish",
+    "reserve": 0.5,
+    "on_update": "keep",
+    "min_ess": 0.25,
+    "eager": True,
+    "eager_groups": 8,
+}
+
+
+def test_show_says_what_of_the_pipeline_is_not_as_usual() -> None:
+    usual = Pipeline().model_dump(mode="json")
+    assert UNUSUAL.keys() == usual.keys()
+    assert _pipeline(usual) == _pipeline({}) == ""
+    for name, value in UNUSUAL.items():
+        assert _pipeline({**usual, name: value}) == f"{name} {value}"
 
 
 @pytest.mark.parametrize("width", [30, 80, 200])

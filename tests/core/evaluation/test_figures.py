@@ -13,6 +13,7 @@ from millrace.core.evaluation.figures import (
     Z_95,
     Answer,
     by_subset,
+    difference,
     figures,
     half_interval,
     majority,
@@ -94,3 +95,23 @@ def test_figures_of_a_set_and_of_its_subsets() -> None:
     assert {name: part.reward_mean for name, part in subsets.items()} == {"easy": 1.0, "hard": 0.5}
     assert figures([], 1.0).reward_mean is None
     assert figures(answers[-1:], 0.5).pass_at == {}
+
+
+REWARDS = st.lists(st.floats(0, 1), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(REWARDS, REWARDS), min_size=2, max_size=8))
+def test_a_difference_is_that_of_each_prompts_means(pairs: list[tuple[list[float], list[float]]]) -> None:
+    before = {str(n): one for n, (one, _) in enumerate(pairs)} | {"gone": [1.0]}
+    after = {str(n): other for n, (_, other) in enumerate(pairs)} | {"new": [0.0]}
+    gains = [statistics.fmean(other) - statistics.fmean(one) for one, other in pairs]
+    gain, interval = difference(before, after)
+    assert gain == pytest.approx(statistics.fmean(gains))
+    error = statistics.stdev(gains) / len(gains) ** 0.5
+    assert interval == pytest.approx(Z_95 * error, abs=1e-12)
+
+
+def test_an_equal_gain_on_every_prompt_is_certain_however_hard_they_are() -> None:
+    before = {"easy": [0.75, 0.75], "hard": [0.0, 0.25]}
+    gain, interval = difference(before, {"easy": [1.0], "hard": [0.375, 0.375]})
+    assert (gain, interval) == (0.25, 0.0)
