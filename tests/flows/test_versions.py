@@ -10,22 +10,25 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from millrace.connectors.sglang import server_args
 from millrace.core.config import RunConfig
 from millrace.flows.preflight import check_versions as versions
 from millrace.flows.preflight.tested_versions import EXACT, SHOWN, TESTED
+from tests.installed.passed import passed
 from tests.support.wrong_configs import GOOD
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 NEEDED = [Requirement(line) for line in PROJECT["dependencies"]]
+ON_GPUS = {"torch": "2.11.0"}  # docs/performance.md: what tests/gpu and the benchmarks ran with
 OUTSIDE = {  # a version of each package that pyproject.toml does not allow
     "aiohttp": "3.9.0", "docstring-parser": "0.15", "duckdb": "1.0.0", "fastapi": "0.151.0", "fsspec": "2025.2.0",
     "jsonschema": "4.17.3", "math-verify": "0.7.0", "matplotlib": "3.8.4", "megatron-core": "0.20.0", "mlflow": "4.0.0",
     "numpy": "1.25.2", "orjson": "3.9.15", "packaging": "24.1", "prefect": "4.0.0", "prefect-ray": "0.5.3",
-    "psutil": "5.9.8", "pyarrow": "16.1.0", "pydantic": "2.9.2", "pyyaml": "6.0", "ray": "2.49.2", "rich": "12.6.0",
+    "psutil": "5.9.8", "pyarrow": "16.1.0", "pydantic": "2.9.2", "pyyaml": "6.0", "ray": "2.51.2", "rich": "12.6.0",
     "s3fs": "2025.2.0", "safetensors": "0.4.5", "sqlalchemy": "2.1.0", "sympy": "1.12.1", "tenacity": "8.5.0",
     "tokenizers": "0.20.3", "torch": "2.10.0", "transformers": "6.0.0", "typer": "0.14.0", "typing-extensions": "4.11.0",
     "uvicorn": "0.29.0",
@@ -40,10 +43,35 @@ def test_every_package_that_is_needed_has_tested_versions_which_are_allowed() ->
     assert {*SHOWN, *versions.BECAUSE} <= set(TESTED)
 
 
-def test_the_versions_of_the_lock_are_tested_ones() -> None:
+def locked() -> dict[str, str]:
     lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
-    locked = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
-    assert {name: locked[name] for name in TESTED if locked[name] not in TESTED[name]} == {}
+    return dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+
+
+def test_tested_versions_are_those_of_the_lock_of_environments_that_passed_and_of_gpus() -> None:
+    """`python -m tests.installed --keep` writes down an environment that passed."""
+    environments = [locked(), *passed().values(), ON_GPUS]
+    seen = {name: {found[name] for found in environments if name in found} for name in TESTED}
+    assert {name: tuple(sorted(versions, key=Version)) for name, versions in seen.items()} == TESTED
+
+
+def test_the_wheel_passed_with_each_python_and_each_megatron_core_that_pyproject_allows() -> None:
+    tried = {tuple(name.split(", ")) for name in passed()}
+    pythons = [
+        f"Python 3.{minor}"
+        for minor in range(99)
+        if f"3.{minor}.5" in SpecifierSet(PROJECT["requires-python"])
+    ]
+    (allowed,) = (item.specifier for item in NEEDED if item.name == "megatron-core")
+    minors = [f"0.{minor}" for minor in range(99) if f"0.{minor}.9" in allowed]
+    newest = {
+        (python, megatron.rpartition(".")[0])
+        for python, resolution, _, megatron in tried
+        if resolution == "highest"
+    }
+    assert {python for python, _ in newest} == set(pythons)
+    assert {f"megatron-core {minor}" for minor in minors} == {minor for _, minor in newest}
+    assert "lowest-direct" in {resolution for _, resolution, *_ in tried}
 
 
 def test_what_tests_run_with_is_tested() -> None:

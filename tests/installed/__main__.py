@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from millrace.flows.preflight.tested_versions import TESTED
-from tests.installed.environment import NEWEST, OLDEST, Environment, build
+from tests.installed.environment import NEWEST, OLDEST, Environment, build, needed
+from tests.installed.passed import keep
 from tests.installed.use import use
 
 
@@ -41,20 +42,27 @@ def main() -> None:
         action="store_true",
         help="train at the size that `millrace new` writes: its first start makes a model",
     )
+    parser.add_argument(
+        "--keep", action="store_true", help="write the versions with which it passed into passed.json"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-installed-") as scratch:
         folder, started = Path(scratch), time.monotonic()
         folder.chmod(0o755)
         built = build(folder / "built", sdist=options.sdist)
         environment = Environment(folder / "environment", options.python)
-        environment.install(options.torch, [str(built)], OLDEST if options.oldest else NEWEST)
+        resolution = OLDEST if options.oldest else NEWEST
+        environment.install(options.torch, [str(built), *(needed() if options.oldest else [])], resolution)
         print(f"installed in {time.monotonic() - started:.0f} s", flush=True)
         uses = TESTED["megatron-core"] if options.megatron_core == ["each"] else options.megatron_core or [""]
         for version in uses:
             if version:
                 environment.install("", [f"megatron-core=={version}"], NEWEST)
-            print("with", ", ".join(f"{name} {v}" for name, v in environment.versions().items()), flush=True)
+            versions = environment.versions()
+            print("with", ", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)
             use(environment, folder / f"user{version}", whole=options.whole)
+            if options.keep:
+                keep(environment.python_version(), resolution, versions)
         print(f"{len(uses)} passed, 0 failed in {time.monotonic() - started:.0f} s")
 
 

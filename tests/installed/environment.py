@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,8 @@ from millrace.flows.preflight.tested_versions import TESTED
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("core", "connectors", "tasks", "flows", "deployments")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # of PyTorch's builds without CUDA
 UV = [sys.executable, "-m", "uv"]
-NEWEST, OLDEST = (
-    "highest",
-    "lowest-direct",
-)  # uv's words: the oldest of what pyproject.toml names, the newest of what that needs
+NEWEST, OLDEST = "highest", "lowest-direct"  # uv's words; direct is what a command names, not what that needs
 
 
 def copy_tree(folder: Path) -> Path:
@@ -49,6 +46,14 @@ def build(folder: Path, *, sdist: bool = False) -> Path:
     return built
 
 
+def needed() -> list[str]:
+    """What pyproject.toml names: the requirements beside a wheel of which uv takes the oldest."""
+    dependencies: list[str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    return dependencies
+
+
 class Environment:
     """A virtual environment that holds nothing but what `install` puts there."""
 
@@ -75,6 +80,13 @@ class Environment:
             kept = [torch]
         into = ["pip", "install", "--quiet", "--python", str(self.python), "--resolution", resolution]
         subprocess.run([*UV, *into, *requirements, *kept], check=True)
+
+    def python_version(self) -> str:
+        """Of the interpreter, without its patch."""
+        code = "import sys; print(*sys.version_info[:2], sep='.')"
+        return subprocess.run(
+            [self.python, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def versions(self) -> dict[str, str]:
         """Of the packages that millrace needs."""
