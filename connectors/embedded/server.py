@@ -23,6 +23,7 @@ from millrace.connectors.embedded.model import ModelError
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams
 from millrace.connectors.embedded.slots import Request
 from millrace.connectors.embedded.weight_routes import WeightRoutes
+from millrace.core.contracts.handles import CONTINUED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30
@@ -67,6 +68,7 @@ class Server:
         """One prompt or a batch; plain or streamed."""
         body = await read_json(http)
         prompts, single = self._prompts(body)
+        given = _continued(http)
         params = body.get("sampling_params")
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -82,7 +84,7 @@ class Server:
                 at = len(requests)
                 seed = self.engine.draw_seed() if p.sampling_seed is None else p.sampling_seed + copy
                 notify = _notifier(loop, queue, at, p.stream_interval if streams else 0)
-                requests.append(self._request(body, rids[at], prompt, p, seed, notify))
+                requests.append(self._request(body, given, rids[at], prompt, p, seed, notify))
         many = not single or len(requests) > 1
         for request in requests:
             self.engine.submit(request)
@@ -100,6 +102,7 @@ class Server:
     def _request(
         self,
         body: Mapping[str, Any],
+        given: int,
         rid: str,
         prompt: list[int],
         params: SamplingParams,
@@ -108,9 +111,11 @@ class Server:
     ) -> Request:
         wanted = bool(body.get("return_logprob"))
         start, tops = body.get("logprob_start_len"), body.get("top_logprobs_num") or 0
-        given, priority = body.get("continued") or 0, body.get("priority") or 0
-        if type(given) is not int or not 0 <= given < len(prompt):
-            raise RequestError("continued: how many of the last input_ids are output, fewer than all of them")
+        priority = body.get("priority") or 0
+        if given >= len(prompt):
+            raise RequestError(
+                f"{CONTINUED}: how many of the last input_ids are output, fewer than all of them"
+            )
         if type(priority) is not int:
             raise RequestError("priority: an integer is wanted")
         if start is not None and type(start) is not int:
@@ -385,3 +390,11 @@ def _check_tags(tags: set[str]) -> None:
     unknown = tags - {"weights", "kv_cache", "cuda_graph"}
     if unknown:
         raise RequestError(f"tags: {sorted(unknown)[0]!r} is not weights, kv_cache or cuda_graph")
+
+
+def _continued(http: web.Request) -> int:
+    """How many of the last input ids are output of the same answer. Raises RequestError."""
+    given = http.headers.get(CONTINUED, "0")
+    if not (given.isascii() and given.isdigit()):
+        raise RequestError(f"{CONTINUED}: a count of tokens is wanted")
+    return int(given)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from millrace.connectors.sglang.wire.answer_body import OutputTokens, read_answe
 from millrace.connectors.sglang.wire.request_ids import without_sender
 from millrace.connectors.sglang.wire.stream import StreamedAnswer
 from millrace.core.config.pipeline import OnUpdate
+from millrace.core.contracts.handles import CONTINUED
 from millrace.core.errors import EngineError, EngineLostError, EngineStalledError
 from millrace.core.waits.heartbeat import beat
 
@@ -40,6 +43,8 @@ KEEPS_REQUESTS = (
 )  # the first SGLang that flushes its cache while requests wait, and tells spans of versions
 ENDED_AS_ASKED = (None, 200)  # status of an aborted request; SGLang gives another only for a failure
 FORGOTTEN = "released"  # the weight version of an engine whose weights are gone
+# Engines and their caches outlive a driver: the numbers of another process are others.
+_refits = itertools.count(secrets.randbits(48))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +83,7 @@ class EngineClient(Connection):
         self.weights = EngineWeights(self)
         self.in_flight = 0
         self.answered = 0
-        self.refits = 0  # times that it was given other weights
+        self.refit = next(_refits)  # a number that grows when it is given weights, and never comes again
         self.refits_amid_requests = 0  # while it kept its requests
         self.part = (
             "null"  # of a request: prefill, decode, or null for both; known once weight_version was asked
@@ -128,14 +133,16 @@ class EngineClient(Connection):
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
             **(handoff.fields if handoff else {}),
-            **({"continued": continued} if continued else {}),
             **({} if priority is None else {"priority": priority}),
             **({"extra_key": cache_key} if cache_key else {}),
         }
         before = self.refits_amid_requests
         self.in_flight += 1
         try:
-            headers = {SESSION: session} if session else None
+            headers = {
+                **({SESSION: session} if session else {}),
+                **({CONTINUED: str(continued)} if continued else {}),
+            }
             posting = (
                 self.post("/generate", body, timeout_s=None, headers=headers, parse=read_answer)
                 if on_part is None
@@ -153,6 +160,10 @@ class EngineClient(Connection):
                 remedy="set pipeline.on_update=resend",
             )
         return self._generation(answer, rid)
+
+    def note_refit(self) -> None:
+        """Note that the engine is about to be given weights."""
+        self.refit = next(_refits)
 
     async def _streamed(
         self,

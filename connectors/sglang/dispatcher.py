@@ -104,7 +104,7 @@ class Dispatcher:
                 last = EngineError("no engine serves; see the engines' logs")
                 tries += 1
                 continue
-            refits, found = engine.refits, len(made.output_ids)
+            refit, found = self._refit(engine), len(made.output_ids)
             left = shortened(params, found) if found else params
             ids = [*input_ids, *made.output_ids.tolist()]
             name = request_id(rid, sent, self._sender)
@@ -126,7 +126,7 @@ class Dispatcher:
                     if result.finish != "abort":
                         self._failing = {failed for failed in self._failing if failed[0] != engine.engine_id}
                         return made
-                    if self._stopped or engine.refits != refits or (parts and parts.halted):
+                    if self._stopped or self._refit(engine) != refit or (parts and parts.halted):
                         continue
                 last = EngineError(
                     f"{engine.engine_id}: aborted by another process"
@@ -178,7 +178,21 @@ class Dispatcher:
             del self._in_flight[name]
             self._least.ended(engine)
 
+    def _refit(self, engine: EngineClient) -> int:
+        """Number of the newest weights that whoever answers a request sent now may have."""
+        return engine.refit
+
+    def _cache_key(self, engine: EngineClient) -> str | None:
+        return f"weights:{self._refit(engine)}" if self._keyed else None
+
     async def _abort(self, name: str, engine: EngineClient) -> None:
+        """End a request that was sent to an engine, wherever it runs."""
+        await self._abort_at(name, [engine])
+
+    async def _abort_at(self, name: str, engines: Iterable[EngineClient]) -> None:
+        await asyncio.gather(*(self._abort_one(name, engine) for engine in engines))
+
+    async def _abort_one(self, name: str, engine: EngineClient) -> None:
         with contextlib.suppress(EngineError):  # its request finds that the engine is lost
             await engine.abort(name)
 
@@ -209,7 +223,7 @@ class Dispatcher:
             progress_timeout_s=self.progress_timeout_s,
             continued=continued,
             priority=priority,
-            cache_key=f"weight-version:{engine.refits}" if self._keyed else None,
+            cache_key=self._cache_key(engine),
             **(parts.wanted if parts else {}),
         )
 

@@ -240,7 +240,7 @@ class Fleet:
         numbers = {client: index for index, client in clients.items()}
         for index, client in clients.items():
             self._record_event(index, Event.REFIT)
-            client.refits += 1
+            client.note_refit()
             client.weights.flushes = on_update != "keep"
         confirmed: dict[int, int | None] = {}
 

@@ -67,6 +67,7 @@ class PairingDispatcher(Dispatcher):
                     handoff=handoff,
                     continued=continued,
                     priority=priority,
+                    cache_key=self._cache_key(engine),
                     **(parts.wanted if parts and one is decoder else {}),
                 )
             )
@@ -88,7 +89,10 @@ class PairingDispatcher(Dispatcher):
         return replace(decoded, cached_tokens=prefilled.cached_tokens)
 
     async def _abort(self, name: str, engine: EngineClient) -> None:
-        await asyncio.gather(*(super(PairingDispatcher, self)._abort(name, one) for one in self._engines()))
+        await self._abort_at(name, [*self._engines(), *self._decoding()])
+
+    def _refit(self, engine: EngineClient) -> int:
+        return max((one.refit for one in [*self._engines(), *self._decoding()]), default=engine.refit)
 
     def _check_of(self, *pair: EngineClient) -> ProgressCheck:
         """Asks whether either engine makes progress: one may wait for the other for as long as that has other work."""

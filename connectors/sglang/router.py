@@ -195,7 +195,16 @@ class RoutedDispatcher(Dispatcher):
             session=session,
             progress_timeout_s=self.progress_timeout_s,
             check=self._check_progress,
+            continued=continued,
+            priority=priority,
+            cache_key=self._cache_key(engine),
         )
+
+    async def _abort(self, name: str, engine: EngineClient) -> None:
+        await self._abort_at(name, self._engines())
+
+    def _refit(self, engine: EngineClient) -> int:
+        return max((one.refit for one in self._engines()), default=engine.refit)
 
     async def _check_progress(self, sent: float, timeout_s: float) -> None:
         """Check that engines generate, each once per period for all callers. One that does not becomes suspect; its requests

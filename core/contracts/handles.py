@@ -14,6 +14,10 @@ from millrace.core.contracts.weight_bucket import WeightBucket
 from millrace.core.logprob_gap import LogprobGuard
 from millrace.core.model_folder.served_files import ALONE, Served
 
+# The header that says how many of a request's last input ids are output of the same answer, made before. sglang-router drops
+# fields that it does not know, and passes headers that begin so; SGLang, whose noise goes by the place in the whole, reads none.
+CONTINUED = "x-request-id-continued"
+
 
 class HeldOutSample(NamedTuple):
     """A row of a held-out set whose loss is asked for."""

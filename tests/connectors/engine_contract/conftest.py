@@ -48,9 +48,13 @@ class Http:
         self.model, self.version = served.model, served.version
 
     async def post(
-        self, path: str, body: dict[str, Any] | None = None, status: int | tuple[int, ...] = 200
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        status: int | tuple[int, ...] = 200,
+        headers: dict[str, str] | None = None,
     ) -> Any:
-        async with self.session.post(self.url + path, json=body or {}) as answer:
+        async with self.session.post(self.url + path, json=body or {}, headers=headers) as answer:
             text = await answer.text()
             wanted = status if isinstance(status, tuple) else (status,)
             assert answer.status in wanted, f"{path} answered {answer.status}: {text[:500]}"
@@ -63,11 +67,17 @@ class Http:
             return await answer.json() if answer.content_type == "application/json" else text
 
     async def generate(
-        self, input_ids: Any, *, status: int = 200, top: dict[str, Any] | None = None, **params: Any
+        self,
+        input_ids: Any,
+        *,
+        status: int = 200,
+        top: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        **params: Any,
     ) -> Any:
         """/generate with log-probabilities; `params` are sampling_params, `top` other fields."""
         body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, **(top or {})}
-        return await self.post("/generate", body, status)
+        return await self.post("/generate", body, status, headers)
 
 
 def authorization() -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.core.contracts.handles import CONTINUED
 from tests.support.engine_process import CLOSE, logprobs_of, reference_logits, reference_logprobs
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -172,7 +173,7 @@ async def test_an_answer_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
     least = settings.pop("min_new_tokens", 0)
     for cut in range(1, len(ids)):
         left = {"max_new_tokens": length - cut, "min_new_tokens": max(0, least - cut)}
-        rest = await http.generate([*PROMPT, *ids[:cut]], top={"continued": cut}, **settings, **left)
+        rest = await http.generate([*PROMPT, *ids[:cut]], headers={CONTINUED: str(cut)}, **settings, **left)
         assert ids_of(rest) == rest["output_ids"] == ids[cut:]
         assert logprobs_of(rest) == pytest.approx(values[cut:], abs=CLOSE)
         (span,) = rest["meta_info"]["weight_versions"]
@@ -383,9 +384,6 @@ async def test_what_cannot_be_served_is_refused_with_a_message(
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param({"input_ids": PROMPT, "continued": 5}, marks=NOT_SGLANGS),
-        pytest.param({"input_ids": PROMPT, "continued": -1}, marks=NOT_SGLANGS),
-        pytest.param({"input_ids": PROMPT, "continued": "1"}, marks=NOT_SGLANGS),
         {"input_ids": PROMPT, "priority": "high"},
         pytest.param({"input_ids": [10**6]}, marks=ENDS_SGLANG),
         pytest.param({"input_ids": [-1]}, marks=ENDS_SGLANG),
@@ -419,6 +417,14 @@ async def test_a_malformed_request_is_refused_and_hurts_nobody_else(http: Any, b
     answer = await http.post("/generate", body, status=400 if http.own else (400, 500))
     assert not http.own or answer["error"]["message"]
     assert len((await http.generate(PROMPT, max_new_tokens=2, ignore_eos=True))["output_ids"]) == 2
+
+
+@pytest.mark.parametrize("given", ["5", "-1", "a", ""])
+@NOT_SGLANGS
+async def test_an_answer_goes_on_after_some_of_the_tokens_that_are_sent(http: Any, given: str) -> None:
+    assert len(PROMPT) <= 5
+    answer = await http.post("/generate", {"input_ids": PROMPT}, status=400, headers={CONTINUED: given})
+    assert CONTINUED in answer["error"]["message"]
 
 
 async def test_a_temperature_next_to_nothing_is_greedy(http: Any) -> None:

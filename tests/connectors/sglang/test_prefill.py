@@ -5,92 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
 from millrace.connectors.sglang.client import EngineClient
 from millrace.connectors.sglang.external import ExternalEngine
 from millrace.connectors.sglang.fleet import Fleet
 from millrace.core.errors import EngineError
+from tests.support.engine_gates import Rooms, open_gates
 from tests.support.engine_process import embedded_engine, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, SHORT, generate, recovery, serving
 from tests.support.local_handle import fleet_config
-
-BOOTSTRAP_PORT = 8998
-MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-
-
-class Room:
-    """Where the halves of a request meet: one decodes when the other has prefilled, which goes when the first has room."""
-
-    def __init__(self) -> None:
-        self.prefilled, self.admitted = asyncio.Event(), asyncio.Event()
-
-
-class Rooms:
-    """All of them, and what was asked of whom."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[tuple[Any, ...], Room] = {}
-        self.gates: list[Gate] = []
-        self.prefills: Counter[str] = Counter()
-        self.decodes: Counter[str] = Counter()
-        self.lost = 0  # how many requests' caches do not arrive
-
-    def of(self, body: dict[str, Any]) -> Room:
-        key = tuple(body.pop(name) for name in MEETING)
-        assert key[:2] == ("127.0.0.1", BOOTSTRAP_PORT)
-        return self._rooms.setdefault(key, Room())
-
-
-class Gate:
-    """An engine that does its part of every request only."""
-
-    def __init__(self, engine: str, part: Literal["prefill", "decode"], rooms: Rooms) -> None:
-        self.engine, self.part, self.rooms = engine, part, rooms
-        self.url = ""
-        self.slots = asyncio.Semaphore(64)  # requests that it decodes at a time
-        rooms.gates.append(self)
-
-    async def generate(self, body: dict[str, Any]) -> web.Response:
-        room = self.rooms.of(body)
-        if self.part == "prefill":
-            self.rooms.prefills[self.url] += 1
-            body["sampling_params"]["max_new_tokens"] = 1
-            answer = await self.forward("POST", "/generate", body)
-            if self.rooms.lost:
-                self.rooms.lost -= 1
-            else:
-                await room.admitted.wait()
-                room.prefilled.set()
-            return answer
-        self.rooms.decodes[self.url] += 1
-        async with self.slots:
-            room.admitted.set()
-            await room.prefilled.wait()
-            return await self.forward("POST", "/generate", body)
-
-    async def forward(self, verb: str, path: str, body: Any) -> web.Response:
-        async with aiohttp.ClientSession() as http, http.request(verb, self.engine + path, json=body) as got:
-            if path != "/server_info":
-                return web.Response(body=await got.read(), status=got.status, content_type=got.content_type)
-            info = await got.json()
-        info["disaggregation_mode"] = self.part
-        info["disaggregation_bootstrap_port"] = BOOTSTRAP_PORT if self.part == "prefill" else None
-        return web.json_response(info)
-
-    async def handle(self, request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else None
-        if request.path == "/generate":
-            return await self.generate(body)
-        return await self.forward(request.method, request.path, body)
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +37,8 @@ Pairs = Callable[..., "tuple[Fleet, Rooms]"]
 async def pairs(engines: list[str], tiny_model: Path) -> AsyncIterator[Pairs]:
     """pairs(section={...}): a fleet of two engines that prefill and two that decode, and where they meet."""
     async with contextlib.AsyncExitStack() as stack:
-        rooms, urls = Rooms(), []
-        for engine, part in zip(engines, ("prefill", "prefill", "decode", "decode"), strict=True):
-            gate = Gate(engine, part, rooms)  # type: ignore[arg-type]
-            app = web.Application(client_max_size=2**24)
-            app.router.add_route("*", "/{any:.*}", gate.handle)
-            runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            gate.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            urls.append(gate.url)
+        rooms = Rooms()
+        urls = await open_gates(stack, engines, ("prefill", "prefill", "decode", "decode"), rooms)
 
         def make(**changes: dict[str, Any]) -> tuple[Fleet, Rooms]:
             settings = {"kind": "external", "addresses": urls, "prefill": 2}

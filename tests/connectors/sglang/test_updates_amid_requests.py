@@ -17,6 +17,9 @@ from tests.support.fleets import LONG, PROMPT, MakeFleet
 
 LENGTH = 1200  # far from over when the weights come, also on a busy machine
 AMID: list[OnUpdate] = ["resend", "retract", "keep"]
+DIRECT: dict[str, Any] = {}
+ROUTED: dict[str, Any] = {"engines": {"router": {"policy": "round_robin"}}}
+SENT = pytest.mark.parametrize("sent", [DIRECT, ROUTED], ids=["direct", "routed"])
 
 
 def params(seed: int, length: int = LENGTH) -> dict[str, Any]:
@@ -71,11 +74,12 @@ def assert_made_by(models: dict[int, Path], answer: Generation, *, exact: bool =
             assert answer.logprobs[first:end] == pytest.approx(expected, abs=CLOSE)
 
 
+@SENT
 @pytest.mark.parametrize("on_update", AMID)
 async def test_requests_go_on_under_new_weights_and_say_which_made_what(
-    make_fleet: MakeFleet, tiny_model: Path, other_model: Path, on_update: OnUpdate
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path, on_update: OnUpdate, sent: dict[str, Any]
 ) -> None:
-    fleet = make_fleet(pipeline={"on_update": on_update})
+    fleet = make_fleet(**sent, pipeline={"on_update": on_update})
     dispatcher = await open_dispatcher(fleet, tiny_model, 4, 5)
     running = begin(dispatcher, range(6))
     await until_all_generate(dispatcher, 6)
@@ -89,11 +93,29 @@ async def test_requests_go_on_under_new_weights_and_say_which_made_what(
         assert_made_by({4: tiny_model, 5: other_model}, answer, exact=on_update != "keep")
 
 
+@SENT
+async def test_no_prefix_of_older_weights_is_shared_where_caches_outlive_an_update(
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path, sent: dict[str, Any]
+) -> None:
+    fleet = make_fleet(**sent, pipeline={"on_update": "keep"})
+    prompt = [*range(1, 90), *range(1, 90)]  # pages that a cache holds
+    dispatcher = await open_dispatcher(fleet, tiny_model, 1, 2)
+    for version, model in ((1, tiny_model), (2, other_model)):
+        if version == 2:
+            await fleet.update_weights(str(model), 2, on_update="keep")
+        for seed in range(4):  # on both engines, twice
+            answer = await dispatcher.generate(prompt, params(seed, 8), rid=f"p-{seed}", session=None)
+            expected = reference_logprobs(model, prompt, answer.output_ids.tolist())
+            assert answer.logprobs == pytest.approx(expected, abs=CLOSE)
+        assert answer.cached_tokens > 0, "those of its own version are"
+
+
+@SENT
 async def test_what_is_sent_again_is_as_if_it_had_not_been_cut(
-    make_fleet: MakeFleet, tiny_model: Path
+    make_fleet: MakeFleet, tiny_model: Path, sent: dict[str, Any]
 ) -> None:
     """The same weights under a new version: the answer is that of an engine that nobody disturbed."""
-    fleet = make_fleet()
+    fleet = make_fleet(**sent)
     whole = await open_dispatcher(fleet, tiny_model, 1, 1)
     wanted = await asyncio.gather(*begin(whole, range(4)))
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 4)
@@ -107,10 +129,11 @@ async def test_what_is_sent_again_is_as_if_it_had_not_been_cut(
         assert got.pieces == len(got.weight_versions) > 1
 
 
+@SENT
 async def test_a_token_of_a_version_out_of_range_is_never_returned(
-    make_fleet: MakeFleet, tiny_model: Path, other_model: Path
+    make_fleet: MakeFleet, tiny_model: Path, other_model: Path, sent: dict[str, Any]
 ) -> None:
-    fleet = make_fleet()
+    fleet = make_fleet(**sent)
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 1)
     running = begin(dispatcher, range(2))
     await until_all_generate(dispatcher, 2)
@@ -123,10 +146,11 @@ async def test_a_token_of_a_version_out_of_range_is_never_returned(
         assert_made_by({1: tiny_model}, answer)
 
 
+@SENT
 async def test_stopped_requests_answer_with_what_they_have_and_go_on_elsewhere(
-    make_fleet: MakeFleet, tiny_model: Path
+    make_fleet: MakeFleet, tiny_model: Path, sent: dict[str, Any]
 ) -> None:
-    fleet = make_fleet()
+    fleet = make_fleet(**sent)
     dispatcher = await open_dispatcher(fleet, tiny_model, 1, 1)
     (wanted,) = await asyncio.gather(*begin(dispatcher, range(7, 8)))
     first = await open_dispatcher(fleet, tiny_model, 1, 1)
