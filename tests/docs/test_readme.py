@@ -40,6 +40,16 @@ def test_the_run_and_the_reward_on_the_page_pass_the_check(
     assert answers.given["the label"]["reward"] == 1.0  # type: ignore[index]
 
 
+def test_the_figures_beside_plain_pytorch_are_those_of_the_measured_rows() -> None:
+    rows = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()
+    found = re.findall(r"(\d × [\d,]+) tokens,? (?:it )?is ([\d.]+) times", README)
+    assert len(found) == 2
+    for lengths, times in found:
+        (row,) = [row for row in rows if row.startswith(f"| trainer's step, 0.6B, {lengths} tokens |")]
+        assert f"{times} times Hugging Face's speed" in row.split("|")[3]  # of the H200
+    assert re.findall(r"`(python -m benchmarks.gpu.trainer .*?)`", README)[0] in "\n".join(rows)
+
+
 def test_every_page_is_listed_once() -> None:
     listed = re.findall(r"^\| \[[^]]+\]\(docs/([\w-]+)\.md\)", README, re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
