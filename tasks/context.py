@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from millrace.tasks.runtime.runtime import Runtime
 
 PROMPTS = "prompts.parquet"
+LEAST_WAIT_S = 0.1  # shorter ones are a part of the task
 
 
 @dataclass
@@ -100,6 +101,7 @@ class IterationContext:
         self.counted: BatchFigures | None = None
         self.picture: bytes | None = None  # of the run's curves so far, where it was drawn early
         self.handed_s: float | None = None  # seconds in which shared GPUs were handed to the trainer early
+        self.trainer_s = 0.0  # until ranks were there to train
         self.seconds: dict[str, float] = {}  # of what is no task, such as passes that were made early
         self.intervals: dict[str, tuple[float, float]] = {}  # start and end of each task, on one clock
         self.parts: dict[str, list[FileRecord]] = {
@@ -151,20 +153,25 @@ class IterationContext:
 
     @property
     def worked(self) -> dict[str, tuple[float, float]]:
-        """Start and end of each task in this process, on one clock.
+        """Start and end of each task in this process, on one clock, and of what tasks waited for at their beginning.
 
-        A rollout works from its first request on. The time before, until engines serve the weights, is `engines`; reward and filter,
-        which wait with it, begin after it too.
+        Rollout, reward and filter work from the first request on: before it, engines start or take their memory. `train_step`
+        works once there are ranks.
         """
-        if "rollout" not in self.intervals:
-            return dict(self.intervals)
-        started, ended = self.intervals["rollout"]
-        ready = min(started + self.records["rollout"]["engines_s"], ended)
-        held_up = ("rollout", "reward", "filter")
-        return {"engines": (started, ready)} | {
-            task: (min(max(start, ready), end), end) if task in held_up else (start, end)
-            for task, (start, end) in self.intervals.items()
-        }
+        held_up = [("trainer", ("train_step",), self.trainer_s)]
+        if "rollout" in self.intervals:
+            engines_s = self.records["rollout"]["engines_s"]
+            held_up.append(("engines", ("rollout", "reward", "filter"), engines_s))
+        found = dict(self.intervals)
+        for part, tasks, seconds in held_up:
+            if seconds < LEAST_WAIT_S or tasks[0] not in found:
+                continue
+            started, ended = found[tasks[0]]
+            found[part] = started, min(started + seconds, ended)
+            for task in (task for task in tasks if task in found):
+                start, end = found[task]
+                found[task] = min(max(start, found[part][1]), end), end
+        return found
 
     @property
     def eager(self) -> bool:

@@ -39,7 +39,9 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     async with ctx.runtime.memory.for_trainer() as trainer:
         sleep_s = time.perf_counter() - started
         for version in range(ctx.version_before + 1, ctx.version_after + 1):
+            asked = time.perf_counter()
             ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
+            ctx.trainer_s += time.perf_counter() - asked
             # the first step compares every sample of the iteration, under the weights that sampled it
             compares = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
             guard = await asyncio.to_thread(_guard, ctx) if compares else None

@@ -10,6 +10,7 @@ Interval = tuple[float, float]
 WIDTH = 48  # characters
 PHASES = {
     "engines": ("engines",),
+    "trainer": ("trainer",),
     "generation": ("rollout", "reward", "filter"),
     "training": ("train_step", "eager_passes"),
     "sync": ("sync_weights",),

@@ -85,7 +85,7 @@ async def test_the_next_iterations_shards_go_on_with_what_was_deferred_and_score
     record = await roll_out_to_the_cut(place, engines[0])
     prompts = [place.ctx.folder.entry("prompts.parquet").record()]
     for task, files in {"sample_prompts": prompts, "reward": [], "rollout": record["files"]}.items():
-        place.ctx.folder.write_json(record_path(task), {"result": json.dumps({"files": files})})
+        place.ctx.folder.write_sealed(record_path(task), {"result": json.dumps({"files": files})})
     for engine in engines[0]:
         engine.let_go()
         engine.version = 2

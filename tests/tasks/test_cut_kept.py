@@ -64,7 +64,7 @@ def record_rollout(ctx: IterationContext) -> None:
         "rollout": _deferral(ctx, cast(Any, NOTHING_BEGUN), []),
     }
     for task, files in named.items():
-        ctx.folder.write_json(record_path(task), {"result": json.dumps({"files": files})})
+        ctx.folder.write_sealed(record_path(task), {"result": json.dumps({"files": files})})
 
 
 async def trained(ctx: IterationContext) -> set[str]:

@@ -62,7 +62,7 @@ async def filtered(make_config: Callable[..., RunConfig]) -> tuple[IterationCont
         record = await filter_groups.fn(ctx)
     finally:
         ctx.runtime.scoring.close()
-    ctx.folder.write_json(record_path("filter"), {"result": json.dumps(record)})
+    ctx.folder.write_sealed(record_path("filter"), {"result": json.dumps(record)})
     known: dict[str, Any] = {
         "sample_prompts": {},
         "rollout": {"seconds": 5.0, "engines_s": 4.0, "files": parts},
@@ -91,18 +91,19 @@ WORKED = {  # a start of 4 s: rollout, reward and filter wait for engines within
     "rollout": ((1.0, 6.0), {"time/rollout_s": 1.0, "time/engines_s": 4.0}),
     "reward": ((1.0, 6.5), {"time/reward_s": 1.5}),
     "filter": ((1.0, 7.0), {"time/filter_s": 2.0}),
-    "train_step": ((7.0, 9.0), {"time/train_step_s": 2.0}),
+    "train_step": ((7.0, 9.0), {"time/train_step_s": 0.5, "time/trainer_s": 1.5}),
     "sync_weights": ((9.0, 9.5), {"time/sync_weights_s": 0.5}),
     "checkpoint": ((9.0, 10.0), {"time/checkpoint_s": 1.0}),
     "evaluate": ((10.0, 12.0), {"time/evaluate_s": 2.0}),
 }  # fmt: skip
 
 
-async def test_no_figure_of_a_task_has_the_wait_for_engines_in_it(
+async def test_no_figure_of_a_task_has_the_wait_for_engines_or_trainer_in_it(
     filtered: tuple[IterationContext, list[FileRecord]],
 ) -> None:
     ctx, _ = filtered
     ctx.intervals = {task: interval for task, (interval, _) in WORKED.items()}
+    ctx.trainer_s = 1.5
     metrics, _ = _figures(ctx)
     expected = {name: value for _, figures in WORKED.values() for name, value in figures.items()}
     times = {name: value for name, value in metrics.items() if name.startswith("time/")}

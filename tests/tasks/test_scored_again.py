@@ -147,7 +147,7 @@ async def test_what_failed_is_taken_back_and_what_was_scored_stays_once(
     ctx = make_context()
     stored(ctx, *PARTS[name])
     for task in records:
-        ctx.folder.write_json(record_path(task), {})
+        ctx.folder.write_sealed(record_path(task), {})
     wanted = {row.sample_id for part in PARTS[name] for row in part if row.scoring in ("scored", "skipped")}
     before = ctx.folder.list()
     for _ in range(2):
@@ -169,7 +169,7 @@ async def test_once_the_batch_is_fixed_nothing_is_scored_again(
     ctx = make_context()
     stored(ctx, [SCORED, FAILED])
     for task in (*HERE, fixed):
-        ctx.folder.write_json(record_path(task), {})
+        ctx.folder.write_sealed(record_path(task), {})
     before = {path: ctx.folder.read(path) for path in ctx.folder.list()}
     await take_back_failures(ctx)
     assert {path: ctx.folder.read(path) for path in ctx.folder.list()} == before
