@@ -184,7 +184,7 @@ async def rollout_progress(ctx: IterationContext) -> None:
             f"{made} samples of {_name(ctx)}, {wanted} asked for",
         )
         if shown_at - logged_at >= LINE_EVERY_S:
-            log.info("%s", about)
+            log.info("%s: %d of %d samples", _name(ctx), made, wanted)
             logged_at = shown_at
         try:
             if artifact is None:

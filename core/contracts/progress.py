@@ -61,16 +61,18 @@ def _said_again(log: logging.Logger, text: str, first_s: float) -> Iterator[thre
 
 
 class Count:
-    """Says how many of many are done, every few seconds."""
+    """Says how many of many are done, every few seconds from the first on."""
 
     def __init__(self, log: logging.Logger, what: str, whole: int, every_s: float = COUNT_EVERY_S) -> None:
         """what: of which there are `whole`."""
         self._log, self._what, self._whole, self._every_s = log, what, whole, every_s
-        self._done, self._said_at = 0, time.perf_counter()
+        self._done, self._said_at = 0, 0.0
 
     def add(self, more: int) -> None:
         """Count what was done now."""
+        now = time.perf_counter()
+        self._said_at = self._said_at if self._done else now
         self._done += more
-        if self._done < self._whole and time.perf_counter() - self._said_at >= self._every_s:
-            self._said_at = time.perf_counter()
+        if self._done < self._whole and now - self._said_at >= self._every_s:
+            self._said_at = now
             self._log.info("%s: %d of %d", self._what, self._done, self._whole)

@@ -42,7 +42,7 @@ def files(config: RunConfig, root: str) -> list[str]:
     last = config.run.iterations
     patterns = [
         f"{root}/run.json",
-        f"{root}/iterations/000000 .. {last - 1:06d}/ ({parts}, manifest.json)",
+        f"{root}/iterations/000000 .. {last - 1:06d}/ (iterations 1 to {last}: {parts}, manifest.json)",
         f"{root}/checkpoints/NNNNNN/",
     ]
     if config.checkpoint.export_last or config.checkpoint.export_every:
