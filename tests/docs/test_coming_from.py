@@ -1,5 +1,5 @@
-"""The page for people from other frameworks: every argument of slime's that is kept beside this file has a row, and every field
-that a row names is a field."""
+"""The page for people from other frameworks: every argument of slime's, verl's and TRL's that is kept beside this file has a row, and
+every field that a row names is a field."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from millrace.core.config.megatron_options.transformer import ACCEPTED
 
 HERE = Path(__file__)
 PAGE = (HERE.parents[2] / "docs" / "coming-from.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| slime |")]
+HEADS = ("| slime |", "| verl |", "| TRL |")
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(HEADS)]
 ARGUMENTS = HERE.with_name("slime_arguments.txt").read_text().split()
+OTHERS = {name: HERE.with_name(f"{name}_arguments.txt").read_text().split() for name in ("verl", "trl")}
 FIELD = re.compile(r"`([a-z_]+(?:\[\])?(?:\.[A-Za-z_]+(?:\[\])?)+)`")
 FREE = ("engines.sglang", "engines.router.options")  # fields of others, under their names
 
@@ -54,6 +56,25 @@ def test_each_argument_of_slimes_has_a_row(argument: str) -> None:
     own = any(argument in flags(row) for row in ROWS)
     by_rule = argument.startswith("--sglang-") and "Any `--sglang-NAME` is `engines.sglang.NAME`" in PAGE
     assert own or by_rule
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, each) for name in OTHERS for each in OTHERS[name]])
+def test_each_argument_of_verls_and_trls_has_a_row(name: str, argument: str) -> None:
+    """By its whole name, or from one of its dots on: in its column of a common table, or in a table of its own."""
+    column = ("verl", "trl").index(name) + 1
+    cells = [row.strip("| ").split(" | ") for row in ROWS]
+    named = {
+        text.partition("=")[0]
+        for row in cells
+        for text in re.findall(r"`([^`]+)`", row[column] if len(row) == 4 else row[0])
+    }
+    parts = argument.split(".")
+    assert named & {".".join(parts[at:]) for at in range(len(parts))}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_kept_list_of_others_names_each_argument_once(name: str) -> None:
+    assert len(OTHERS[name]) == len(set(OTHERS[name])) >= 60
 
 
 def test_the_kept_list_names_each_argument_once() -> None:
