@@ -156,10 +156,17 @@ def check_goes_on(record: dict[str, Any], flow_run_id: str, complete: int) -> No
         )
 
 
+def _note_floor(record: dict[str, Any], runtime: Runtime) -> None:
+    """What rounding makes of the model's log-probabilities, where this start has measured it."""
+    if runtime.rounding_floor is not None:
+        record["logprob_gap_floor"] = runtime.rounding_floor
+
+
 async def finish_run_record(runtime: Runtime) -> None:
     """Mark the run complete in run.json and in MLflow."""
     store = runtime.run_folder.store
     record = await asyncio.to_thread(store.read_sealed, "run.json")
+    _note_floor(record, runtime)
     record["completed"] = datetime.now(UTC).isoformat()
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_sealed, "run.json", record)
@@ -178,6 +185,7 @@ async def record_end(runtime: Runtime, attempt: int, by: str | None, error: Base
         return  # it ended before there was a run
     if not record["attempts"] or record["attempts"][-1]["number"] != attempt:
         return
+    _note_floor(record, runtime)
     ended: dict[str, str] = {"at": datetime.now(UTC).isoformat()}
     if by is None:
         cause = first_error(error)

@@ -22,6 +22,7 @@ from millrace.core.config.reading.stored import lifted
 from millrace.core.contracts.figures import evaluation_metrics, held_out_metrics
 from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.errors import ConfigError, MissingFileError, StorageError
+from millrace.core.logprob_gap import LogprobGuard
 from millrace.core.staleness import Ahead
 from millrace.flows.tools.listing import Listing
 
@@ -33,6 +34,7 @@ COLUMNS = {
     "logprob_gap": "train/logprob_gap_mean",
     "tokens/s": "rollout/tokens_per_second",
 }
+FLOOR = "train/logprob_gap_floor"
 EVALUATION = re.compile(r"^eval/(?P<set>.+)/reward_mean$|^eval/(?P<loss>.+/(loss|perplexity))$")
 
 
@@ -202,6 +204,8 @@ def _facts(folder: RunFolder, record: dict[str, Any]) -> dict[str, str]:
     model = settings["model"]["path"]
     commit = record.get("model_commit")
     facts["model"] = f"{model} at commit {commit}" if commit else model
+    if floor := _rounding(folder, record):
+        facts["rounding"] = floor
     if revision := record.get("code_revision"):
         facts["code"] = revision
     facts["versions"] = " ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
@@ -223,6 +227,15 @@ def _pipeline(settings: Mapping[str, Any]) -> str:
     """What of a run's pipeline is not as usual: how far it goes ahead of the trainer, and how old tokens may be. Empty if nothing is."""
     usual = Pipeline().model_dump(mode="json")
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value != usual.get(name))
+
+
+def _rounding(folder: RunFolder, record: Mapping[str, Any]) -> str | None:
+    """What rounding makes of the log-probabilities, as the newest iteration that measured it or the last start says."""
+    measured = [item.metrics[FLOOR] for item in folder.committed() if FLOOR in item.metrics]
+    floor = measured[-1] if measured else record.get("logprob_gap_floor")
+    if floor is None:
+        return None
+    return f"{floor:.3g} nats a token; engine and trainer may differ by {LogprobGuard().allows(floor):.3g}"
 
 
 def _after(iterations: Iterable[str]) -> str:

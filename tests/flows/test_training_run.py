@@ -11,6 +11,7 @@ import pytest
 
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts.ids import derived_seed
+from millrace.flows.tools.browse import run_listing
 from tests.soak.points import TASKS
 from tests.support.flow_runs import MALFORMED, Workplace, final_weights, trained
 from tests.support.metric_names import unexplained
@@ -26,6 +27,15 @@ def test_every_task_leaves_its_files_and_the_manifest_names_them(whole: Path) ->
         assert named <= here
         assert {Path(name).stem for name in here if name.startswith("results/")} >= set(TASKS)
         assert manifest["tasks"]["trained_version"] == 2 * (index + 1)
+
+
+def test_what_rounding_makes_of_the_model_is_in_the_runs_record_and_shown(whole: Path) -> None:
+    manifests = [json.loads(path.read_text()) for path in sorted(whole.glob("iterations/*/manifest.json"))]
+    floors = [manifest["tasks"]["metrics"]["train/logprob_gap_floor"] for manifest in manifests]
+    assert 0 < floors[-1] < 0.01
+    assert json.loads((whole / "run.json").read_text())["logprob_gap_floor"] in floors
+    shown = run_listing(str(whole.parent), "a").facts["rounding"]
+    assert shown.startswith(f"{floors[-1]:.3g} nats a token; engine and trainer may differ by ")
 
 
 def test_each_sample_trains_one_step_with_what_it_was_generated_by(whole: Path) -> None:
