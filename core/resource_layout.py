@@ -40,6 +40,7 @@ def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> Reso
     on_gpu = t.device == "cuda" or config.placement.colocate or (t.device == "auto" and gpus)
     served = engines and e.kind != "external" and not config.algorithm.supervised
     engine_gpus = e.gpus if gpus and e.kind in ("auto", "sglang") else 0
+    ranks = 0 if config.pipeline.rollouts_only else t.world_size
     if config.placement.colocate:
         size = lcm(t.parallel.tensor, e.gpus)
         return ResourceLayout(
@@ -50,13 +51,13 @@ def resource_layout(config: RunConfig, gpus: bool, engines: bool = True) -> Reso
             },
         )
     group = t.parallel.tensor
-    trainer = _bundles(t.world_size, group, on_gpu)
+    trainer = _bundles(ranks, group, on_gpu)
     each = max(1, engine_gpus)
     serving = _bundles(e.count * each, each, engine_gpus > 0) if served else []
     return ResourceLayout(
         trainer + serving,
         {
-            "trainer": _row(t.world_size, 1 if on_gpu else 0, group),
+            "trainer": _row(ranks, 1 if on_gpu else 0, group),
             "engine": [Slot(len(trainer) + i, range(engine_gpus)) for i in range(len(serving))],
         },
     )

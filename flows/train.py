@@ -84,7 +84,10 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
             await run_recorded(train_step, ctx)
             await slot.reach(Stage.TRAINED)
             await slot.may_sync()
-    await _save_and_serve(ctx, slot)
+    if config.pipeline.rollouts_only:
+        await slot.reach(Stage.SERVED)  # the weights that engines have already
+    else:
+        await _save_and_serve(ctx, slot)
     await slot.reach(Stage.LEFT_TRAINER)
     if evaluates_after(config, index + 1):
         await _evaluate(ctx, evaluate)

@@ -215,7 +215,8 @@ def _train_metrics(steps: list[StepMetrics]) -> dict[str, float]:
     for name in LARGEST:
         if name in numbers:
             metrics[f"train/{name}"] = max(numbers[name])
-    metrics["train/lr"] = steps[-1]["lr"]
+    if "lr" in steps[-1]:  # else it was not trained
+        metrics["train/lr"] = steps[-1]["lr"]
     metrics["train/version"] = steps[-1]["version"]
     return metrics
 

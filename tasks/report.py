@@ -290,6 +290,8 @@ def _without_gradient(ctx: IterationContext, without_advantage: int | None) -> s
     """Why an iteration learns nothing from its rewards; empty if it does."""
     if without_advantage is not None:
         return f"all {without_advantage} advantages are 0, as they are where the rewards of a group are equal"
+    if ctx.config.pipeline.rollouts_only:
+        return ""
     moved = any(step["grad_norm"] for step in ctx.records["train_step"]["steps"])
     return "" if moved else "the gradient norm of every step is 0"
 

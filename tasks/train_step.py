@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prefect import task
 
@@ -35,6 +36,8 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     started = time.perf_counter()
     steps: list[StepMetrics] = []
     batch_url, batch, chunks = ctx.folder.url_of("batch.parquet"), _batch(ctx), _chunks(ctx)
+    if ctx.config.pipeline.rollouts_only:
+        return await asyncio.to_thread(_untrained, ctx, batch)
     tidying = asyncio.get_running_loop().call_later(TIDY_AFTER_S, gc.collect)
     async with ctx.runtime.memory.for_trainer() as trainer:
         sleep_s = time.perf_counter() - started
@@ -62,6 +65,21 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
         made["handed_s"] = ctx.handed_s
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
     return {**made, "files": [entry.record()], "batch": batch}
+
+
+def _untrained(ctx: IterationContext, batch: FileRecord) -> TrainStepRecord:
+    """The record of steps that would have trained the batch, which nothing does: what each step's samples are, and no more."""
+    named = Counter(
+        ctx.folder.read_table("batch.parquet", "batch", columns=["train_step"])["train_step"].to_pylist()
+    )
+    versions = range(ctx.version_before + 1, ctx.version_after + 1)
+    per_pass = len(versions) // ctx.config.trainer.passes
+    steps = [
+        {"version": version, "samples": named[versions[number % per_pass]]}
+        for number, version in enumerate(versions)
+    ]
+    made = cast(StepFile, {"version": ctx.version_after, "steps": steps, "rest_s": 0.0, "seconds": 0.0})
+    return {**made, "files": [ctx.folder.write_json("step.json", made).record()], "batch": batch}
 
 
 async def hand_over(ctx: IterationContext, evaluated: asyncio.Task[None]) -> None:

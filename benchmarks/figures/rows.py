@@ -86,6 +86,7 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
         slowest = f"{case['by_operations']['mean']:.3f} (by tokens {case['by_tokens']['mean']:.3f})"
         what = f"slowest rank's work over the mean, {case['ranks']} ranks, packs of {case['max_pack_tokens']:,} tokens"
         yield Row(what, (slowest,), "", "python -m benchmarks.pack_balance")
+    yield from _gap_rows(kept.get("cpu", "logprob_gap")["cases"])
     for case in kept.get("cpu", "graded_answers"):
         what = f"mathematical answers graded a second by one process, {case['kind']}"
         yield Row(what, (f"{case['answers_per_s']:,}",), "", "python -m benchmarks.rewards.graded_answers")
@@ -95,6 +96,21 @@ def cpu_rows(kept: KeptResults) -> Iterator[Row]:
     learning = kept.get("cpu", "learning")
     what = "learning of the one-GPU recipe on a CPU, held-out accuracy"
     yield Row(what, (_held_out(learning["curve"]["held_out"]),), "rising", learning["command"])
+
+
+def _gap_rows(cases: list[dict[str, Any]]) -> Iterator[Row]:
+    """Of engines that are right the largest difference, and of wrong ones how many are refused, by type."""
+    for dtype in dict.fromkeys(case["dtype"] for case in cases):
+        of_type = [case for case in cases if case["dtype"] == dtype]
+        right = [case for case in of_type if case["state"].startswith("right")]
+        refused = sum(case["refused"] for case in of_type if case not in right)
+        largest = max(case["ratio"] for case in right)
+        what = f"engines that are right, largest difference from the trainer in rounding floors, {dtype}"
+        yield Row(what, (f"{largest:.2f}",), "≤ 3", "python -m benchmarks.logprob_gap")
+        what = f"engines that are wrong and refused, {dtype}"
+        yield Row(
+            what, (f"{refused} of {len(of_type) - len(right)}",), "", "python -m benchmarks.logprob_gap"
+        )
 
 
 def _data_plane_rows(result: Any) -> Iterator[Row]:

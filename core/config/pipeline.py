@@ -79,6 +79,12 @@ class Pipeline(Section):
         "rollout.prompts. What a batch was cut into is recorded with it.",
     )
 
+    rollouts_only: Annotated[bool, fixed("no iteration of it has trained")] = Field(
+        False,
+        description="Generate, score and filter with the weights at model.path in every iteration, and train nothing: no trainer "
+        "starts. Rows, verdicts and advantages are stored as ever.",
+    )
+
     @property
     def keeps_cache(self) -> bool:
         """Whether engines go on under new weights with the keys and values that older ones computed."""

@@ -64,6 +64,7 @@ from millrace.flows.driver.run_record import (
 )
 from millrace.flows.driver.weights_type import settled
 from millrace.flows.preflight.check import check
+from millrace.tasks.runtime.gpu_memory import GpuMemory, StoredWeights
 from millrace.tasks.runtime.orphans import join_and_end_orphans
 from millrace.tasks.runtime.runtime import Runtime
 
@@ -150,7 +151,8 @@ async def _drive(
     here = await _prepare(config)
     config = config.with_dtype(here.config.dtype)
     await asyncio.to_thread(_bound_logs, config)
-    runtime, started = Runtime(here.config), time.perf_counter()
+    memory = StoredWeights if config.pipeline.rollouts_only else GpuMemory
+    runtime, started = Runtime(here.config, memory), time.perf_counter()
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
     runtime.recovery.add(find=time.perf_counter() - started)
     if first >= config.run.iterations:

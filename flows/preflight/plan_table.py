@@ -68,7 +68,11 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
     chunks = f", its passes in chunks of {n.chunk_groups} groups as they are whole" if n.chunk_groups else ""
     passes = f"{n.passes} passes of " if n.passes > 1 else ""
     a_pass = n.steps // n.passes
-    steps = f"{passes}{a_pass} step{'s' if a_pass > 1 else ''} of {n.global_batch}{chunks}"
+    steps = (
+        "no step: pipeline.rollouts_only"
+        if n.rollouts_only
+        else f"{passes}{a_pass} step{'s' if a_pass > 1 else ''} of {n.global_batch}{chunks}"
+    )
     return [
         (
             "an iteration",
@@ -81,7 +85,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "all iterations",
-            f"{n.iterations} × {n.steps} -> weight versions 1 .. {n.weight_versions}"
+            f"{n.iterations}, all with the weights at model.path"
+            if n.rollouts_only
+            else f"{n.iterations} × {n.steps} -> weight versions 1 .. {n.weight_versions}"
             + (f"; engines are sent one every {n.sync_every} iterations" if n.sync_every > 1 else ""),
         ),
         (
@@ -90,7 +96,9 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "checkpoints",
-            f"{len(n.checkpoints)} saved, kept {_listed(n.checkpoints_kept)}; exported {_listed(n.exports)}",
+            "none: nothing is trained"
+            if n.rollouts_only
+            else f"{len(n.checkpoints)} saved, kept {_listed(n.checkpoints_kept)}; exported {_listed(n.exports)}",
         ),
     ]
 
@@ -102,10 +110,16 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     where = f" × {at.gpus_an_engine} GPUs" if at.gpus_an_engine else " on CPU"
     engines = f"{at.engines} {at.engine_kind}" + ("" if at.engine_kind == "external" else where)
     engines += f", the first {at.prefill} to prefill" if at.prefill else ""
+    weights = f"by {at.sync}" if at.world_size else "of model.path"
     rollout = [("rollout", at.rollout)] if at.engines else []
     return [
-        ("trainer", f"{at.world_size} rank{'s' if at.world_size > 1 else ''} on {at.device}: {cut}{extra}"),
-        ("engines", f"{engines}; weights by {at.sync}" if at.engines else "none: supervised"),
+        (
+            "trainer",
+            f"{at.world_size} rank{'s' if at.world_size > 1 else ''} on {at.device}: {cut}{extra}"
+            if at.world_size
+            else "none: rollouts only",
+        ),
+        ("engines", f"{engines}; weights {weights}" if at.engines else "none: supervised"),
         *rollout,
         ("placement", f"{at.placement}" + (f", {at.gpus} GPUs in all" if at.gpus else ", no GPU")),
     ]

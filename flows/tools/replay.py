@@ -53,6 +53,12 @@ def replay_run(root: str, run: str, first: int, last: int) -> Replay:
         raise StorageError(
             f"{folder.store.url}: has {committed} committed iterations; ask for 0 <= from < to <= {committed}"
         )
+    if configuration_of(record, folder, first).pipeline.rollouts_only:
+        raise StorageError(
+            "has rollouts only, and no step to make again (pipeline.rollouts_only)",
+            where=folder.store.url,
+            remedy="replay a run that trained",
+        )
     config = at_commit(configuration_of(record, folder, first), record.get("model_commit")).config
     pass_blocks_on(config)
     cluster.start_or_join(config.placement.ray_address, f"{folder.identity(record.get('id'))}-replay")

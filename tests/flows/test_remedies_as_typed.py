@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = write_run(str(tmp_path / "my runs"))
     (entry,) = [folder.iteration(2).entry("prompts.parquet")]
     record = {"result": f'{{"files": [{entry.model_dump_json()}], "groups": 2, "by_source": {{}}}}'}
-    folder.iteration(2).write_json(record_path("sample_prompts"), record)
+    folder.iteration(2).write_sealed(record_path("sample_prompts"), record)
     return folder
 
 

@@ -24,6 +24,8 @@ def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]
 
 def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
     """Checkpoints and exports: what the run surely writes. A checkpoint goes when a later one is whole."""
+    if config.pipeline.rollouts_only:
+        return []
     width = 2 if config.dtype == "bfloat16" else 4
     checkpoint = sum(saved_bytes(config, shape))
     kept = len(numbers.checkpoints_kept) + (
@@ -43,9 +45,12 @@ def files(config: RunConfig, root: str) -> list[str]:
     patterns = [
         f"{root}/run.json",
         f"{root}/iterations/000000 .. {last - 1:06d}/ (iterations 1 to {last}: {parts}, manifest.json)",
-        f"{root}/checkpoints/NNNNNN/",
     ]
-    if config.checkpoint.export_last or config.checkpoint.export_every:
+    if not config.pipeline.rollouts_only:
+        patterns.append(f"{root}/checkpoints/NNNNNN/")
+    if not config.pipeline.rollouts_only and (
+        config.checkpoint.export_last or config.checkpoint.export_every
+    ):
         patterns.append(f"{root}/exports/NNNNNN/")
     if config.evaluation.sets:
         patterns.append(f"{root}/eval/SET/NNNNNN.parquet")

@@ -38,10 +38,11 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
     kind = e.kind if e.kind != "auto" else ("sglang" if gpus else "embedded")
     count = 0 if config.algorithm.supervised else e.count
+    ranks = 0 if config.pipeline.rollouts_only else config.trainer.world_size
     on_gpus = e.gpus if kind == "sglang" else 0
     return Layout(
         device="cuda" if cuda else "cpu",
-        world_size=config.trainer.world_size,
+        world_size=ranks,
         tensor=p.tensor,
         pipeline=p.pipeline,
         context=p.context,
@@ -52,7 +53,7 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
         engines=count,
         prefill=e.prefill,
         gpus_an_engine=on_gpus,
-        gpus=count * on_gpus + (config.trainer.world_size if cuda and not config.placement.colocate else 0),
+        gpus=count * on_gpus + (ranks if cuda and not config.placement.colocate else 0),
         placement=config.placement.ray_address or "a Ray head on this host",
         sync=config.sync_kind,
         rollout=_rollout(config),

@@ -77,8 +77,8 @@ def trainer_memory(config: RunConfig, shape: Architecture) -> list[Part]:
 
 
 def host_memory(config: RunConfig, shape: Architecture, layout: Layout) -> list[Part]:
-    """What ranks on GPUs keep in the memory of their hosts, of all ranks together. Empty where the trainer is on the CPU."""
-    if layout.device != "cuda":
+    """What ranks on GPUs keep in the memory of their hosts, of all ranks together. Empty where there is no trainer, or it is on the CPU."""
+    if layout.device != "cuda" or not layout.world_size:
         return []
     weights, states = saved_bytes(config, shape)
     parts = []

@@ -24,6 +24,7 @@ class Numbers:
     steps: int
     weight_versions: int
     sync_every: int
+    rollouts_only: bool
     prompt_tokens: int
     response_tokens: int
     pack_tokens: int
@@ -59,6 +60,7 @@ def numbers_of(config: RunConfig) -> Numbers:
         steps=config.steps_per_iteration,
         weight_versions=iterations * config.steps_per_iteration,
         sync_every=config.pipeline.sync_every,
+        rollouts_only=config.pipeline.rollouts_only,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.longest_response,
         pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,

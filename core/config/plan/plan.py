@@ -43,7 +43,7 @@ def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
         numbers=numbers,
         layout=layout,
         parameters=shape.parameters if shape else None,
-        trainer_memory=trainer_memory(config, shape) if shape else [],
+        trainer_memory=trainer_memory(config, shape) if shape and layout.world_size else [],
         host_memory=host_memory(config, shape, layout) if shape else [],
         engine_memory=engine_memory(config, shape, layout)
         if shape and not config.algorithm.supervised

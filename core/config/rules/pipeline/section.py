@@ -13,6 +13,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     """What cannot run ahead of the trainer, and bounds that contradict each other."""
     p = config.pipeline
     yield from _sync_every(config)
+    yield from _rollouts_only(config)
     if p.staleness < p.oldest:
         yield Problem(
             "pipeline.max_staleness",
@@ -56,6 +57,45 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "set placement.colocate=false and give the engines GPUs of their own, or set it to 0: "
             "pipeline.select=finish with max_staleness=1 shortens the wait for long answers there",
         )
+
+
+def _rollouts_only(config: RunConfig) -> Iterator[Problem]:
+    """What needs a trainer, in a run that has none."""
+    p, a = config.pipeline, config.algorithm
+    if not p.rollouts_only:
+        return
+    needs = {
+        "algorithm.loss": (a.supervised, "sft", "it learns reference answers and generates nothing"),
+        "pipeline.ahead": (p.ahead > 0, p.ahead, "no iteration trains that another could be ahead of"),
+        "pipeline.eager": (p.eager, True, "there are no passes to make early"),
+        "pipeline.select": (
+            p.select == "finish",
+            p.select,
+            "the next iteration would not train what is deferred",
+        ),
+        "pipeline.sync_every": (p.sync_every > 1, p.sync_every, "no weights are sent"),
+        "placement.colocate": (config.placement.colocate, True, "no trainer shares the engines' GPUs"),
+        "rollout.buffer": (config.rollout.buffer is not None, "set", "it holds trained groups"),
+        "sync.max_prompt_gap": (
+            config.sync.max_prompt_gap is not None,
+            config.sync.max_prompt_gap,
+            "there is no trainer to compare engines with",
+        ),
+        "checkpoint.keep_best": (
+            config.checkpoint.keep_best is not None,
+            config.checkpoint.keep_best,
+            "no checkpoint is saved",
+        ),
+        "engines.kind": (config.engines.kind == "external", "external", "they are loaded with model.path"),
+    }
+    for field, (wrong, value, reason) in needs.items():
+        if wrong:
+            yield Problem(
+                field,
+                value,
+                f"with pipeline.rollouts_only {reason}",
+                "leave it out, or set rollouts_only to false",
+            )
 
 
 def _sync_every(config: RunConfig) -> Iterator[Problem]:
