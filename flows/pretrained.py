@@ -1,4 +1,4 @@
-"""A real pretrained model and something to teach it: SmolLM2-135M-Instruct, and word problems with numbers.
+"""A real pretrained model and something to teach it: SmolLM2-135M-Instruct, and word problems with numbers or short sums.
 
 Owns the problems. `connectors/huggingface/pretrained.py` makes the model's folder.
 """
@@ -14,6 +14,9 @@ from millrace.core.config import RunConfig
 from millrace.flows.quickstart import write_rows
 
 TRAIN, HELD_OUT = 4_000, 200
+SUMS_HELD_OUT = 100
+LARGEST_TERM = 20
+SHOWN = ((3, 4),)  # sums that stand before each question: they show that a number alone is the answer
 NAMES = [
     "Ana",
     "Ben",
@@ -48,10 +51,20 @@ THINGS = [
 
 def prepare(config: RunConfig, *, largest: int = 30) -> None:
     """Make the model at config.model.path, and beside it word problems, unless they are there. largest: number in a problem."""
+    write_problems(_model_of(config).parent, largest, config.run.seed)
+
+
+def prepare_sums(config: RunConfig) -> None:
+    """Make the model at config.model.path, and beside it sums, unless they are there."""
+    write_sums(_model_of(config).parent, config.run.seed)
+
+
+def _model_of(config: RunConfig) -> Path:
+    """The model's folder, which is made unless it is there."""
     model = Path(config.model.path)
     if not (model / "config.json").exists():
         make_smollm2(model)
-    write_problems(model.parent, largest, config.run.seed)
+    return model
 
 
 def write_problems(folder: Path, largest: int = 30, seed: int = 0) -> None:
@@ -62,6 +75,25 @@ def write_problems(folder: Path, largest: int = 30, seed: int = 0) -> None:
     made = problems(random.Random(seed), largest)
     for name, count in files.items():
         write_rows(folder / f"{name}.jsonl", [next(made) for _ in range(count)])
+
+
+def write_sums(folder: Path, seed: int = 0) -> None:
+    """Write sums_train.jsonl and sums_held_out.jsonl, which share no sum, unless they are there."""
+    made = sums(random.Random(seed))
+    rows = {"sums_held_out": made[:SUMS_HELD_OUT], "sums_train": made[SUMS_HELD_OUT:]}
+    files = {folder / f"{name}.jsonl": part for name, part in rows.items()}
+    if not all(file.exists() for file in files):
+        for file, part in files.items():
+            write_rows(file, part)
+
+
+def sums(rng: random.Random) -> list[dict[str, str]]:
+    """Every sum of two terms from 2 to LARGEST_TERM but those shown, in the order of `rng`, as lines that a model continues."""
+    terms = range(2, LARGEST_TERM + 1)
+    asked = [(a, b) for a in terms for b in terms if (a, b) not in SHOWN]
+    rng.shuffle(asked)
+    shown = "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOWN)
+    return [{"prompt": f"{shown}{a} + {b} =", "label": str(a + b)} for a, b in asked]
 
 
 def problems(rng: random.Random, largest: int) -> Iterator[dict[str, str]]:

@@ -16,7 +16,7 @@ import yaml
 
 from millrace.core.config.reading.files import read_files
 from millrace.core.errors import ConfigError
-from millrace.flows.pretrained import problems
+from millrace.flows.pretrained import problems, sums
 from millrace.flows.quickstart import arithmetic, write_rows
 from millrace.flows.tools.deploy import FILES, comment_of
 
@@ -98,9 +98,11 @@ def _models_moved(value: Any) -> Any:
 
 
 def _rows(values: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Rows of what the recipe's model is to learn: sums for a model that is made, word problems for a pretrained one."""
+    """Rows of what the recipe's model is to learn: the quickstart's sums, or a pretrained model's sums or word problems."""
     if _is_warmed_up(values):
         return iter(arithmetic(0))  # the first are held out of the warm-up too
+    if "flows.pretrained:prepare_sums" in str(values["run"].get("prepare", "")):
+        return iter(sums(random.Random(0)))
     return problems(random.Random(0), 9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from millrace import BufferedGroup, GroupSample, RewardInput, TokenBatch
 from millrace.connectors.huggingface.pretrained import PACKAGE, WHEEL
 from millrace.core.config.reading.load import load_config
+from millrace.flows.pretrained import sums
 
 ROOT = Path(__file__).parents[2]
 MAKE_MODELS = [  # whoever has a model needs none of them
@@ -66,10 +68,11 @@ def test_an_examples_page_shows_its_module_and_its_configuration(folder: str) ->
     assert blocks(page, "yaml") == [config.read_text()]
 
 
-def test_the_page_of_the_pretrained_model_shows_its_configuration_and_a_problem_as_it_is() -> None:
+def test_the_page_of_the_pretrained_model_shows_its_configurations_a_sum_and_a_problem_as_they_are() -> None:
     page = ROOT / "examples" / "pretrained" / "README.md"
-    assert blocks(page, "yaml") == [(page.parent / "words.yaml").read_text()]
-    (problem,) = blocks(page, "text")
+    assert blocks(page, "yaml") == [(page.parent / name).read_text() for name in ("sums.yaml", "words.yaml")]
+    shown, problem = blocks(page, "text")
+    assert {"prompt": shown.rstrip("\n"), "label": "26"} in sums(random.Random(0))
     text, _, label = problem.strip().rpartition(" ")
     one, other = re.findall(r"\d+", text)
     assert int(label) == int(one) * (int(other) + 1)
