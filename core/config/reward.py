@@ -52,7 +52,7 @@ class Reward(RewardFunction):
     concurrency: Annotated[int, ANY_START] = Field(
         1,
         ge=1,
-        description="Samples that one process scores at once; more than 1 for async rewards that wait.",
+        description="Samples, or groups with `group`, that one process scores at once; more than 1 for async rewards that wait.",
     )
     timeout_s: Annotated[float, ANY_START] = Field(
         30, gt=0, description="Longest time for one call: of one sample, or of one group. Seconds."

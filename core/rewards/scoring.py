@@ -30,7 +30,7 @@ class Scored(TypedDict):
 
 
 Ended = tuple[
-    Literal["done", "failed", "timed_out"], Scored | str
+    Literal["done", "failed", "timed_out"], Scored | list[Scored] | str
 ]  # with its score, or the reason why there is none
 
 
@@ -68,19 +68,25 @@ def score_group(
 
 
 def score_side_by_side(
-    path: str, options: Mapping[str, Any], rows: Sequence[Row], field: str, timeout_s: float
+    path: str, options: Mapping[str, Any], items: Sequence[Row | Sequence[Row]], field: str, timeout_s: float
 ) -> list[Ended]:
-    """Score rows at once in one event loop, each with a deadline of its own: how each ended, in order.
+    """Score rows, or groups of them, at once in one event loop, each with a deadline of its own: how each ended, in order.
 
-    What does not await runs while the others wait. Of a row that failed or was late, it has the reason.
+    What does not await runs while the others wait. Of one that failed or was late, it has the reason.
     """
 
-    async def ended(row: Row) -> Ended:
+    async def result(item: Row | Sequence[Row]) -> Scored | list[Scored]:
+        function = reward_of(path, options, field)
+        if isinstance(item, Mapping):
+            return _scored(await awaited_answer_of(function, sample_input(item)), path)
+        answer = await awaited_answer_of(function, [sample_input(row) for row in item])
+        return _scored_group(answer, len(item), path)
+
+    async def ended(item: Row | Sequence[Row]) -> Ended:
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                function = reward_of(path, options, field)
-                return "done", _scored(await awaited_answer_of(function, sample_input(row)), path)
+                return "done", await result(item)
         except TimeoutError as error:
             if not deadline.expired():  # one of the reward's own
                 return "failed", described(error)
@@ -91,7 +97,7 @@ def score_side_by_side(
             return "failed", described(error)
 
     async def all_ended() -> list[Ended]:
-        return await asyncio.gather(*map(ended, rows))
+        return await asyncio.gather(*map(ended, items))
 
     return asyncio.run(all_ended())
 

@@ -17,7 +17,7 @@ from millrace.core.contracts.references import scrubbed
 from millrace.core.contracts.sample import Scorable
 from millrace.core.rewards.scoring import hint_of, score_group, score_sample
 from millrace.core.rewards.selection import Selected, own_rewards, select
-from millrace.tasks.samples.scoring_batches import ScoringBatches
+from millrace.tasks.samples.scoring_batches import Item, ScoringBatches
 
 log = logging.getLogger(__name__)
 
@@ -47,24 +47,24 @@ class Scoring:
 
     async def score(self, selected: Selected, sample: Scorable) -> Outcome:
         """Score one sample in a worker process; once more if a signal kills that, which may be no doing of the reward."""
-        if self._reward.concurrency == 1:
-            return await self._call(score_sample, selected, sample)
-        if self._batches is None:
-            reward, alone = self._reward, self._alone
-            self._batches = ScoringBatches(
-                await self._started(), reward.workers, reward.concurrency, reward.timeout_s, alone
-            )
-        return self._explained(await self._batches.score(selected, sample), selected)
-
-    async def _alone(self, selected: Selected, sample: Scorable) -> Outcome:
-        return await self._called(score_sample, selected, sample)
+        return await self._scored(selected, sample)
 
     async def score_group(self, selected: Selected, samples: Sequence[Scorable]) -> Outcome:
         """The same for the samples of a prompt, in one call."""
-        return await self._call(score_group, selected, list(samples))
+        return await self._scored(selected, list(samples))
 
-    async def _call(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
-        return self._explained(await self._called(score, selected, scored), selected)
+    async def _scored(self, selected: Selected, item: Item) -> Outcome:
+        if self._reward.concurrency == 1:
+            return self._explained(await self._alone(selected, item), selected)
+        pool, reward = await self._started(), self._reward
+        if self._batches is None:  # no wait after this: calls that come together share the batches
+            self._batches = ScoringBatches(
+                pool, reward.workers, reward.concurrency, reward.timeout_s, self._alone
+            )
+        return self._explained(await self._batches.score(selected, item), selected)
+
+    async def _alone(self, selected: Selected, item: Item) -> Outcome:
+        return await self._called(score_group if isinstance(item, list) else score_sample, selected, item)
 
     async def _started(self) -> WorkerPool:
         if self._pool is None:
@@ -77,7 +77,8 @@ class Scoring:
 
     async def hint(self, function: UserFunction, field: str, sample: Scorable) -> Outcome:
         """What the function tells a teacher of a sample, in a worker process under the limits of rewards."""
-        return await self._call(hint_of, Selected(field, RewardFunction(**function.model_dump())), sample)
+        selected = Selected(field, RewardFunction(**function.model_dump()))
+        return self._explained(await self._called(hint_of, selected, sample), selected)
 
     async def _called(self, score: Callable[..., Any], selected: Selected, scored: Any) -> Outcome:
         pool, function, timeout_s = await self._started(), selected.function, self._reward.timeout_s

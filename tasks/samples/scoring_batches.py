@@ -1,4 +1,4 @@
-"""Many samples at once in one scoring process, for rewards that mostly wait.
+"""Many samples, or groups, at once in one scoring process, for rewards that mostly wait.
 
 Owns which samples go together, and that none pays for another: where a batch's process dies, or the batch has no end in time,
 each of its samples is scored again by itself.
@@ -18,26 +18,28 @@ from millrace.core.rewards.selection import Selected
 
 GRACE_S = 5.0  # that a batch has beyond the deadline of its samples
 
-Alone = Callable[[Selected, Scorable], Awaitable[Outcome]]
-_Waiting = tuple[Scorable, asyncio.Future[Outcome]]
+Item = Scorable | list[Scorable]
+"""A sample, or the samples of a group, which one call scores."""
+Alone = Callable[[Selected, Item], Awaitable[Outcome]]
+_Waiting = tuple[Item, asyncio.Future[Outcome]]
 
 
 class ScoringBatches:
-    """Puts samples that are to be scored at the same moment together, by their reward."""
+    """Puts what is to be scored at the same moment together, by its reward."""
 
     def __init__(self, pool: WorkerPool, workers: int, most: int, timeout_s: float, alone: Alone) -> None:
-        """most: samples of a batch. alone: scores one sample in a process that does nothing else."""
+        """most: samples, or groups, of a batch. alone: scores one of them in a process that does nothing else."""
         self._pool, self._workers, self._most = pool, workers, most
         self._timeout_s, self._alone = timeout_s, alone
         self._waiting: dict[str, tuple[Selected, list[_Waiting]]] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    async def score(self, selected: Selected, sample: Scorable) -> Outcome:
-        """The outcome of a sample."""
+    async def score(self, selected: Selected, item: Item) -> Outcome:
+        """The outcome of a sample or a group."""
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._start)
-        self._waiting.setdefault(selected.field, (selected, []))[1].append((sample, future))
+        self._waiting.setdefault(selected.field, (selected, []))[1].append((item, future))
         return await future
 
     def _start(self) -> None:
@@ -60,7 +62,7 @@ class ScoringBatches:
                 score_side_by_side,
                 function.function,
                 function.options,
-                [sample for sample, _ in batch],
+                [item for item, _ in batch],
                 selected.field,
                 self._timeout_s,
                 timeout_s=self._timeout_s + GRACE_S,
@@ -70,15 +72,15 @@ class ScoringBatches:
                     done = kind == "done"
                     _give(future, Outcome(kind, value if done else None, None if done else str(value)))
             else:
-                await asyncio.gather(*(self._again(selected, item) for item in batch))
+                await asyncio.gather(*(self._again(selected, waiting) for waiting in batch))
         except Exception as error:  # noqa: BLE001 - the pool's; each sample that waits raises it
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
 
-    async def _again(self, selected: Selected, item: _Waiting) -> None:
-        sample, future = item
-        _give(future, await self._alone(selected, sample))
+    async def _again(self, selected: Selected, waiting: _Waiting) -> None:
+        item, future = waiting
+        _give(future, await self._alone(selected, item))
 
 
 def _give(future: asyncio.Future[Outcome], outcome: Outcome) -> None:

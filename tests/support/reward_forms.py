@@ -196,3 +196,17 @@ class TooFewScores:
 
 class NoReward:
     """Has no compute_reward."""
+
+
+_begun: list[asyncio.Event] = []
+
+
+async def all_have_begun(samples: Sequence[RewardInput], *, count: int) -> list[float]:
+    """Ends once as many calls as `count` run in this process: the lengths of the responses."""
+    lengths, mine = [float(len(sample.response)) for sample in samples], asyncio.Event()
+    _begun.append(mine)
+    if len(_begun) == count:
+        for event in _begun:
+            event.set()
+    await mine.wait()
+    return lengths

@@ -60,6 +60,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("older tokens without a weight", ["pipeline.ahead=1"], "algorithm.correction.kind"),
     ("deferred tokens without a weight", ["pipeline.select=finish", "pipeline.max_staleness=1"],
      "algorithm.correction.kind"),
+    ("groups that finish first, and none deferred", ["pipeline.select=finish"], "pipeline.max_staleness"),
     ("an age bound that bounds nothing", ["pipeline.ahead=1", "algorithm.correction.max_token_age=1", WEIGHED],
      "algorithm.correction.max_token_age"),
     ("an age bound without older tokens", ["algorithm.correction.max_token_age=0"],

@@ -52,6 +52,21 @@ async def test_samples_that_wait_do_so_together(make_config: Make) -> None:
     assert time.monotonic() - started < 0.3 * 64, "one after the other takes longer"
 
 
+async def test_groups_that_wait_do_so_together(make_config: Make) -> None:
+    """Each call waits until as many as may run at once have begun: one after the other they would be late."""
+    path = "tests.support.reward_forms:all_have_begun"
+    options = {"function": path, "options": {"count": 6}, "group": True, "concurrency": 6, "timeout_s": 60}
+    scoring = Scoring(make_config(reward=options))
+    groups: list[list[Any]] = [[sample("a"), sample("bc")] for _ in range(6)]
+    try:
+        selected = scoring.selected(groups[0][0], None)
+        assert (await scoring.score(selected, sample("alone"))).kind == "failed"  # workers have started now
+        found = await asyncio.gather(*(scoring.score_group(selected, group) for group in groups))
+    finally:
+        scoring.close()
+    assert [[row["reward"] for row in each.value] for each in found] == [[1.0, 2.0]] * 6
+
+
 @pytest.mark.parametrize(
     ("response", "kind", "reason"),
     [

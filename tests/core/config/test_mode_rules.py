@@ -46,6 +46,8 @@ def test_a_bound_on_age_is_at_least_what_running_ahead_makes(ahead: int) -> None
         ),
         ([AHEAD], "algorithm.correction.kind"),
         ([FINISH, "pipeline.max_staleness=1"], "algorithm.correction.kind"),
+        ([FINISH], "pipeline.max_staleness"),
+        ([FINISH, AHEAD, WEIGHED], "pipeline.max_staleness"),
         ([*SUPERVISED, AHEAD], "pipeline.ahead"),
         ([*SUPERVISED, FINISH], "pipeline.select"),
         (["pipeline.min_ess=0.5", WEIGHED], "pipeline.min_ess"),

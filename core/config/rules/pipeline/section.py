@@ -28,6 +28,15 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield from unweighed(config.algorithm, f"with {field} tokens are made by older weights")
     if p.min_ess is not None:
         yield from _min_ess(config)
+    refused = config.rollout.session or config.filter.oversample or config.rollout.buffer
+    if p.select == "finish" and p.max_staleness is None and not (refused or config.algorithm.supervised):
+        yield Problem(
+            "pipeline.max_staleness",
+            None,
+            f"it stands for {p.oldest} here, so no group may be deferred: with pipeline.select=finish groups that are under way "
+            "would be dropped, and long answers trained more rarely than they are drawn",
+            f"set it to {p.oldest + 1}, or to {p.oldest} to drop them nevertheless",
+        )
     if p.select == "finish" and config.rollout.session:
         yield Problem(
             "pipeline.select",
