@@ -33,15 +33,30 @@ class Clipped(_ClipRange):
 
 
 class Gspo(_ClipRange):
-    """One clipped ratio a sequence: the geometric mean of its tokens' ratios. GSPO, arXiv:2507.18071."""
+    """One clipped ratio a sequence: the geometric mean of its tokens' ratios. GSPO, arXiv:2507.18071, whose clip range is the default."""
 
     kind: Literal["gspo"] = "gspo"
+    clip_low: Annotated[float, FROM_PRESET] = Field(
+        3e-4, gt=0, le=1, description="Lower clip range: the ratio is bounded at 1 - clip_low."
+    )
+    clip_high: Annotated[float, FROM_PRESET] = Field(
+        4e-4, gt=0, description="Upper clip range: the ratio is bounded at 1 + clip_high."
+    )
 
 
 class Cispo(_ClipRange):
-    """The ratio, clipped and detached, weights the log-probability of every token. CISPO, arXiv:2506.13585."""
+    """The ratio, clipped and detached, weights the log-probability of every token. CISPO, arXiv:2506.13585.
+
+    There is no lower bound, unless it is set; the upper one is that of ScaleRL, arXiv:2510.13786.
+    """
 
     kind: Literal["cispo"] = "cispo"
+    clip_low: Annotated[float, FROM_PRESET] = Field(
+        1.0, gt=0, le=1, description="Lower clip range: the ratio is bounded at 1 - clip_low."
+    )
+    clip_high: Annotated[float, FROM_PRESET] = Field(
+        4.0, gt=0, description="Upper clip range: the ratio is bounded at 1 + clip_high."
+    )
 
 
 class Sapo(Section):

@@ -29,9 +29,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # arXiv:2503.14476, eqs. 8-13: clip-higher, token mean, overlong shaping; its dynamic sampling is filter.drop_zero_variance
     "dapo": {"loss": {"clip_high": 0.28}, "aggregation": "token_mean", "overlong": {}},
     # arXiv:2507.18071, eqs. 5-7, with the clip range of its section 5
-    "gspo": {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}},
-    # MiniMax-M1, arXiv:2506.13585, eqs. 4-5: no lower bound; the upper bound 5 as in ScaleRL, arXiv:2510.13786
-    "cispo": {"loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}, "aggregation": "token_mean"},
+    "gspo": {"loss": "gspo"},
+    # MiniMax-M1, arXiv:2506.13585, eqs. 4-5
+    "cispo": {"loss": "cispo", "aggregation": "token_mean"},
     # arXiv:2402.14740: leave-one-out baseline, the whole response one action
     "rloo": {
         "advantage": "leave_one_out",

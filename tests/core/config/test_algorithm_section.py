@@ -193,3 +193,16 @@ def test_all_problems_come_at_once_with_reason_and_remedy() -> None:
     )
     assert len(many) == 4
     assert all(p.reason and p.remedy for p in many)
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"), [("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0), ("clipped", 0.2, 0.2)]
+)
+def test_a_loss_has_the_clip_range_of_its_paper_with_and_without_its_preset(
+    loss: str, low: float, high: float
+) -> None:
+    alone = Algorithm(loss=loss).loss  # type: ignore[arg-type]
+    assert isinstance(alone, Clipped | Gspo | Cispo)
+    assert (alone.clip_low, alone.clip_high) == (low, high)
+    if loss in PRESETS:
+        assert Algorithm(preset=loss).loss == alone  # type: ignore[arg-type]
