@@ -158,7 +158,7 @@ class IterationContext:
         Rollout, reward and filter work from the first request on: before it, engines start or take their memory. `train_step`
         works once there are ranks.
         """
-        held_up = [("trainer", ("train_step",), self.trainer_s)]
+        held_up: list[tuple[str, tuple[str, ...], float]] = [("trainer", ("train_step",), self.trainer_s)]
         if "rollout" in self.intervals:
             engines_s = self.records["rollout"]["engines_s"]
             held_up.append(("engines", ("rollout", "reward", "filter"), engines_s))

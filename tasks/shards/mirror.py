@@ -174,7 +174,7 @@ class SharedEngines:
         self._waits = True
         self._changes += 1
         for client in self._clients.values():
-            client.refits += 1
+            client.note_refit()
             client.refits_amid_requests += coming.amid
         await self._link.tell(SendsNothing(self._link.writer, coming.number))
 

@@ -103,7 +103,7 @@ class ScriptedEngine(EngineClient):
         if how == "cut":
             scene.cut = True
             self._dispatcher()._stopped = True
-        self.refits += 1
+        self.note_refit()
         scene.version = min(scene.version + 1, VERSIONS[-1])
         return part("abort")
 

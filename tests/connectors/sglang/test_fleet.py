@@ -163,12 +163,12 @@ async def test_an_engine_that_is_suspected_while_another_starts_keeps_its_reques
     dispatcher = await serving(fleet, tiny_model, 27)
     running = asyncio.create_task(generate(dispatcher, 4, LONG))
     await until_generating(dispatcher)
-    refits, killed = fleet._clients[1].refits, True
+    refit, killed = fleet._clients[1].refit, True
     handles[0].signal(signal.SIGKILL)
     await running
     assert fleet.restarts == 1
     assert dispatcher.retries == 2
-    assert fleet._clients[1].refits == refits
+    assert fleet._clients[1].refit == refit
 
 
 async def test_an_engine_killed_while_weights_are_published_is_rebuilt_with_them(
