@@ -129,6 +129,10 @@ ROWS = {
     "core/slime/generate.py": {"asyncio.shield(known)": SESSION, "await made": SESSION},
     "core/slime/hub.py": {"await answer": SESSION},
     "core/slime/reward.py": {"await answer": REWARD},
+    "core/contracts/progress.py": {
+        "ended.wait": "for the seconds until a line is due again",
+        "thread.join": "it was told to end a line above, and does nothing else but log",
+    },
     "core/waits/deadline.py": {
         "await result": "the thread may hang: callers pass it to `progressing`",
         "lock.acquire": "made here, awaited by `progressing` two lines below",
