@@ -37,6 +37,7 @@ class Branch:
     cuts: list[int] = field(default_factory=list)  # response tokens after each turn
     first_ids: list[int] = field(init=False)  # before anything was observed
     events: int = 0  # turns and calls
+    dialogue_from: int | None = None  # tokens before the dialogue that it goes on with; None: it began its own
 
     def __post_init__(self) -> None:
         self.first_ids = list(self.prompt_ids)
@@ -45,6 +46,11 @@ class Branch:
     def ids(self) -> list[int]:
         """All tokens so far: what the next turn's prompt begins with."""
         return [*self.prompt_ids, *self.response_ids]
+
+    @property
+    def dialogue_begins(self) -> int:
+        """Tokens of the prompt that its dialogue began with, in the first of the branches that it goes on from."""
+        return len(self.prompt_ids) if self.dialogue_from is None else self.dialogue_from
 
     @property
     def turns(self) -> int:
@@ -128,6 +134,7 @@ class RolloutTree:
             parent,
             parent_turns,
             origin.name if name is None else name,
+            dialogue_from=origin.dialogue_begins if prompt_ids is None else None,
         )
         self._branches[number] = made
         return made

@@ -168,7 +168,8 @@ class SessionRollout:
         self._observe(branch, new)
         ids = branch.ids
         longest = self.opening.sampling.get("max_new_tokens", self._sampling.max_new_tokens)
-        room = min(self.opening.longest - len(ids), longest, request["max_new_tokens"] or longest)
+        end = min(branch.dialogue_begins + self._settings.max_tokens, self.opening.longest)
+        room = min(end - len(ids), longest, request["max_new_tokens"] or longest)
         if room < 1:
             branch.forget(len(before))
             return {"limit": f"rollout.session.max_tokens = {self._settings.max_tokens}"}

@@ -32,6 +32,14 @@ async def for_ever(session: Session) -> None:
         await session.generate("more" if session.turns else None)
 
 
+async def branches_for_ever(session: Session) -> None:
+    """A branch whose prompt is longer than the rollout's, and turns there until a limit ends it."""
+    await session.generate()
+    other = session.branch("other", prompt=f"say more than was said: {'more ' * 8}")
+    while True:
+        await other.generate("more" if other.turns else None)
+
+
 async def raises(session: Session) -> None:
     """Fails after a turn."""
     await session.generate()

@@ -78,6 +78,20 @@ async def test_a_limit_ends_a_rollout_as_truncated(
     assert len(sample.prompt_ids) + len(sample.response_ids) <= longest
 
 
+@pytest.mark.parametrize("most", [1, 20, 60, 61])
+@pytest.mark.parametrize("function", ["for_ever", "branches_for_ever"])
+async def test_no_dialogue_is_longer_than_the_limit_however_short_its_prompt_is(
+    make_place: Callable[..., Place], most: int, function: str
+) -> None:
+    place = make_place("one two three", function=function, max_tokens=most, max_turns=1000)
+    samples = await place.run(longest=100_000)
+    assert samples
+    for sample in samples:
+        assert sample.reason is None or sample.reason.startswith("rollout.session.max_tokens")
+        assert len(sample.response_ids) <= most
+    assert len(samples) == (1 if function == "for_ever" else 2)
+
+
 async def test_a_rollout_of_one_turn_asks_for_the_very_sample_that_no_session_would(
     make_place: Callable[..., Place],
 ) -> None:
@@ -235,6 +249,6 @@ async def test_an_engine_that_cannot_generate_is_the_reason_of_its_rollout(
 
 
 async def test_a_thousand_turns_end_at_the_limit(make_place: Callable[..., Place]) -> None:
-    place = make_place("x", function="for_ever", max_turns=1000)
+    place = make_place("x", function="for_ever", max_turns=1000, max_tokens=100_000)
     (sample,) = await place.run(longest=100_000)
     assert (sample.turns, sample.status) == (1000, "truncated")
