@@ -37,7 +37,9 @@ class Branch:
     cuts: list[int] = field(default_factory=list)  # response tokens after each turn
     first_ids: list[int] = field(init=False)  # before anything was observed
     events: int = 0  # turns and calls
-    dialogue_from: int | None = None  # tokens before the dialogue that it goes on with; None: it began its own
+    dialogue_from: int | None = (
+        None  # tokens before the dialogue that it goes on with; None: it began its own
+    )
 
     def __post_init__(self) -> None:
         self.first_ids = list(self.prompt_ids)

@@ -137,6 +137,8 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("missing column of template variables", ["data.sources.sums.chat_template_kwargs_key=own"],
      "data.sources.sums.chat_template_kwargs_key"),
     ("missing column of sampling", ["data.sources.sums.sampling_key=own"], "data.sources.sums.sampling_key"),
+    ("a penalty that rows of their own length never pay", ["data.sources.sums.sampling_key=own", "algorithm.preset=dapo"],
+     "data.sources.sums.sampling_key"),
     ("sampling of rows for supervised training", ["data.sources.sums.sampling_key=own", "algorithm.loss=sft",
       "rollout.samples_per_prompt=1", "trainer.global_batch=8"], "data.sources.sums.sampling_key"),
     ("a variable that the template does not read", ["data.sources.sums.chat_template_kwargs={thinkng: true}"],

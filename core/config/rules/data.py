@@ -23,6 +23,14 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield from _origin(source)
         yield from template_problems(f"data.sources.{source.name}", source)
         yield from loss_problems(f"data.sources.{source.name}", source, config.algorithm.supervised)
+        if source.sampling_key and config.algorithm.overlong is not None and config.rollout.session is None:
+            yield Problem(
+                f"data.sources.{source.name}.sampling_key",
+                source.sampling_key,
+                "algorithm.overlong measures each answer by rollout.sampling.max_new_tokens, and a row may end it sooner: no answer "
+                "of that row would ever be too long",
+                "set algorithm.overlong=null, or leave it out",
+            )
 
 
 def loss_problems(field: str, source: Source | EvalSet, supervised: bool) -> Iterator[Problem]:
