@@ -298,7 +298,7 @@ class EngineClient(Connection):
         """Raise EngineError for a server that cannot take weights while it keeps requests and tell which made which token."""
         info = await self.server_info()
         found = str(info.get("version", ""))
-        if "counters" not in info and _release(found) < KEEPS_REQUESTS:
+        if "counters" not in info and not keeps_requests(found):
             raise EngineError(
                 f"{self.engine_id} is SGLang {found or 'of an unknown version'}, which cannot keep requests while weights change",
                 where="pipeline.on_update",
@@ -389,6 +389,11 @@ def _version(text: Any) -> int:
         return int(text)
     except (TypeError, ValueError):
         return -1
+
+
+def keeps_requests(version: str) -> bool:
+    """Whether an SGLang of this version takes weights while it keeps requests, and tells which made which token."""
+    return _release(version) >= KEEPS_REQUESTS
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from millrace.connectors.ray import head_folder
+from millrace.connectors.sglang.client import keeps_requests
 from millrace.connectors.sglang.launch import ROUTER_MISSING
-from millrace.connectors.sglang.server_args import sglang_finds
+from millrace.connectors.sglang.server_args import UNTOLD, server_args, sglang_finds
 from millrace.connectors.storage.local import home
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.architecture import Architecture
@@ -141,6 +142,8 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             "SGLang is not installed",
             "install it, or set engines.kind to auto or embedded",
         )
+    if here and (gpus or config.engines.kind == "sglang"):
+        yield from _keeps_requests(config)
     if here and config.engines.router and not importlib.util.find_spec("sglang_router"):
         yield Problem("engines.router", config.engines.router.policy, *ROUTER_MISSING)
     if here and config.engines.prefill and config.engines.kind == "sglang":
@@ -167,6 +170,19 @@ def check_machine(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 "sync.directory", folder, f"no folder that can be written: {error.strerror}", remedy
             )
+
+
+def _keeps_requests(config: RunConfig) -> Iterator[Problem]:
+    version, _ = server_args()
+    pipeline = config.pipeline
+    keeps = bool(pipeline.ahead) and pipeline.on_update in ("retract", "keep")
+    if keeps and version != UNTOLD and not keeps_requests(version):
+        yield Problem(
+            "pipeline.on_update",
+            pipeline.on_update,
+            f"SGLang {version} is installed, which cannot keep requests while weights change",
+            "set it to resend, or install SGLang 0.5.23 or newer",
+        )
 
 
 def check_host_memory(config: RunConfig, shape: Architecture) -> Iterator[Problem]:

@@ -258,6 +258,28 @@ def test_what_a_draft_model_takes_is_looked_for(place: Path, sglang: Path) -> No
     assert check(config) == []
 
 
+@pytest.mark.parametrize(
+    ("version", "on_update", "named"),
+    [
+        ("0.5.17", "resend", []),
+        ("0.5.17", "keep", ["pipeline.on_update"]),
+        ("0.5.22.post1", "retract", ["pipeline.on_update"]),
+        ("0.5.23", "retract", []),
+        ("0.6", "keep", []),
+    ],
+)
+def test_an_sglang_that_cannot_keep_requests_amid_an_update_is_told(
+    place: Path, sglang: Path, version: str, on_update: str, named: list[str]
+) -> None:
+    (sglang / "sglang" / "srt").mkdir(parents=True, exist_ok=True)
+    (sglang / "sglang" / "srt" / "server_args.py").touch()
+    (sglang / "sglang-any.dist-info").mkdir()
+    (sglang / "sglang-any.dist-info" / "METADATA").write_text(f"Name: sglang\nVersion: {version}\n")
+    ahead = ["pipeline.ahead=1", "algorithm.correction.kind=truncate", "engines.kind=sglang"]
+    config = load_config("run.yaml", [*ahead, f"pipeline.on_update={on_update}"])
+    assert [problem.field for problem in check(config)] == named
+
+
 def test_an_option_that_sglang_in_its_own_folder_does_not_have(place: Path, sglang: Path) -> None:
     """Only an SGLang beside millrace was looked at: with the documented install nothing was checked."""
     (sglang / "sglang" / "srt").mkdir()

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from millrace.core.config.engines import LOOPBACK, ExternalEngines
 from millrace.core.config.parts.problems import Problem
+from millrace.core.config.rules.algorithm import unweighed
 from millrace.core.config.rules.passthrough import (
     ROUTER_OWNED,
     ROUTER_REFUSED,
@@ -30,6 +31,12 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _prefill(config)
     yield from _speculative(config)
     yield from _upstream_options(config)
+    kept = str(config.engines.sglang.get("kv_cache_dtype", "auto"))
+    if kept not in ("auto", "bf16", "bfloat16") and not config.algorithm.supervised:
+        yield from unweighed(
+            config.algorithm,
+            f"with engines.sglang.kv_cache_dtype={kept} tokens are made from rounded keys and values",
+        )
 
 
 def _kv_cache(config: RunConfig) -> Iterator[Problem]:

@@ -36,7 +36,13 @@ _HTTP = "engines are reached over HTTP"
 _NO_ADAPTER = "the trainer trains all weights, and requests name no adapter"
 _ONE_HOST = "an engine is one process on one host, which places itself: set engines.gpus and engines.count"
 
+_OWN_FORMAT = (
+    "weights are sent in model.dtype after each step, and a quantized engine takes none of that type"
+)
+
 SGLANG_REFUSED = {
+    "quantization": _OWN_FORMAT,
+    "torchao_config": _OWN_FORMAT,
     "speculative_accept_threshold_single": _BIASED,
     "speculative_accept_threshold_acc": _BIASED,
     "api_key": _KEY,
