@@ -37,6 +37,7 @@ from millrace.tasks.shards.attempts import RunShard
 from millrace.tasks.shards.early import begin_shards
 from millrace.tasks.shards.sharded import open_shards
 from millrace.tasks.shards.sharded_evaluation import open_evaluation
+from millrace.tasks.stored_rollouts import take_rollouts
 from millrace.tasks.stream import Stream
 from millrace.tasks.sync_weights import sync_weights
 from millrace.tasks.train_step import hand_over, train_step
@@ -57,7 +58,10 @@ async def train(config: RunConfig) -> DriveResult:
 
 
 async def iteration(runtime: Runtime, index: int, slot: IterationSlot) -> None:
-    """One pass of the eight tasks over iteration `index`."""
+    """One pass of the eight tasks over iteration `index`; over stored rollouts, of those from the filter on."""
+    if runtime.config.pipeline.rollouts_from:
+        await _pass_over_stored(runtime, index, slot)
+        return
     async with begin_shards(runtime, index) as run_shard:
         await _pass(runtime, index, slot, run_shard)
 
@@ -93,6 +97,21 @@ async def _pass(runtime: Runtime, index: int, slot: IterationSlot, run_shard: Ru
         await _evaluate(ctx, evaluate)
     await slot.reach(Stage.LEFT_ENGINES)
     await slot.may_publish()
+    await run_recorded(publish, ctx)
+    await slot.reach(Stage.DONE)
+
+
+async def _pass_over_stored(runtime: Runtime, index: int, slot: IterationSlot) -> None:
+    """Filter, train, save and publish what another run generated and scored. Nothing serves the weights."""
+    await slot.may_work()
+    ctx = IterationContext(runtime.config, index, runtime)
+    await take_rollouts(ctx)
+    ctx.open_stream()
+    await run_recorded(filter_groups, ctx)
+    await count_beside(ctx)
+    await run_recorded(train_step, ctx)
+    await slot.reach(Stage.TRAINED)
+    await run_recorded(checkpoint, ctx)
     await run_recorded(publish, ctx)
     await slot.reach(Stage.DONE)
 

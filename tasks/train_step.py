@@ -46,7 +46,7 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
             ctx.trainer_s += time.perf_counter() - asked
             # the first step compares every sample of the iteration, under the weights that sampled it
-            compares = version == ctx.version_before + 1 and not ctx.config.algorithm.supervised
+            compares = version == ctx.version_before + 1 and ctx.config.generates
             guard = await asyncio.to_thread(_guard, ctx) if compares else None
             ctx.runtime.recovery.ready()
             steps.append(await ranks.train(version, batch_url, guard, None, batch["sha256"], chunks))

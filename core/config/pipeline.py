@@ -9,6 +9,7 @@ from pydantic import Field
 
 from millrace.core.config.parts.restart import fixed
 from millrace.core.config.parts.section import Section
+from millrace.core.config.run import RUN_NAME
 
 EAGER_SHARE = 1 / 8  # of the batch, whose passes are made together
 
@@ -83,6 +84,12 @@ class Pipeline(Section):
         False,
         description="Generate, score and filter with the weights at model.path in every iteration, and train nothing: no trainer "
         "starts. Rows, verdicts and advantages are stored as ever.",
+    )
+    rollouts_from: Annotated[str | None, fixed("its iterations hold that run's rollouts")] = Field(
+        None,
+        pattern=RUN_NAME,
+        description="Name of a run under storage.root whose stored rollouts are trained on, iteration by iteration: prompts, samples, "
+        "their log-probabilities and rewards are that run's; filter, advantages, loss and trainer are this one's. No engine starts.",
     )
 
     @property

@@ -11,12 +11,14 @@ from millrace.core.config.parts.restart import ANY_START, fixed, in_a_branch
 from millrace.core.config.parts.section import Section
 from millrace.core.config.parts.user_function import UserFunction
 
+RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
 
 class Run(Section):
     """What the run is called and how long it is."""
 
     name: Annotated[str, in_a_branch("it names the run's folder")] = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        pattern=RUN_NAME,
         description="Name of the run, of its folder, its MLflow run and its Prefect flow runs. The same name resumes.",
     )
     seed: Annotated[int, fixed("the order of prompts follows from it")] = Field(

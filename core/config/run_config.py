@@ -134,6 +134,11 @@ class RunConfig(Section):
         return self.trainer.passes * self.steps_per_pass
 
     @property
+    def generates(self) -> bool:
+        """Whether the run has engines."""
+        return not self.algorithm.supervised and self.pipeline.rollouts_from is None
+
+    @property
     def samplings(self) -> list[tuple[str, Sampling]]:
         """Every sampling that engines get requests for, by its field."""
         sets = self.evaluation.sets

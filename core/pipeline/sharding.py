@@ -66,6 +66,7 @@ def not_in_shards(config: RunConfig) -> dict[str, str]:
     p, e = config.pipeline, config.engines
     found = {
         "algorithm.loss": "supervised training generates nothing" if config.algorithm.supervised else "",
+        "pipeline.rollouts_from": "the rollouts are another run's" if p.rollouts_from else "",
         "pipeline.on_update": "the driver alone knows under which weights an engine's cache was computed"
         if p.ahead and p.on_update == "keep"
         else "",

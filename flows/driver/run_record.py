@@ -34,6 +34,7 @@ from millrace.core.errors import (
     first_error,
 )
 from millrace.flows.driver.fingerprints import fingerprints
+from millrace.flows.driver.rollouts_source import begun_with
 from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in, stored_config
 from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
 from millrace.flows.tools.browse import ahead_of, check_no_run, spans_of
@@ -80,6 +81,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
         await asyncio.to_thread(check_no_run, store)
         name = runtime.config.run.name
         record = {"name": name, "config": resolved, "seed_name": "", "mlflow_run_id": None, "attempts": []}
+        record |= await asyncio.to_thread(begun_with, asked)
     hashed = hashed_in(record)
     before = stored_config(record["config"] or record["parent"]["config"], record["name"])
     if record["config"] is not None:

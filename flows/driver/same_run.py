@@ -36,7 +36,7 @@ def refused_in_run(before: RunConfig, now: RunConfig, hashed: Collection[str] = 
     return [
         change
         for change in _changes(before, now)
-        if not (change.restart.resume or _only_moved(change, hashed))
+        if not (change.restart.resume or only_moved(change, hashed))
     ]
 
 
@@ -45,7 +45,7 @@ def refused_in_branch(before: RunConfig, now: RunConfig, hashed: Collection[str]
     return [
         change
         for change in _changes(before, now)
-        if not (change.restart.branch or _only_moved(change, hashed))
+        if not (change.restart.branch or only_moved(change, hashed))
     ]
 
 
@@ -94,7 +94,7 @@ def check_branch(
             )
 
 
-def _only_moved(change: Change, hashed: Collection[str]) -> bool:
+def only_moved(change: Change, hashed: Collection[str]) -> bool:
     """Whether a path differs that names the same as before, or what hashes are about to compare."""
     return change.moved and (
         change.path in hashed or os.path.realpath(change.before) == os.path.realpath(change.now)

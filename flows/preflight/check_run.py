@@ -18,6 +18,7 @@ from millrace.core.config.reading.findings import by_name
 from millrace.core.config.reading.stored import lifted
 from millrace.core.errors import ConfigError, MillraceError, MissingFileError, StorageError
 from millrace.flows.driver.fingerprints import of_model
+from millrace.flows.driver.rollouts_source import source_problems
 from millrace.flows.driver.same_run import (
     check_branch,
     hashed_in,
@@ -45,7 +46,12 @@ class StoredRun:
 
 
 def check_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
-    """Problems of going on with the run that has this name, if there is one; fills `stored`."""
+    """Problems of going on with the run that has this name, if there is one, or of its rollouts' source; fills `stored`."""
+    problems = _of_run(config, stored)
+    return [*problems, *(source_problems(config) if stored.committed < config.run.iterations else ())]
+
+
+def _of_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
     name = config.run.name
     folder = RunFolder(config.storage.root, name)
     try:

@@ -117,7 +117,7 @@ def keys_that_change_nothing(found: Checked) -> Iterator[Line]:
 def comparison(config: RunConfig) -> Iterator[Line]:
     """What engine and trainer are held against before an iteration's first update."""
     limit = config.sync.max_logprob_gap
-    if config.algorithm.supervised:
+    if not config.generates:
         return
     if limit == "auto":
         text = f"engine and trainer may differ by {MULTIPLE:g} times what rounding makes of the model, measured at the run's first step"

@@ -73,10 +73,11 @@ def _numbers(plan: Plan) -> list[tuple[str, str]]:
         if n.rollouts_only
         else f"{passes}{a_pass} step{'s' if a_pass > 1 else ''} of {n.global_batch}{chunks}"
     )
+    stored = f", stored by the run {n.rollouts_from}," if n.rollouts_from else ""
     return [
         (
             "an iteration",
-            f"{n.prompts} prompts{spare} × {n.samples_per_prompt} = {n.samples} samples -> {steps}",
+            f"{n.prompts} prompts{spare} × {n.samples_per_prompt} = {n.samples} samples{stored} -> {steps}",
         ),
         (
             "lengths",
@@ -119,7 +120,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
             if at.world_size
             else "none: rollouts only",
         ),
-        ("engines", f"{engines}; weights {weights}" if at.engines else "none: supervised"),
+        ("engines", f"{engines}; weights {weights}" if at.engines else "none: nothing is generated"),
         *rollout,
         ("placement", f"{at.placement}" + (f", {at.gpus} GPUs in all" if at.gpus else ", no GPU")),
     ]

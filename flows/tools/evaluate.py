@@ -215,6 +215,7 @@ def _alone(config: RunConfig, model: str, sets: Sequence[str], folder: Path) -> 
     values["storage"]["root"] = str(folder)
     values["run"]["name"] = f"evaluation-{uuid.uuid4().hex[:8]}"
     values["checkpoint"]["keep_best"] = None
+    values["pipeline"]["rollouts_from"] = None
     if config.algorithm.teacher_server:  # which nobody asks here, and which need not run
         values["algorithm"] |= {"teacher_server": None, "teacher": model}
     values["evaluation"]["sets"] = [known[name].model_dump(mode="json") for name in (sets or known)]

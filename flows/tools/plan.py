@@ -128,6 +128,7 @@ def _check_plain(config: RunConfig, folder: RunFolder) -> None:
     """Raise ConfigError unless its phases follow one another, and each sample is one answer."""
     reasons = {
         "algorithm.loss = sft": config.algorithm.supervised,
+        "pipeline.rollouts_from": config.pipeline.rollouts_from is not None,
         "rollout.session": config.rollout.session is not None,
         "rollout.buffer": config.rollout.buffer is not None,
         f"pipeline.ahead = {config.pipeline.ahead}": config.pipeline.ahead > 0,

@@ -202,7 +202,12 @@ def _rows(table: pa.Table | None, row: type[Row]) -> list[Row]:
 
 
 def _ledger(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """Draw every iteration again from the history before it: the ledger must draw the same groups."""
+    """Draw every iteration again from the history before it: the ledger must draw the same groups.
+
+    Not where another run drew them, and by its own outcomes.
+    """
+    if config.pipeline.rollouts_from:
+        return
     history, ahead = list(folder.history()), ahead_of(record)
     spans = record.get("data") or []
     ends = [*(span["since"] for span in spans[1:]), len(history)]

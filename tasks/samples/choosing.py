@@ -29,6 +29,8 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
     judged when it is their turn: so what is kept and what is dropped does not depend on them.
     """
     assert ctx.stream is not None
+    if ctx.config.pipeline.rollouts_from:
+        return await _among_stored(judging, need)
     spare = math.ceil(ctx.config.filter.oversample * ctx.config.rollout.prompts)
     _take_in(judging, await ctx.stream.until_joined())
     groups = judging.groups
@@ -44,6 +46,13 @@ async def until_filled(ctx: IterationContext, judging: Judging, need: int) -> li
         if all(group.judgement for group in groups[:wanted]):
             return groups[:wanted]
         await ctx.stream.wait(revision)
+
+
+async def _among_stored(judging: Judging, need: int) -> list[ScoredGroup]:
+    """The same where no group can be made: one that the filter wants beyond those that are stored is left out."""
+    await judging.read()
+    wanted = _wanted(judging, need)
+    return [group for group in judging.groups[:wanted] if group.judgement]
 
 
 def _wanted(judging: Judging, need: int) -> int:

@@ -54,6 +54,7 @@ def test_a_shard_has_its_part_of_the_samples_in_flight(share: Share, part: int) 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "algorithm.loss": {"algorithm": {"loss": {"kind": "sft"}}},
+    "pipeline.rollouts_from": {"pipeline": {"rollouts_from": "look"}},
     "pipeline.on_update": {"pipeline": {"ahead": 1, "on_update": "keep"}},
     "algorithm.teacher_server": {"algorithm": {"teacher_server": {"url": "http://host"}}},
     "engines.router": {"engines": {"kind": "sglang", "router": {}}},

@@ -37,7 +37,7 @@ def layout_of(config: RunConfig, gpus: int) -> Layout:
     p, e = config.trainer.parallel, config.engines
     cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and gpus > 0)
     kind = e.kind if e.kind != "auto" else ("sglang" if gpus else "embedded")
-    count = 0 if config.algorithm.supervised else e.count
+    count = e.count if config.generates else 0
     ranks = 0 if config.pipeline.rollouts_only else config.trainer.world_size
     on_gpus = e.gpus if kind == "sglang" else 0
     return Layout(

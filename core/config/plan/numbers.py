@@ -25,6 +25,7 @@ class Numbers:
     weight_versions: int
     sync_every: int
     rollouts_only: bool
+    rollouts_from: str | None
     prompt_tokens: int
     response_tokens: int
     pack_tokens: int
@@ -49,9 +50,7 @@ def numbers_of(config: RunConfig) -> Numbers:
     return Numbers(
         iterations=iterations,
         prompts=config.rollout.prompts,
-        spare_prompts=0
-        if config.algorithm.supervised
-        else round(config.filter.refill_factor * config.rollout.prompts),
+        spare_prompts=round(config.filter.refill_factor * config.rollout.prompts) if config.generates else 0,
         drops=config.filter.drops,
         samples_per_prompt=config.rollout.samples_per_prompt,
         samples=config.samples_per_iteration,
@@ -61,6 +60,7 @@ def numbers_of(config: RunConfig) -> Numbers:
         weight_versions=iterations * config.steps_per_iteration,
         sync_every=config.pipeline.sync_every,
         rollouts_only=config.pipeline.rollouts_only,
+        rollouts_from=config.pipeline.rollouts_from,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.longest_response,
         pack_tokens=config.trainer.max_pack_tokens * config.trainer.parallel.context,

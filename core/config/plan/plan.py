@@ -45,9 +45,7 @@ def make_plan(config: RunConfig, gpus: int | None = None) -> Plan:
         parameters=shape.parameters if shape else None,
         trainer_memory=trainer_memory(config, shape) if shape and layout.world_size else [],
         host_memory=host_memory(config, shape, layout) if shape else [],
-        engine_memory=engine_memory(config, shape, layout)
-        if shape and not config.algorithm.supervised
-        else [],
+        engine_memory=engine_memory(config, shape, layout) if shape and config.generates else [],
         disk=disk(config, shape, numbers) if shape else [],
         files=files(config, root),
     )

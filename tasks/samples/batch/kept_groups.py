@@ -140,8 +140,10 @@ def _added(
 def check_ages(ctx: IterationContext, kept: KeptGroups) -> None:
     """Assert that no token of a batch is older than pipeline.max_staleness, or than what its group was deferred under.
 
-    Iterations open and groups are deferred so that this holds; nothing is dropped for its age.
+    Iterations open and groups are deferred so that this holds; nothing is dropped for its age. Stored rollouts are as old as they are.
     """
+    if ctx.config.pipeline.rollouts_from:
+        return
     steps, ahead = ctx.config.steps_per_iteration, ctx.runtime.prompts.ahead
     oldest = oldest_versions(kept.rows.column("policy_versions"), ctx.version_before).tolist()
     origins = kept.rows.column("iteration").to_pylist()

@@ -14,6 +14,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     p = config.pipeline
     yield from _sync_every(config)
     yield from _rollouts_only(config)
+    yield from _rollouts_from(config)
     if p.staleness < p.oldest:
         yield Problem(
             "pipeline.max_staleness",
@@ -105,6 +106,47 @@ def _rollouts_only(config: RunConfig) -> Iterator[Problem]:
                 f"with pipeline.rollouts_only {reason}",
                 "leave it out, or set rollouts_only to false",
             )
+
+
+def _rollouts_from(config: RunConfig) -> Iterator[Problem]:
+    """What needs engines, or decides what is generated, in a run that trains on another's rollouts."""
+    p = config.pipeline
+    if p.rollouts_from is None:
+        return
+    needs = {
+        "pipeline.rollouts_from": (
+            p.rollouts_from == config.run.name,
+            p.rollouts_from,
+            "the run would read its own rollouts",
+        ),
+        "algorithm.loss": (
+            config.algorithm.supervised,
+            "sft",
+            "the samples that are trained on are rollouts",
+        ),
+        "pipeline.rollouts_only": (p.rollouts_only, True, "nothing is generated"),
+        "pipeline.ahead": (p.ahead > 0, p.ahead, "no iteration generates that could be ahead"),
+        "pipeline.eager": (p.eager, True, "all groups of an iteration are there at once"),
+        "pipeline.select": (p.select == "finish", p.select, "no group is under way that could be deferred"),
+        "pipeline.sync_every": (p.sync_every > 1, p.sync_every, "no weights are sent"),
+        "placement.colocate": (config.placement.colocate, True, "no engines share the trainer's GPUs"),
+        "rollout.buffer": (config.rollout.buffer is not None, "set", "each iteration trains what is stored"),
+        "sync.max_prompt_gap": (
+            config.sync.max_prompt_gap is not None,
+            config.sync.max_prompt_gap,
+            "there are no engines to compare the trainer with",
+        ),
+        "evaluation.sets": (bool(config.evaluation.sets), "set", "no engine answers them"),
+        "engines.kind": (config.engines.kind == "external", "external", "no engine is asked"),
+    }
+    remedies = {
+        "pipeline.rollouts_from": "give the new run another run.name",
+        "evaluation.sets": "set it to [], and evaluate an export: `millrace eval FOLDER --config CONFIG`",
+    }
+    for field, (wrong, value, reason) in needs.items():
+        if wrong:
+            remedy = remedies.get(field, "leave it out, or leave rollouts_from out")
+            yield Problem(field, value, f"with pipeline.rollouts_from {reason}", remedy)
 
 
 def _sync_every(config: RunConfig) -> Iterator[Problem]:
