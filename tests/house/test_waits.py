@@ -123,10 +123,6 @@ ROWS = {
     },
     "connectors/workers/session_server.py": {"asyncio.shield(answer)": SESSION},
     "connectors/workers/session_worker.py": {"await future": SESSION, "reader.readline": SERVER},
-    "core/contracts/progress.py": {
-        "ended.wait": "the timeout that is asked for, in a thread that ends with the block",
-        "thread.join": "its loop ends at once: what it waits for is set on the line above",
-    },
     "core/rewards/forms.py": {"await answer": REWARD},
     "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
     "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},

@@ -31,6 +31,7 @@ READS = {
 WRITES = {"storage.root", "sync.directory", "tracking.uri"}
 NO_PATH = {  # named or described by a word for one
     "run.name",
+    "pipeline.rollouts_from",
     "run.prepare.function",
     "filter.group_filter.function",
     "rollout.buffer.buffer_filter.function",
