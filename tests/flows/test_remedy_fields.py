@@ -48,6 +48,13 @@ NOT_ASKED_FOR = {  # file and field: why the field need not change when the run 
     ("connectors/sglang/client.py", "model.dtype"): "a place to look at, not a change",
     ("flows/cli/terminal.py", "run.name"): "an example of how a field is set",
     ("flows/tools/deploy.py", "run.name"): "of a file that is deployed, before any run of it",
+    **{
+        (
+            "flows/driver/rollouts_source.py",
+            f"trainer.{name}",
+        ): "of a new run: one that exists has its source's number of steps"
+        for name in ("global_batch", "passes")
+    },
 }
 
 
