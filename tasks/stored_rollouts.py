@@ -43,7 +43,14 @@ async def take_rollouts(ctx: IterationContext) -> None:
         await asyncio.to_thread(_take, ctx)
     files = IterationFiles(ctx.run_folder, ctx.index)
     for name in TASKS:
-        cast(dict[str, Any], ctx.records)[name] = await asyncio.to_thread(files.record, name)
+        record = await asyncio.to_thread(files.record, name)
+        if record is None:
+            raise StorageError(
+                f"no record of {name} is there to copy",
+                where=ctx.folder.url,
+                remedy="take another run's rollouts",
+            )
+        cast(dict[str, Any], ctx.records)[name] = record
 
 
 def _take(ctx: IterationContext) -> None:

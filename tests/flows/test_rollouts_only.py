@@ -11,7 +11,7 @@ import pytest
 from millrace.core.errors import StorageError
 from millrace.flows.tools.replay import replay_run
 from millrace.flows.tools.verify import verify_run
-from tests.support.flow_runs import Workplace, generated
+from tests.support.flow_runs import Workplace, generated, trained
 
 ONLY = ("pipeline.rollouts_only=true", "run.iterations=2", "evaluation.sets=[]")
 
@@ -59,3 +59,18 @@ def test_both_iterations_sample_from_the_same_weights(run: Path) -> None:
         if (key := (*row["tokens"][: len(row["tokens"]) - row["response_length"] + 1],)) in seen
     ]
     assert all(abs(one - other) < 1e-5 for one, other in same)
+
+
+def test_what_it_stored_trains_as_a_training_run_does(workplace: Workplace, run: Path, whole: Path) -> None:
+    """The first iteration of a training run has the same weights to generate with, and so the same rollouts."""
+    overrides = ("pipeline.rollouts_from=a", "evaluation.sets=[]", "run.name=b", "run.iterations=1")
+    workplace.train(run.parent, *overrides)
+    assert trained(run.parent / "b") == trained(whole)[: 8 * 4]
+    made, stored = (
+        json.loads((of / "iterations/000000/step.json").read_text())["steps"]
+        for of in (run.parent / "b", whole)
+    )
+    assert [(step["loss"], step["grad_norm"]) for step in made] == [
+        (step["loss"], step["grad_norm"]) for step in stored
+    ]
+    assert verify_run(str(run.parent), "b").problems == []
