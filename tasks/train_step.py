@@ -1,6 +1,7 @@
 """train_step: apply this iteration's optimizer steps to the live trainer.
 
-Reads batch.parquet (by url, in the ranks, which check its hash); writes step.json. With pipeline.eager the ranks make the passes
+Reads batch.parquet (by url, in the ranks, which check its hash); writes step.json; with trainer.store_logprobs the
+ranks write logprobs/. With pipeline.eager the ranks make the passes
 chunk by chunk, and may hold those of the first chunks; the files of these are removed. The record never stands for live weights: `Trainer.at` rebuilds a
 lost trainer from checkpoint and replay, and a rank answers from memory if it holds the step already.
 """
@@ -18,7 +19,7 @@ from typing import Any, cast
 from prefect import task
 
 from millrace.connectors.storage.iteration_files import IterationFiles
-from millrace.connectors.storage.run_folder import EAGER
+from millrace.connectors.storage.run_folder import EAGER, LOGPROBS
 from millrace.core.contracts.task_records import FileRecord, StepFile, StepMetrics, TrainStepRecord
 from millrace.core.errors import MillraceError
 from millrace.core.logprob_gap import LogprobGuard
@@ -55,6 +56,9 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     _keep_floor(ctx, steps)
     if chunks:
         await asyncio.to_thread(ctx.folder.remove, EAGER, recursive=True)
+    logprobs = [file for step in steps for file in step.get("logprobs", ())]
+    if ctx.config.trainer.store_logprobs:
+        await asyncio.to_thread(_remove_others, ctx, logprobs)
     made: StepFile = {
         "version": ctx.version_after,
         "steps": steps,
@@ -64,7 +68,13 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
     if ctx.handed_s is not None:
         made["handed_s"] = ctx.handed_s
     entry = await asyncio.to_thread(ctx.folder.write_json, "step.json", made)
-    return {**made, "files": [entry.record()], "batch": batch}
+    return {**made, "files": [entry.record(), *logprobs], "batch": batch}
+
+
+def _remove_others(ctx: IterationContext, named: Sequence[FileRecord]) -> None:
+    """Remove what an interrupted attempt left of the trainer's log-probabilities."""
+    for path in set(ctx.folder.list(LOGPROBS)) - {file["path"] for file in named}:
+        ctx.folder.remove(path)
 
 
 def _untrained(ctx: IterationContext, batch: FileRecord) -> TrainStepRecord:

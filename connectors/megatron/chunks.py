@@ -23,6 +23,8 @@ from millrace.connectors.megatron.optim.ddp import accumulating
 from millrace.connectors.megatron.packing import Row, oldest_age
 from millrace.connectors.megatron.policy_step import policy_step
 from millrace.connectors.megatron.rank_batch import RankBatch, counted
+from millrace.connectors.megatron.stored_logprobs import sample_logprobs
+from millrace.core.contracts.sample import SampleLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class _Passed:
     hashes: list[str] = field(default_factory=list)  # of each chunk's rows
     sums: MetricSums = field(default_factory=dict)  # of this rank
     packs: list[int] = field(default_factory=list)  # tokens of this rank's
+    logprobs: list[SampleLogprobs] = field(default_factory=list)  # of this rank, where they are stored
 
 
 class Chunks:
@@ -72,10 +75,13 @@ class Chunks:
         self._passed = passed
         return len(passed.hashes)
 
-    def finish(self, version: int, chunks: Sequence[Sequence[Row]]) -> tuple[dict[str, float], list[int]]:
+    def finish(
+        self, version: int, chunks: Sequence[Sequence[Row]]
+    ) -> tuple[dict[str, float], list[int], list[SampleLogprobs]]:
         """Leave the step's gradients in the model's buffers; its metrics over all ranks, and the tokens of this rank's packs.
 
-        chunks: the rows of the whole step. Nothing is held afterwards.
+        With trainer.store_logprobs also the log-probabilities that this rank writes. chunks: the rows of the whole step. Nothing
+        is held afterwards.
         """
         every = [*chain.from_iterable(chunks)]
         oldest, held = oldest_age(every), self._agreed(version)
@@ -99,7 +105,7 @@ class Chunks:
         if "loss" in passed.sums:  # a plain sum; all others are over weights of their own
             loss, weight = passed.sums["loss"]
             passed.sums["loss"] = loss / denominator, weight
-        return step_metrics(self._learner.objective, passed.sums), passed.packs
+        return step_metrics(self._learner.objective, passed.sums), passed.packs, passed.logprobs
 
     def _agreed(self, version: int) -> list[str]:
         """Hashes of the chunks that all ranks hold of a step; where ranks differ, as after an error of one, all drop theirs."""
@@ -132,6 +138,8 @@ class Chunks:
             learner.passes, learner.objective, batch, passed.sums, forward_only=False, on_launched=on_launched
         )
         passed.packs += [pack.tokens for pack in batch.packs]
+        if learner.config.trainer.store_logprobs:
+            passed.logprobs += sample_logprobs(batch)
 
 
 def hash_of(rows: Sequence[Row], oldest: int) -> str:

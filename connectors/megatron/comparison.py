@@ -73,7 +73,7 @@ class Comparison:
         packs = make_packs(members, learner.config, learner.architecture, learner.device)
         values = learner.passes.forward(packs, self._two)
         parts: dict[int, np.ndarray] = {}
-        if values is not None and _speaks():
+        if values is not None and reports():
             for number, part in zip(_members(packs), values.cpu().split(_lengths(packs)), strict=True):
                 parts[number] = part.numpy().astype(np.float64)
         of_ranks: list[dict[int, np.ndarray]] = [{}] * dist.get_world_size()
@@ -111,7 +111,7 @@ def rounding_floor(learner: Learner, rows: Sequence[Row], most: int = SAMPLES) -
     packs = make_packs(members, learner.config, learner.architecture, learner.device)
     narrow, wide = learner.passes.logprobs(packs), learner.passes.wider_logprobs(packs)
     sums: MetricSums = {}
-    if narrow is not None and wide is not None and _speaks():
+    if narrow is not None and wide is not None and reports():
         masks = [torch.from_numpy(row.loss_mask).bool() for pack in packs for row in pack.rows]
         mask = (
             torch.cat(masks).to(narrow.device)
@@ -129,7 +129,7 @@ def _compared(row: Row) -> np.ndarray:
     return mask if row.ages is None else mask & (row.ages == 0)
 
 
-def _speaks() -> bool:
+def reports() -> bool:
     """Whether this rank reports: ranks of one tensor or context parallel group hold the same values."""
     return bool(mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0)
 

@@ -241,6 +241,19 @@ class Learner:
         steps = [step for step in first_pass if f"logprob_gap_mean/{step}" in means]
         return {step: (means[f"logprob_gap_mean/{step}"], means[f"logprob_gap_max/{step}"]) for step in steps}
 
+    def batches_before_update(self) -> list[RankBatch]:
+        """The batches of the iteration's steps, in their order, each with log-probabilities of the weights from before it.
+
+        Called before the first update. The first step's own forward pass is to come, and gives its.
+        """
+        assert self._iteration is not None
+        first = self._iteration.first_step
+        batches = [self._iteration.batches[step] for step in self._iteration.first_pass]
+        for step, batch in zip(self._iteration.first_pass, batches, strict=True):
+            if step != first and not batch.computed & {"old", "sampled", "before"}:
+                batch.set_per_token("before", self.passes.logprobs(batch.packs))
+        return batches
+
     # a step
 
     def forward_backward(self, batch: RankBatch, version: int) -> dict[str, float]:

@@ -41,6 +41,7 @@ def policy_step(
 
     def loss(number: int, output: TokenLogprobs) -> tuple[Tensor, Metrics]:
         tokens = _token_batch(batch, spans[number], lengths[number], objective, output)
+        batch.passed[number] = tokens.logprobs.detach()
         total, metrics = objective(tokens)
         metrics["loss"] = (total.detach(), torch.zeros_like(total))
         sampled = batch.sampled_logprobs

@@ -128,6 +128,7 @@ class TrainerRank(RankWeights):
 
         Answers from memory if the version is held already. guard, given with an iteration's first step: what the difference of
         engine and trainer may be, on the samples of any of its steps, for it to be applied.
+        With trainer.store_logprobs that call also writes the trainer's log-probabilities beside the batch.
         recorded: the figures of the step when it was made before: it is then made under the settings of that time.
         batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: how many of its rows each chunk has,
         where passes are made chunk by chunk; of a recorded step, those of the record.
@@ -160,6 +161,7 @@ class TrainerRank(RankWeights):
     ) -> dict[str, Any]:
         from millrace.connectors.megatron.comparison import Comparison
         from millrace.connectors.megatron.packing import cut_into
+        from millrace.connectors.megatron.stored_logprobs import sample_logprobs, write_logprobs
 
         started = time.perf_counter()
         if recorded is not None:
@@ -172,10 +174,11 @@ class TrainerRank(RankWeights):
         due = steps[(version - steps[0]) % len(steps)] if version in versions else version
         rows = [row for row in every if row.train_step == due]
         comparison = Comparison(self.learner, guard) if guard is not None else None
+        stores = guard is not None and self.config.trainer.store_logprobs  # not where a step is made again
         check_rows(rows, version, batch_url, self.config.algorithm.correction.max_token_age)
         if chunks:
             prepared = time.perf_counter()
-            metrics, packs = self.chunks.finish(version, cut_into(rows, chunks))
+            metrics, packs, logprobs = self.chunks.finish(version, cut_into(rows, chunks))
         else:
             self.chunks.drop()
             apart = recorded is not None and was_whitened_apart(recorded)
@@ -183,8 +186,10 @@ class TrainerRank(RankWeights):
             if comparison is not None:
                 for step, gap in self.learner.logprob_gaps().items():
                     comparison.check([row for row in every if row.train_step == step], *gap, version)
+            stored = self.learner.batches_before_update() if stores else []
             prepared = time.perf_counter()
             metrics = self.learner.forward_backward(batch, version)
+            logprobs = [row for each in stored for row in sample_logprobs(each)]
             packs = [pack.tokens for pack in batch.packs]
         computed = time.perf_counter()
         check_loss(metrics["loss"], version)
@@ -192,6 +197,8 @@ class TrainerRank(RankWeights):
             comparison.check(rows, metrics["logprob_gap_mean"], metrics["logprob_gap_max"], version)
             metrics |= comparison.figures
         self.learner.check_on_policy(version, metrics)
+        # while the weights are as before, so that a step whose files cannot be written is tried again whole
+        files = write_logprobs(logprobs, batch_url) if stores else []
         metrics |= self._apply(version, metrics, len(rows), recorded)
         finished = time.perf_counter()
         if version == versions[-1]:
@@ -213,6 +220,7 @@ class TrainerRank(RankWeights):
             "tokens_per_second": tokens / (finished - started),
             "settings": settings_again(recorded, self.step_settings),
             **({"chunks": list(chunks)} if chunks else {}),
+            **({"logprobs": files} if files else {}),
         }
 
     def pass_chunk(self, version: int, number: int, url: str, sha256: str) -> int:

@@ -39,11 +39,13 @@ class RankBatch:
     sample_advantages: Tensor | None  # [B] float64
     ages: Tensor  # [N] published versions between a token's weights and those from before the iteration
     oldest: int  # largest age in the whole iteration, over all ranks
-    # [N] each, by name: "old", "sampled", "ref" and "teacher" log-probabilities, the critic's "values", "advantages" and "returns";
-    # [N, k] "teacher_top" ones
+    # [N] each, by name: "old", "sampled", "before" (which is only stored), "ref" and "teacher" log-probabilities, the critic's
+    # "values", "advantages" and "returns"; [N, k] "teacher_top" ones
     per_token: dict[str, Tensor] = field(default_factory=dict)
     # names for which every rank has run its forward pass; stages before the last know these alone
     computed: set[str] = field(default_factory=set)
+    # log-probabilities that the step's own forward pass gave each pack, by its number; none on stages before the last
+    passed: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[Row]:
@@ -67,6 +69,12 @@ class RankBatch:
     def compared(self) -> Tensor:
         """Tokens [N] whose log-probabilities engine and trainer must agree on: those that the weights before the iteration made."""
         return self.mask * (self.ages == 0)
+
+    @property
+    def logprobs_before_update(self) -> Tensor:
+        """Log-probabilities [N] of the weights from before the iteration, once its first step's forward pass was made."""
+        found = self.per_token.get("before", self.sampled_logprobs)
+        return torch.cat([self.passed[i] for i in range(len(self.packs))]) if found is None else found
 
     def set_per_token(self, name: str, values: Tensor | None) -> None:
         """Add values [N] under a name, which is computed then. None, as stages before the last have it, adds no values."""

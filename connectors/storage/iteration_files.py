@@ -21,7 +21,7 @@ from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers, read_parts
-from millrace.connectors.storage.run_folder import CUT, DEFERRED, MAKE_AGAIN, MANIFEST, RunFolder
+from millrace.connectors.storage.run_folder import CUT, DEFERRED, LOGPROBS, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.contracts.task_records import EvaluatedMetrics, IterationRecords
@@ -196,7 +196,12 @@ def manifest_from_records(
     order = [
         *TABLES,
         *(path for path in OF_SOME if path in named),
-        *(path for folder in PART_FOLDERS for path in sorted(named) if path.startswith(f"{folder}/")),
+        *(
+            path
+            for folder in (*PART_FOLDERS, LOGPROBS)
+            for path in sorted(named)
+            if path.startswith(f"{folder}/")
+        ),
     ]
     return Manifest(
         iteration=index,

@@ -33,6 +33,7 @@ PUBLISHED = "results/publish.json"  # written after the manifest
 CUT = "cut.json"  # which groups are trained and which deferred, where those that finish first are trained
 DEFERRED = "deferred.parquet"  # samples of the groups that it deferred, as far as they were made
 EAGER = "eager"  # chunks of a batch that is not whole yet, with pipeline.eager; nothing of them is left after its step
+LOGPROBS = "logprobs"  # the trainer's of a batch, a file a data parallel rank, with trainer.store_logprobs
 DRAWN = "results/sample_prompts.json"  # written when an iteration's prompts are
 ABANDONED_S = 3600.0
 READ_AHEAD = 64  # manifests in memory while all are gone through

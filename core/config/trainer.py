@@ -82,6 +82,12 @@ class Trainer(Section):
         description="Tokens whose logits are in memory at once, in fp32 on the CPU; on a GPU four times as many in the model's "
         "type, and more while there is room.",
     )
+    store_logprobs: Annotated[bool, ANY_START] = Field(
+        False,
+        description="Store the trainer's log-probability of each response token, under the weights from before the iteration and at "
+        "the engines' temperature, for the view `logprobs` of [`millrace sql`](sql.md#logprobs). 4 bytes a token. An iteration of "
+        "several steps or passes takes a forward pass more, unless its algorithm makes that pass anyway.",
+    )
     threads: Annotated[int | None, ANY_START] = Field(
         None,
         ge=1,

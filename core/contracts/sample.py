@@ -155,6 +155,15 @@ class BatchSample(GeneratedSample):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLogprobs:
+    """What the trainer computed of a sample that is trained on: a row of logprobs/, with trainer.store_logprobs."""
+
+    sample_id: str
+    train_step: int  # of its row in batch.parquet
+    trainer_logprobs: Float32s  # per response token, in the loss or not; of the weights before the iteration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedSample:
     """A sample of a held-out set: a row of eval/<set>/NNNNNN.parquet."""
 

@@ -19,6 +19,7 @@ from millrace.core.contracts.sample import (
     EvaluatedSample,
     GeneratedSample,
     JudgedSample,
+    SampleLogprobs,
     ScoredSample,
     columns,
 )
@@ -34,6 +35,7 @@ ROWS: dict[str, type[Any]] = {
     "rewards": ScoredSample,
     "verdicts": JudgedSample,
     "batch": BatchSample,
+    "logprobs": SampleLogprobs,
     "quarantine": Quarantined,  # one row per unusable row of a source
     "evaluations": EvaluatedSample,
 }

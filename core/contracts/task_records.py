@@ -113,6 +113,7 @@ class StepMetrics(TypedDict):
     tokens_per_second: float
     settings: NotRequired[StepSettings]
     chunks: NotRequired[list[int]]  # rows whose passes were made together, where the step was made in chunks
+    logprobs: NotRequired[list[FileRecord]]  # that hold the trainer's of the iteration; of its first step
 
 
 class StepFile(TypedDict):

@@ -19,6 +19,7 @@ from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_tak
 from millrace.connectors.storage.run_folder import (
     COMPLETE,
     EAGER,
+    LOGPROBS,
     MANIFEST,
     RECORD,
     RunFolder,
@@ -97,9 +98,9 @@ def _of_iteration(folder: RunFolder, index: int) -> list[str]:
         *files.folder.list(EAGER),
         *map(record_path, IterationRecords.__annotations__),
     ]
-    for kind in PART_FOLDERS:
+    for kind in (*PART_FOLDERS, LOGPROBS):
         parts = [path for path in _entries(files) if path.startswith(f"{kind}/")]
-        named += parts or list_parts(files.folder, kind)
+        named += parts or (files.folder.list(kind) if kind == LOGPROBS else list_parts(files.folder, kind))
     return named
 
 

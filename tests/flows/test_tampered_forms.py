@@ -100,7 +100,7 @@ FORMS = {
             *(
                 f"{at}/{name}"
                 for at in (COMMITTED, UNDER_WAY)
-                for name in ("cut.json", "deferred.parquet", "joined.parquet")
+                for name in ("cut.json", "deferred.parquet", "joined.parquet", "logprobs/rank")
             ),
             *IN_BACKGROUND,
         ),

@@ -111,6 +111,7 @@ def _pipeline(
     shards: Mapping[str, Any] = MappingProxyType({}),
     at_work: Callable[[Path], bool] = lambda run: _oldest(run) > 0,
     evaluation: Mapping[str, Any] = MappingProxyType({}),
+    trainer: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Form:
     return Form(
@@ -119,6 +120,7 @@ def _pipeline(
             "algorithm.correction.kind": "truncate",
             **{f"pipeline.{name}": value for name, value in settings.items()},
             **evaluation,
+            **trainer,
             **shards,
         },
         driver_dies=driver_dies,
@@ -238,6 +240,7 @@ FORMS = {
     "retracted": _pipeline((("train_step", "in"), ("sync_weights", "in")), ahead=1, on_update="retract"),
     "deferred": _pipeline(
         (("cut", "before"), ("cut", "after"), ("rollout", "cut"), ("rollout", "after"), ("publish", "in")),
+        trainer={"trainer.store_logprobs": True},
         select="finish",
         reserve=0.5,
         max_staleness=1,

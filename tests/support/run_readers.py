@@ -225,6 +225,7 @@ COMMITTED_ROWS = {  # of each view; all other rows are the open iteration's
     "turns": "group_id in (select group_id from prompts where committed)",
     "rewards": "sample_id in (select sample_id from samples where committed)",
     "verdicts": "group_id in (select group_id from prompts where committed)",
+    "logprobs": f"train_step <= {OPEN * STEPS}",
     "steps": f"iteration <= {OPEN}",
 }
 

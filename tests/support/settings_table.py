@@ -159,7 +159,8 @@ ROWS: dict[str, Row] = {
         REBUILT,
         *_under(
             "trainer",
-            "world_size device max_pack_tokens recompute logprob_chunk_tokens threads deterministic megatron_ddp",
+            "world_size device max_pack_tokens recompute logprob_chunk_tokens store_logprobs threads deterministic "
+            "megatron_ddp",
         ),
         *_under("trainer.parallel", "tensor pipeline context expert sequence"),
         *_under(

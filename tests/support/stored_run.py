@@ -19,6 +19,7 @@ from millrace.core.contracts.sample import (
     EvaluatedSample,
     GeneratedSample,
     JudgedSample,
+    SampleLogprobs,
     ScoredSample,
 )
 from tests.support.stored_samples import sample_of
@@ -104,6 +105,14 @@ def _commit(folder: RunFolder, index: int) -> None:
         for sample, score in zip(samples, scores, strict=True)
         if sample.source == "sums"
     ]
+    logprobs = [
+        SampleLogprobs(
+            sample_id=sample.sample_id,
+            train_step=sample.train_step,
+            trainer_logprobs=[value + 0.5 for value in sample.rollout_logprobs],
+        )
+        for sample in batch
+    ]
     step = {
         "version": index + 1,
         "samples": len(batch),
@@ -119,6 +128,9 @@ def _commit(folder: RunFolder, index: int) -> None:
         store.write_json("step.json", {"version": index + 1, "steps": [step]}).record(),
         write_part(store, "rollouts", schema.to_table(samples, "rollouts"), "rollouts").record(),
         write_part(store, "rewards", schema.to_table(scores, "rewards"), "rewards").record(),
+        store.write_table(
+            "logprobs/rank-00000.parquet", schema.to_table(logprobs, "logprobs"), "logprobs"
+        ).record(),
     ]
     metrics = {"reward/mean": 0.5, "train/loss": step["loss"]}
     tasks = ["evaluate_before"] if index == 0 else ["evaluate"]

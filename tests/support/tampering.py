@@ -58,6 +58,7 @@ Readers = dict[str, Callable[[str], Numbers]]
 def kind_of(path: str) -> str:
     """The row of a file: parts have one, and so have the files of an export beside weights and configuration."""
     path = re.sub(r"/part-[^/]*$", "/part", path)
+    path = re.sub(r"/logprobs/rank-[^/]*$", "/logprobs/rank", path)
     path = re.sub(r"^lease/\d+", "lease/000001", path)
     path = re.sub(r"/takeover-\d+", "/takeover", path)
     path = re.sub(r"^iterations/000000/", f"{COMMITTED}/", path)

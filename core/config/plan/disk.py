@@ -8,16 +8,18 @@ from millrace.core.config.plan.numbers import Numbers
 from millrace.core.config.run_config import RunConfig
 
 BYTES_PER_TOKEN = 16  # of rollouts, batch and rewards together, compressed
+BYTES_PER_LOGPROB = 4
 
 
 def disk(config: RunConfig, shape: Architecture, numbers: Numbers) -> list[Part]:
     """Files of the run by part, at most."""
     tokens = numbers.samples * (numbers.prompt_tokens + numbers.response_tokens)
+    stored = numbers.samples * numbers.response_tokens if config.trainer.store_logprobs else 0
     return [
         *weights_on_disk(config, shape, numbers),
         Part(
             f"samples of {numbers.iterations} iterations (at most)",
-            numbers.iterations * tokens * BYTES_PER_TOKEN,
+            numbers.iterations * (tokens * BYTES_PER_TOKEN + stored * BYTES_PER_LOGPROB),
         ),
     ]
 
@@ -41,6 +43,7 @@ def weights_on_disk(config: RunConfig, shape: Architecture, numbers: Numbers) ->
 def files(config: RunConfig, root: str) -> list[str]:
     """Names of the files that the run writes."""
     parts = "prompts, batch, verdicts" + ("" if config.algorithm.supervised else ", rollouts/, rewards/")
+    parts += ", logprobs/" if config.trainer.store_logprobs else ""
     last = config.run.iterations
     patterns = [
         f"{root}/run.json",

@@ -17,6 +17,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     yield from _parallel(config)
     yield from _pack(config)
     yield from _optimizer(config)
+    yield from _store_logprobs(config)
     yield from megatron_options.problems(config)
 
 
@@ -101,6 +102,16 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             )
         elif o.lr >= s.min_lr > critic.lr:
             yield from _schedule(config, "trainer.schedule", s, peak, critic.lr)
+
+
+def _store_logprobs(config: RunConfig) -> Iterator[Problem]:
+    if config.trainer.store_logprobs and config.algorithm.supervised:
+        yield Problem(
+            "trainer.store_logprobs",
+            True,
+            "supervised training has no policy that sampled its tokens",
+            "set it to false, or leave it out",
+        )
 
 
 def _schedule(config: RunConfig, field: str, s: Schedule, of_peak: str, peak: float) -> Iterator[Problem]:

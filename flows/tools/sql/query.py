@@ -1,6 +1,6 @@
 """`millrace sql`: DuckDB over the tables of a run, those of its open iterations so far among them.
 
-Owns the views: prompts, samples, rewards, verdicts, batches, steps, evaluations, metrics. Reads what manifests and
+Owns the views: prompts, samples, rewards, verdicts, batches, logprobs, steps, evaluations, metrics. Reads what manifests and
 records name, checked, and what a task of an open iteration has written that has no record; changes nothing. Iterations
 count from 1.
 """
@@ -17,7 +17,7 @@ import pyarrow as pa
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import TABLES, IterationFiles
 from millrace.connectors.storage.parts import PART_FOLDERS, list_parts
-from millrace.connectors.storage.run_folder import RunFolder, open_iterations
+from millrace.connectors.storage.run_folder import LOGPROBS, RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.ids import iteration_number
@@ -34,8 +34,9 @@ VIEWS = {
     "rewards": "rewards/",
     "verdicts": "verdicts.parquet",
     "batches": "batch.parquet",
+    "logprobs": "logprobs/",
 }
-MAY_BE_EMPTY = ("turns",)  # many runs have none
+MAY_BE_EMPTY = ("turns", "logprobs")  # many runs have none
 ALL = (*VIEWS, "steps", "evaluations", "metrics")
 METRICS = pa.schema([("iteration", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
 
@@ -105,6 +106,7 @@ def _entries(files: IterationFiles) -> list[FileEntry]:
         return entries
     named = {part for entry in entries for part in (entry.path, entry.path.split("/")[0])}
     written = [path for kind in PART_FOLDERS if kind not in named for path in list_parts(files.folder, kind)]
+    written += [] if LOGPROBS in named else files.folder.list(LOGPROBS)
     written += sorted(set(TABLES) & set(files.folder.list()) - named)
     with files.with_remedy():
         return [*entries, *files.folder.entries(written)]

@@ -10,6 +10,7 @@ import pytest
 
 from millrace.core.architecture import architecture
 from millrace.core.config.plan import make_plan, parameters_of_rank
+from millrace.core.config.plan.disk import BYTES_PER_LOGPROB
 from millrace.core.config.reading.overrides import apply
 from millrace.core.config.run_config import RunConfig
 from tests.support.qwen3 import QWEN3_06B
@@ -54,6 +55,15 @@ def test_a_split_leaves_a_rank_less_than_the_whole_and_no_less_than_its_share(
     shape = architecture(QWEN3_06B)
     held = parameters_of_rank(config(tmp_path, "trainer.world_size=2", f"trainer.parallel.{axis}=2"), shape)
     assert shape.parameters / 2 <= held < shape.parameters
+
+
+def test_stored_log_probabilities_are_planned_for(tmp_path: Path) -> None:
+    plain, stores = (
+        make_plan(config(tmp_path, *changes), gpus=0) for changes in ([], ["trainer.store_logprobs=true"])
+    )
+    numbers = plain.numbers
+    more = numbers.iterations * numbers.samples * numbers.response_tokens * BYTES_PER_LOGPROB
+    assert sum(part.size for part in stores.disk) - sum(part.size for part in plain.disk) == more > 0
 
 
 def test_numbers_of_an_iteration_and_of_the_run(tmp_path: Path) -> None:

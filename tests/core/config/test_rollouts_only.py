@@ -32,6 +32,7 @@ REFUSED = {
     "rollout.buffer": ["rollout.buffer={max_age: 4}", TIS],
     "sync.max_prompt_gap": ["sync.max_prompt_gap=0.01"],
     "checkpoint.keep_best": ["checkpoint.keep_best=eval/held/reward_mean", "checkpoint.every=1"],
+    "trainer.store_logprobs": ["trainer.store_logprobs=true"],
     "engines.kind": ["engines={kind: external, addresses: ['http://127.0.0.1:1']}", "sync.kind=disk"],
 }
 

@@ -96,6 +96,7 @@ def _rollouts_only(config: RunConfig) -> Iterator[Problem]:
             config.checkpoint.keep_best,
             "no checkpoint is saved",
         ),
+        "trainer.store_logprobs": (config.trainer.store_logprobs, True, "no trainer computes them"),
         "engines.kind": (config.engines.kind == "external", "external", "they are loaded with model.path"),
     }
     for field, (wrong, value, reason) in needs.items():
