@@ -17,8 +17,14 @@ from millrace.core.staleness import oldest_versions
 MOST_PARTS = 200  # that become metrics
 
 
+def settled(samples: pa.Table, verdicts: pa.Table) -> pa.Table:
+    """The samples of groups that the iteration kept or dropped. Those that it cut count where they end, with their whole group."""
+    cut = verdicts.filter(pc.is_in(verdicts.column("verdict"), pa.array(["deferred", "returned"])))
+    return samples.filter(pc.invert(pc.is_in(samples.column("sample_id"), cut.column("sample_id"))))
+
+
 def sample_metrics(rollouts: pa.Table, rewards: pa.Table) -> dict[str, float]:
-    """Lengths, outcomes and rewards over all generated samples. Rewards are over scored samples only."""
+    """Lengths, outcomes and rewards over the samples of settled groups. Rewards are over scored samples only."""
     lengths = rollouts.column("response_length").to_numpy()
     status = rollouts.column("status").to_pylist()
     scoring = rewards.column("scoring").to_pylist()

@@ -35,6 +35,7 @@ from millrace.core.metrics import (
     reuse_metrics,
     sample_metrics,
     session_metrics,
+    settled,
     staleness_metrics,
     teacher_metrics,
 )
@@ -174,7 +175,8 @@ def _count(ctx: IterationContext) -> BatchFigures:
     batch = files.read_table("batch", [*COLUMNS["batch"], "advantage"])
     cut, carried = files.read_deferred(COLUMNS["rollouts"]), carried_to(files)
     account = account_of(rollouts, turns, verdicts, batch, cut=cut, carried=carried)
-    generated = float(pc.sum(rollouts.column("response_length")).as_py() or 0)
+    rollouts, rewards = (settled(table, verdicts) for table in (rollouts, rewards))
+    generated = sum(account.generated.values())
     rollout_s = records["rollout"]["seconds"] - records["rollout"]["engines_s"]
     metrics: dict[str, float | None] = {
         **sample_metrics(rollouts, rewards),

@@ -14,6 +14,7 @@ from millrace.core.metrics import (
     pass_at_k,
     sample_metrics,
     session_metrics,
+    settled,
     staleness_metrics,
 )
 
@@ -53,6 +54,17 @@ def test_sample_metrics_count_only_scored_rewards() -> None:
     assert metrics["rollout/response_length_max"] == 10
     assert metrics["reward/x/mean"] == 0.5
     assert metrics["reward/y/mean"] == 1.0
+
+
+@pytest.mark.parametrize("verdict", ["deferred", "returned"])
+def test_groups_that_were_cut_count_where_they_end(verdict: str) -> None:
+    """With part of a group there was no pass@ of the group's size, and its samples counted in two iterations."""
+    verdicts = pa.table({"sample_id": ["a", "b", "c", "d"], "verdict": ["kept", "dropped", verdict, verdict]})
+    rollouts, rewards = (settled(table, verdicts) for table in tables())
+    found = sample_metrics(rollouts, rewards) | group_metrics(rewards)
+    assert (found["rollout/samples"], found["rollout/tokens"]) == (2, 3)
+    assert (found["reward/mean"], found["reward/pass@2"]) == (0.5, 1.0)
+    assert settled(tables()[0], verdicts.slice(0, 2)) == tables()[0]
 
 
 def test_group_metrics() -> None:
