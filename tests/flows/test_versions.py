@@ -71,6 +71,10 @@ def test_the_wheel_passed_with_each_python_and_each_megatron_core_that_pyproject
     }
     assert {python for python, _ in newest} == set(pythons)
     assert {f"megatron-core {minor}" for minor in minors} == {minor for _, minor in newest}
+    patches = [f"0.{minor}.{patch}" for minor in range(16, 20) for patch in range(3)]
+    published = {"0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"}
+    allowed_patches = {patch for patch in patches if patch in allowed} & published
+    assert allowed_patches == {megatron.removeprefix("megatron-core ") for *_, megatron in tried}
     assert "lowest-direct" in {resolution for _, resolution, *_ in tried}
 
 
