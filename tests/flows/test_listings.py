@@ -97,6 +97,8 @@ UNUSUAL = {
     "min_ess": 0.25,
     "eager": True,
     "eager_groups": 8,
+    "rollouts_only": True,
+    "rollouts_from": "another",
 }
 
 

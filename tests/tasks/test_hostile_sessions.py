@@ -23,17 +23,18 @@ TIMEOUT_S = 2
 DEADLINE_S = 60  # of the whole batch, on a busy machine
 GOOD = 3  # neighbours
 SLOW = f"gave no answer within {TIMEOUT_S} s"
-TOOLS = {
+HANGS = f"no answer within rollout.session.timeout_s = {TIMEOUT_S} s"
+TOOLS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     # what a tool does: the end of its rollout, and what the policy is shown, or the reason
     "raises": ("completed", "tool failed: KeyError in hostile_code.py"),
     "no_text": ("completed", '{"odd": "b'),
     "takes_memory": ("completed", "tool failed: MemoryError in hostile_code.py"),
-    "loops_for_ever": ("completed", f"tool {SLOW}"),
-    "hangs_in_c": ("completed", f"tool failed: no answer within rollout.session.timeout_s = {TIMEOUT_S} s"),
+    # on a busy machine the process is ended before it answers
+    "loops_for_ever": ("completed", (f"tool {SLOW}", f"tool failed: {HANGS}")),
+    "hangs_in_c": ("completed", f"tool failed: {HANGS}"),
     "forks": ("completed", "tool failed: it started more than rollout.session.max_processes = 64 processes"),
     "ends_the_process": ("completed", "tool failed: its process ended itself with exit code 5"),
 }
-HANGS = f"no answer within rollout.session.timeout_s = {TIMEOUT_S} s"
 ENVIRONMENTS = {
     # what an environment does: the reason why its rollout failed
     "raises": "KeyError in hostile_code.py",
