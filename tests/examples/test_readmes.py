@@ -59,7 +59,8 @@ def test_every_folder_has_a_page() -> None:
 def test_a_page_starts_with_the_command(folder: str) -> None:
     commands = blocks(page(folder), ("sh",))
     configs = sorted((EXAMPLES / folder).glob("*.yaml"))
-    for first, config in zip(commands, configs, strict=False):  # of several, each part of the page begins with its own
+    # of several, each part of the page begins with its own
+    for first, config in zip(commands, configs, strict=False):
         assert f"cd examples/{folder}\n" in first
         assert f"millrace train {config.name}\n" in first
     assert len(commands) >= len(configs) > 0
