@@ -11,7 +11,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from millrace.flows.cli import app
 from tests.soak.promises import finished
 from tests.support.flow_runs import Workplace, final_weights, wait_until
 
@@ -118,7 +120,10 @@ def test_a_folder_answers_the_sets_of_a_configuration_with_pass_at_k_and_subsets
     ],
 )
 def test_what_cannot_be_evaluated_is_named_with_a_remedy(
-    workplace: Workplace, whole: Path, arguments: list[str], message: str
+    workplace: Workplace, whole: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    said = workplace.call("eval", *arguments, "--root", str(whole.parent), expect=2)
-    assert message in " ".join(said.split())
+    monkeypatch.chdir(workplace.folder)
+    monkeypatch.setenv("MILLRACE_HOME", workplace.environment["MILLRACE_HOME"])
+    said = CliRunner().invoke(app, ["eval", *arguments, "--root", str(whole.parent)])
+    assert said.exit_code == 2
+    assert message in " ".join(said.output.split())
