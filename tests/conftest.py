@@ -1,9 +1,11 @@
-"""An S3 API server for whoever needs one, how long a test may take, and that Ctrl-C ends what tests start."""
+"""An S3 API server for whoever needs one, how long a test may take, which modules it leaves, and that Ctrl-C ends what it starts."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(WHOLE_RUNS_S))
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A test's own modules and the folders in which they are found end with it: others have modules of the same names."""
+    places, known, written = list(sys.path), set(sys.modules), tmp_path_factory.getbasetemp()
+    yield
+    sys.path[:] = places
+    for name in set(sys.modules) - known:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).is_relative_to(written):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
@@ -35,11 +36,13 @@ __all__ = [
     "count_apart",
     "of_deployment",
     "settle_dead",
+    "settle_late_tasks",
     "until_suspended",
 ]
 
 log = logging.getLogger(__name__)
 NEWEST = 50  # flow runs of a run that are asked about
+RECORDED_S = 2.0  # in which a server that is not busy records what a killed process told it last
 LOOK_S = 3.0  # until the next look at the server's state
 AT_WORK_TYPES = [StateType.RUNNING, StateType.CANCELLING]
 BY_SIGNAL_TYPES = [
@@ -121,6 +124,33 @@ def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
         log.info("states of earlier flow runs stay as they are: %s", error)
         return []
     return [str(each.id) for each in found]
+
+
+def settle_late_tasks(flow_run_ids: Sequence[str], message: str, after_s: float = 0.0) -> int:
+    """Give task runs below flow runs whose processes are dead a final state, where Prefect shows them at work; returns how many.
+
+    The server records task runs from events, later than it answers: some appear after `settle_dead` has looked. after_s: until
+    the look. Without an answer of the server nothing is done.
+    """
+    time.sleep(after_s)
+    try:
+        with get_client(sync_client=True) as client:
+            tasks = client.read_task_runs(
+                flow_run_filter=FlowRunFilter(
+                    parent_flow_run_id=FlowRunFilterParentFlowRunId(
+                        any_=[UUID(each) for each in flow_run_ids[-NEWEST:]]
+                    )
+                ),
+                task_run_filter=TaskRunFilter(
+                    state=TaskRunFilterState(type=TaskRunFilterStateType(any_=AT_WORK_TYPES))
+                ),
+            )
+            for task in tasks:
+                client.set_task_run_state(task.id, Crashed(message=message), force=True)
+    except UNANSWERED as error:
+        log.info("states of earlier task runs stay as they are: %s", error)
+        return 0
+    return len(tasks)
 
 
 def cancel_ended(flow_run_id: str, message: str) -> bool:

@@ -10,6 +10,7 @@ import logging
 import platform
 import subprocess
 import uuid
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from millrace.connectors.prefect.flow_run_state import settle_dead
+from millrace.connectors.prefect.flow_run_state import settle_dead, settle_late_tasks
 from millrace.connectors.storage.run_folder import first_undrawn_iteration
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -129,12 +130,14 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     await asyncio.to_thread(store.write_sealed, "run.json", record)
 
 
-def _settle_earlier(attempts: list[dict[str, Any]]) -> None:
+def _settle_earlier(
+    attempts: list[dict[str, Any]], settle: Callable[[Sequence[str], str], object] = settle_dead
+) -> None:
     """Give the flow runs of earlier attempts, which this driver's lease says are dead, a final state on Prefect's page."""
     ours = (None, str(flow_run.id))
     earlier = [attempt["flow_run_id"] for attempt in attempts if attempt["flow_run_id"] not in ours]
     if earlier:
-        settle_dead(earlier, f"Its process was killed. The run goes on as flow run {flow_run.name}.")
+        settle(earlier, f"Its process was killed. The run goes on as flow run {flow_run.name}.")
 
 
 def _asks_for_another(before: RunConfig, now: RunConfig) -> bool:
@@ -173,6 +176,7 @@ async def finish_run_record(runtime: Runtime) -> None:
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_sealed, "run.json", record)
     await report.close_tracking(runtime)
+    await asyncio.to_thread(_settle_earlier, record["attempts"], settle_late_tasks)
 
 
 async def record_end(runtime: Runtime, attempt: int, by: str | None, error: BaseException) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from tests.support.flow_runs import Workplace, output_of, wait_until
+from tests.support.flow_runs import Patience, Workplace, output_of, wait_until
 
 FAILS = """
 def score(sample):
@@ -48,6 +50,14 @@ def kill_amid_rollout(place: Workplace, root: Path) -> set[int]:
     return left
 
 
+def at_work(place: Workplace, kind: str, query: dict[str, Any]) -> list[Any]:
+    """What Prefect shows at work, once that is nothing or patience runs out: the server records what it was told a little later."""
+    patience = Patience(60)
+    while (found := place.ask(f"/{kind}/filter", query)) and patience.left:
+        time.sleep(0.5)
+    return [(each["name"], each["state"], each.get("flow_run_id")) for each in found]
+
+
 def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_shows_none_at_work(
     workplace: Workplace, tmp_path: Path
 ) -> None:
@@ -70,11 +80,8 @@ def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_sho
     out = workplace.train(tmp_path, *SHORT)
     assert "which a killed driver left" not in out  # its own actors were taken over
     names = {"name": {"like_": "a"}}
-    for kind in ("flow_runs", "task_runs"):  # the server records task runs a little later
-        query = {"flow_runs": names, kind: {**RUNNING}}
-        wait_until(
-            lambda kind=kind, query=query: not workplace.ask(f"/{kind}/filter", query), 60, pause_s=0.5
-        )  # type: ignore[misc]
+    for kind in ("flow_runs", "task_runs"):
+        assert at_work(workplace, kind, {"flow_runs": names, kind: RUNNING}) == []
     crashed = {**names, "state": {"type": {"any_": ["CRASHED"]}}}
     messages = [run["state"]["message"] for run in workplace.ask("/flow_runs/filter", {"flow_runs": crashed})]
     assert sum("its run folder is gone" in message for message in messages) >= 2
