@@ -54,7 +54,7 @@ class Text:
 
     def find_stop(self, output: list[int], params: SamplingParams) -> Stop | None:
         """The first stop string that the newest token completed."""
-        reach = max(len(stop) for stop in params.stop) + 1
+        reach = max(len(stop.encode()) for stop in params.stop)  # a token is at least a byte
         tail = self.decode(output[-reach - 8 :], params)
         if not any(stop in tail for stop in params.stop):
             return None

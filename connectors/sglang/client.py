@@ -59,6 +59,7 @@ class Generation:
     engine_id: str
     cached_tokens: int
     pieces: int = 1  # requests that made it; the text of several is not that of their tokens together
+    cuts: tuple[int, ...] = ()  # first tokens of all of them but the first one
 
 
 @dataclass(frozen=True)

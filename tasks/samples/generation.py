@@ -18,7 +18,7 @@ from millrace.connectors.huggingface.answer_ends import AnswerEnds
 from millrace.connectors.sglang.client import Generation
 from millrace.connectors.sglang.dispatcher import Dispatcher
 from millrace.connectors.sglang.dispatching.flushing import Flush
-from millrace.connectors.sglang.dispatching.pieces import shortened
+from millrace.connectors.sglang.dispatching.pieces import ended_at_stop, shortened
 from millrace.connectors.sglang.wire.answer_body import NO_TOKENS
 from millrace.core.config import RunConfig
 from millrace.core.config.rollout import Sampling
@@ -114,11 +114,10 @@ class SampleGenerator:
                 engines = None if self._stopped else await self._dispatcher()
                 params = {**self._params, **(own or {}), "sampling_seed": seed}
                 params |= self._ends().stops(params)
-                params = shortened(params, len(made))
                 if engines and not self._stopped:
                     generation = await engines.generate(
                         [*prompt_tokens, *made],
-                        params,
+                        shortened(params, len(made)),
                         rid=rid,
                         session=session,
                         continued=len(made),
@@ -132,6 +131,8 @@ class SampleGenerator:
                 self.tokens += len(generation.output_ids) if generation else 0
                 if self._text_of and generation and generation.pieces > 1 and not made:
                     generation = replace(generation, text=self._text_of(generation.output_ids.tolist()))
+                if self._text_of and generation:
+                    generation = ended_at_stop(made, generation, params, self._text_of)
             seconds = time.time() - started
         self.samples += 1
         self.outstanding -= 1

@@ -76,8 +76,8 @@ async def attempt(ctx: IterationContext, engines: Engines) -> None:
         return engines
 
     config = ctx.config
-    budget = sample_generator(ctx)._budget
-    generator = SampleGenerator(config, config.rollout.sampling, ready, budget)
+    ours = sample_generator(ctx)
+    generator = SampleGenerator(config, config.rollout.sampling, ready, ours._budget, ours._text_of)
     stored = [TurnRow(**row) for row in read_parts(ctx.folder, "turns", "turns").to_pylist()]
     writers = [row_writer(ctx, kind, generator) for kind in ("rollouts", "turns")]
     answers = Answers(ctx, generator, *writers, stored)
@@ -87,10 +87,18 @@ async def attempt(ctx: IterationContext, engines: Engines) -> None:
         await answers(GROUP, 0)
 
 
-async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    [
+        pytest.param([], LENGTH, id="to its last token"),
+        pytest.param(["139 140"], STORED + 1, id="to a stop text that the kill cut"),
+    ],
+)
+async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path, stop: list[str], length: int) -> None:
     ctx = context(tmp_path)
+    sampling = SAMPLING.model_copy(update={"stop": stop})
     ctx.config = ctx.config.model_copy(
-        update={"rollout": ctx.config.rollout.model_copy(update={"flush_tokens": 16, "sampling": SAMPLING})}
+        update={"rollout": ctx.config.rollout.model_copy(update={"flush_tokens": 16, "sampling": sampling})}
     )
     assert ctx.config.data.sources[0].name == GROUP.source
     prompts = SimpleNamespace(
@@ -115,15 +123,17 @@ async def test_an_answer_goes_on_where_storage_has_it(tmp_path: Path) -> None:
     assert asked == [*GROUP.prompt_tokens, *range(100, 100 + STORED)]
     assert params["max_new_tokens"] == LENGTH - STORED
     (row,) = read_parts(ctx.folder, "rollouts", "rollouts").to_pylist()
-    assert row["tokens"] == [*GROUP.prompt_tokens, *range(100, 100 + LENGTH)]
-    assert row["rollout_logprobs"] == [-float(at) for at in range(LENGTH)]
+    assert row["tokens"] == [*GROUP.prompt_tokens, *range(100, 100 + length)]
+    assert row["rollout_logprobs"] == [-float(at) for at in range(length)]
     assert row["policy_versions"] == [{"first_token": 0, "version": 0}]
-    assert row["response"] == " ".join(map(str, range(100, 100 + LENGTH)))
+    assert row["response"] == " ".join(map(str, range(100, 100 + length)))
+    assert row["status"] == ("completed" if stop else "truncated")
     whole = account_of(
         read_parts(ctx.folder, "rollouts", "rollouts").select(COLUMNS["rollouts"]),
         turns.select(COLUMNS["turns"]),
     )
-    assert whole.tokens_of("in flight") == LENGTH, "a segment's tokens count once"
+    assert whole.problems() == []
+    assert whole.tokens_of("in flight") == length, "a segment's tokens count once"
 
 
 @pytest.mark.parametrize("length", [0, 3])

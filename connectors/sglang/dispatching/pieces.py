@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ def joined(before: Generation, after: Generation) -> Generation:
         logprobs=np.concatenate([before.logprobs, after.logprobs]),
         text=before.text + after.text,
         pieces=before.pieces + after.pieces,
+        cuts=(*before.cuts, *(len(before.output_ids) + cut for cut in (0, *after.cuts))),
         weight_versions=joined_spans(before.weight_versions, after.weight_versions, len(before.output_ids)),
     )
 
@@ -58,5 +60,51 @@ def segment(made: Generation, start: int) -> Generation:
         output_ids=made.output_ids[start:],
         logprobs=made.logprobs[start:],
         text="",
+        cuts=tuple(cut - start for cut in made.cuts if cut > start),
         weight_versions=spans,
+    )
+
+
+PATTERN_REACH = 64  # tokens after a cut in which an end by `stop_regex` that began before it is looked for
+
+
+def ended_at_stop(
+    made: Sequence[int], new: Generation, params: Mapping[str, Any], text_of: Callable[[Sequence[int]], str]
+) -> Generation:
+    """The answer without what follows on a stop text that began before a cut and ended after it.
+
+    SGLang looks for stops in the tokens of a request alone, and what was made before is input of the next one. made: the tokens
+    before `new`. params: of the first request.
+    """
+    texts, patterns = params.get("stop") or (), params.get("stop_regex") or ()
+    if not (texts or patterns):
+        return new
+    whole, least = [*made, *new.output_ids.tolist()], params.get("min_new_tokens") or 0
+    # a token is at least a byte
+    reach = max([*(len(text.encode()) for text in texts), *(PATTERN_REACH for _ in patterns)])
+
+    def ends(length: int) -> bool:
+        text = text_of(whole[:length])
+        return any(stop in text for stop in texts) or any(re.search(stop, text) for stop in patterns)
+
+    for cut in (len(made) + first for first in ((0, *new.cuts) if made else new.cuts)):
+        last = min(cut + reach, len(whole))
+        if texts and not patterns and not ends(last):
+            continue
+        for length in range(max(cut + 1, least), last + 1):
+            if ends(length):
+                return _cut_to(new, length - len(made), text_of(whole[:length]))
+    return new
+
+
+def _cut_to(made: Generation, length: int, text: str) -> Generation:
+    """The first tokens of an answer, which ended there by itself."""
+    return replace(
+        made,
+        output_ids=made.output_ids[:length],
+        logprobs=made.logprobs[:length],
+        text=text,
+        finish="stop",
+        cuts=tuple(cut for cut in made.cuts if cut < length),
+        weight_versions=[span for span in made.weight_versions if span[0] < length],
     )

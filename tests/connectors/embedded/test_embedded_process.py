@@ -18,6 +18,7 @@ from millrace.connectors.embedded.sampling import SamplingParams
 from millrace.connectors.embedded.text import Text
 from millrace.connectors.sglang.client import EngineClient
 from millrace.core.errors import EngineError
+from tests.support.chat_templates import tokenizer_of
 from tests.support.engine_process import embedded_engine
 
 
@@ -95,6 +96,16 @@ def test_without_trimming_the_text_stays_whole(text: Text) -> None:
     found = text.find_stop(text.encode("12=3\n"), SamplingParams(stop=["\n"], no_stop_trim=True))
     assert found is not None
     assert found.text == "12=3\n"
+
+
+@pytest.mark.parametrize("stop", ["本" * 20, "🙂" * 6, "é!"], ids=["kanji", "emoji", "letters"])
+def test_a_stop_text_is_found_whose_tokens_are_its_bytes(tmp_path: Path, stop: str) -> None:
+    tokenizer_of("chatml").save_pretrained(tmp_path)
+    of_bytes = Text(tmp_path)
+    tokens = of_bytes.encode(f"the answer {stop} and")
+    params = SamplingParams(stop=[stop], no_stop_trim=True)
+    found = (of_bytes.find_stop(tokens[:end], params) for end in range(1, len(tokens)))
+    assert next(each.text for each in found if each) == f"the answer {stop}"
 
 
 def test_end_of_sequence_ids_come_from_the_checkpoint(text: Text) -> None:
