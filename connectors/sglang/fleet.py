@@ -378,7 +378,7 @@ class Fleet:
             "version": version,
             "oldest": oldest,
             "newest": newest,
-            "keyed": self.config.pipeline.on_update == "keep",
+            "keyed": self.config.pipeline.keeps_cache,
             "attempts": rollout.attempts,
             "progress_timeout_s": rollout.progress_timeout_s,
         }

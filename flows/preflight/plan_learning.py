@@ -14,6 +14,8 @@ from millrace.core.config import RunConfig
 from millrace.core.config.algorithm import Algorithm
 from millrace.core.config.filter import Filter
 from millrace.core.config.parts.restart import ANY_START, changes
+from millrace.core.config.plan import Layout, no_effect
+from millrace.core.config.reading.findings import by_name
 from millrace.core.config.rollout import Buffer
 
 Line = tuple[str, str]
@@ -75,6 +77,15 @@ def asynchrony(config: RunConfig) -> Iterator[Line]:
             f"may be deferred {p.deferrals} time{_s(p.deferrals)}"
         )
     yield "asynchrony", text
+
+
+def without_effect(config: RunConfig, layout: Layout) -> Iterator[Line]:
+    """A line for each reason why fields that are set act on nothing."""
+    fields: dict[str, list[str]] = {}
+    for item in no_effect(config, layout):
+        fields.setdefault(item.because, []).append(by_name(item.field, config.model_dump(mode="json")))
+    for because, named in fields.items():
+        yield "no effect", f"{', '.join(named)}: {because}"
 
 
 def _s(count: int) -> str:

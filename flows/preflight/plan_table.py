@@ -9,7 +9,7 @@ from millrace.core.config.plan import Part, Plan, size_text
 from millrace.flows.preflight import plan_seen
 from millrace.flows.preflight.check import Checked
 from millrace.flows.preflight.check_versions import versions_line
-from millrace.flows.preflight.plan_learning import asynchrony, learning
+from millrace.flows.preflight.plan_learning import asynchrony, learning, without_effect
 
 NARROWEST = 40  # columns of a text, however narrow the terminal is
 
@@ -48,6 +48,7 @@ def _lines(plan: Plan, found: Checked) -> Iterator[tuple[str, str]]:
     yield from _layout(plan)
     yield from plan_seen.keys_that_change_nothing(found)
     yield from plan_seen.comparison(found.config)
+    yield from without_effect(found.config, plan.layout)
     sizes = [
         (f"a trainer rank ({'GPU' if plan.layout.device == 'cuda' else 'host'} memory)", plan.trainer_memory),
         ("all ranks (host memory)", plan.host_memory),

@@ -45,7 +45,8 @@ millrace train run.yaml evaluation.sets.held_out.samples_per_prompt=4   # or by 
 ```
 
 Unknown keys are errors, and so are fields that contradict each other; all problems are shown at once, each with field,
-value and remedy. Secrets stand in the environment, never here.
+value and remedy. A field that is set and acts on nothing in the run is no error: the plan has it under `no effect`, with the
+reason. Secrets stand in the environment, never here.
 
 **Presets.** Where the default is *the preset's*, `algorithm.preset` may set the field, and else the default beside it holds:
 [algorithms.md](algorithms.md) has each preset's fields. There `null` is the preset's too, as in an empty field of a form.

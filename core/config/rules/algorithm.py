@@ -156,7 +156,8 @@ def _loss(a: Algorithm, steps: int) -> Iterator[Problem]:
         yield Problem(
             "algorithm.loss",
             "gspo",
-            "its one ratio a sequence needs one advantage a sequence; the estimator, the teacher or the KL in the reward gives one a token",
+            "its one ratio a sequence needs one advantage a sequence; algorithm.advantage, algorithm.teacher, algorithm.teacher_server or "
+            "algorithm.kl_placement=reward gives one a token",
             "take loss=clipped, or a group estimator with kl_placement=loss",
         )
     if loss.kind == "reinforce" and steps > 1:
@@ -209,7 +210,7 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
         yield Problem(
             "algorithm.kl_coef",
             0,
-            "an adaptive coefficient is multiplied, and 0 stays 0",
+            "algorithm.kl_target multiplies it, and 0 stays 0",
             "start it above 0, 0.05 for instance",
         )
     elif a.reference is not None:

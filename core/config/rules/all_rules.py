@@ -24,8 +24,12 @@ from millrace.core.config.run_config import RunConfig
 
 def problems(config: RunConfig) -> list[Problem]:
     """Everything that fields say against each other, all at once; empty when they agree."""
+    return [*secrets.problems(config), *between_fields(config)]
+
+
+def between_fields(config: RunConfig) -> list[Problem]:
+    """The same without the look at each value for a secret."""
     return [
-        *secrets.problems(config),
         *trainer.problems(config),
         *rollout.problems(config),
         *algorithm.problems(

@@ -34,7 +34,12 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             "placement.colocate", True, "external engines share no GPU with the trainer", "set it to false"
         )
     if e.kind == "embedded" or config.trainer.device == "cpu":
-        yield Problem("placement.colocate", True, "without GPUs there is nothing to share", "set it to false")
+        yield Problem(
+            "placement.colocate",
+            True,
+            "with engines.kind=embedded or trainer.device=cpu no GPUs are shared",
+            "set it to false",
+        )
     elif config.trainer.world_size != e.count * e.gpus:
         yield Problem(
             "trainer.world_size",

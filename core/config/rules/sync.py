@@ -31,7 +31,12 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     if config.sync.kind != "broadcast":
         return
     if colocate:
-        yield Problem("sync.kind", "broadcast", "NCCL joins no GPU to a group twice", "set it to ipc or disk")
+        yield Problem(
+            "sync.kind",
+            "broadcast",
+            "placement.colocate shares GPUs, and NCCL joins none to a group twice",
+            "set it to ipc or disk",
+        )
     if e.kind != "external" and (e.kind == "embedded") != (config.trainer.device == "cpu"):
         yield Problem(
             "sync.kind",

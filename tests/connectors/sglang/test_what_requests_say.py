@@ -59,7 +59,7 @@ async def opened(
         urls = await open_gates(stack, engines, PARTS[way], rooms)
         settings: dict[str, Any] = {"kind": "external", "addresses": urls}
         settings |= {"paired": {"prefill": 1}, "routed": {"router": {"policy": "manual"}}}.get(way, {})
-        config = fleet_config(tiny_model, engines=settings, pipeline={"on_update": "keep"})
+        config = fleet_config(tiny_model, engines=settings, pipeline={"ahead": 1, "on_update": "keep"})
         handles: list[LocalRouterHandle] = []
 
         async def handle(index: int) -> ExternalEngine:

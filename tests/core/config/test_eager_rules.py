@@ -22,7 +22,7 @@ REFUSED: dict[str, list[str]] = {
     "algorithm.whiten": ["algorithm.whiten=true"],
     "algorithm.shaping": ["algorithm.shaping={function: 'package.module:name'}"],
     "algorithm.loss": ["algorithm.loss={kind: function, function: 'package.module:name'}"],
-    "a teacher": ["algorithm.distillation_coef=0.5", "algorithm.teacher=teacher"],
+    "algorithm.teacher": ["algorithm.distillation_coef=0.5", "algorithm.teacher=teacher"],
     "a KL in the reward": ["algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"],
     "trainer.passes": ["trainer.passes=2"],
     "trainer.global_batch": ["trainer.global_batch=16"],

@@ -77,7 +77,10 @@ def _algorithm(a: Algorithm) -> Iterator[tuple[str, str]]:
             "take a built-in loss",
         )
     if a.distillation_coef > 0:
-        yield "a teacher's part of the loss is not made early", "set algorithm.distillation_coef=0"
+        yield (
+            "the loss of algorithm.teacher or algorithm.teacher_server is not made early",
+            "set algorithm.distillation_coef=0",
+        )
     if a.kl_coef > 0 and a.kl_placement == "reward":
         yield "a KL in the reward is part of the advantage", "set algorithm.kl_placement=loss"
 

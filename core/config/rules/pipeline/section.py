@@ -199,7 +199,7 @@ def _oversample(config: RunConfig) -> Iterator[Problem]:
     """Groups in reserve that could not be ended, or that pipeline.reserve begins already."""
     if config.pipeline.select == "finish":
         why, remedy = (
-            "pipeline.reserve says how many groups begin there",
+            "with pipeline.select=finish it is pipeline.reserve that says how many groups begin",
             "leave it out, and set pipeline.reserve",
         )
     elif config.rollout.session:
