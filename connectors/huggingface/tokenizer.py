@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.connectors.huggingface.answer_ends import AnswerEnds, unseen_by_row
 from millrace.connectors.huggingface.suffix import turn_end
+from millrace.connectors.huggingface.tokenizer_kind import remember_kind, remembered_kind
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.prompts import Prompt
@@ -36,8 +37,7 @@ class PromptTokenizer:
     @property
     def kind(self) -> str:
         """The tokenizer's class, as `load` takes it."""
-        found = type(self.tokenizer)
-        return f"{found.__module__}:{found.__name__}"
+        return _kind(self.tokenizer)
 
     @classmethod
     def load(
@@ -45,14 +45,14 @@ class PromptTokenizer:
     ) -> PromptTokenizer:
         """Load from model.tokenizer, else from model.path. model.chat_template replaces the template.
 
-        kind: its class, where another process has chosen it: what chooses one imports torch and more, 400 MiB and seconds.
+        kind: its class, if another process has chosen it.
         Raises ConfigError naming the field.
         """
         field, folder = (
             ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
         )
         try:
-            tokenizer = _class(kind).from_pretrained(folder)
+            tokenizer = _class(kind).from_pretrained(folder) if kind else _chosen(folder)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no tokenizer can be loaded: {error}",
@@ -181,12 +181,24 @@ def is_plain(prompt: Prompt, chat: bool) -> bool:
     return isinstance(prompt, str) and not chat
 
 
-def _class(kind: str | None) -> Any:
-    """The class of that kind, or what chooses one by a folder's files."""
-    if kind is None:
-        from transformers import AutoTokenizer
+def _kind(tokenizer: Any) -> str:
+    chosen = type(tokenizer)
+    return f"{chosen.__module__}:{chosen.__name__}"
 
-        return AutoTokenizer
+
+def _chosen(folder: str) -> Any:
+    """The tokenizer of the class that transformers chooses by a folder's files."""
+    kind = remembered_kind(folder)
+    if kind is not None:
+        return _class(kind).from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    remember_kind(folder, _kind(tokenizer))
+    return tokenizer
+
+
+def _class(kind: str) -> Any:
     module, _, name = kind.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

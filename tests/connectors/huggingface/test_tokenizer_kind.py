@@ -1,26 +1,38 @@
-"""A process that is told the class of the tokenizer loads the very one that transformers chooses, without what the choice imports."""
+"""A process that is told the class of the tokenizer, or remembers it, loads the very one that transformers chooses, without what the choice imports."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
+from millrace.connectors.huggingface import tokenizer_kind
 from millrace.connectors.huggingface.tiny import build_tokenizer
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+from millrace.connectors.huggingface.tokenizer_kind import remember_kind, remembered_kind
 from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN
 from millrace.core.errors import ConfigError
 from millrace.tasks.shards.keeper import IMPORTS
 
+KIND = "transformers.models.gpt2.tokenization_gpt2:GPT2Tokenizer"
 TEXT = "Héllo, <|end|> 12 + 3 =\n  ok"
 LETTERS = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
 CLASSES = {"qwen2": Qwen2Tokenizer, "llama": LlamaTokenizer, "gpt2": GPT2Tokenizer, "tiny": None}
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MILLRACE_HOME in which no class is remembered."""
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -51,10 +63,9 @@ def test_told_its_class_it_is_the_same_tokenizer(name: str, tmp_path: Path) -> N
         )
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_told_its_class_a_process_of_shards_imports_little(name: str, tmp_path: Path) -> None:
-    folder = folder_of(name, tmp_path)
-    kind = PromptTokenizer.load(Model(path=str(folder))).kind
+def test_a_process_that_is_told_the_class_or_finds_it_remembered_imports_little(tmp_path: Path) -> None:
+    folders = {str(folder_of(name, tmp_path / name)): name for name in CLASSES}
+    kinds = {folder: PromptTokenizer.load(Model(path=folder)).kind for folder in folders}
     code = f"""
 import sys
 from importlib import import_module
@@ -62,11 +73,68 @@ for module in {IMPORTS!r}:
     import_module(module)
 from millrace.connectors.huggingface.tokenizer import PromptTokenizer
 from millrace.core.config.model import Model
-PromptTokenizer.load(Model(path={str(folder)!r}), kind={kind!r})
-print([name for name in ("torch", "sklearn", "pandas", "scipy") if name in sys.modules])
+for folder, kind in {kinds!r}.items():
+    for told in (kind, None):
+        assert PromptTokenizer.load(Model(path=folder), kind=told).kind == kind
+        print([name for name in ("torch", "sklearn", "pandas", "scipy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[]\n" * 2 * len(CLASSES)), done.stderr
+
+
+def choose_another_class(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))
+
+
+def choose_by_another_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def add_a_file(folder: Path) -> None:
+    (folder / "tekken.json").write_text("{}")
+
+
+@pytest.mark.parametrize("change", [choose_another_class, choose_by_another_family, add_a_file])
+def test_what_was_chosen_holds_for_the_same_files_alone(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = folder_of("gpt2", tmp_path / "model")
+    assert remembered_kind(str(folder)) is None
+    kind = PromptTokenizer.load(Model(path=str(folder))).kind
+    assert remembered_kind(str(folder)) == kind
+    shutil.copytree(folder, tmp_path / "copy")
+    assert remembered_kind(str(tmp_path / "copy")) == kind
+    change(folder)
+    assert remembered_kind(str(folder)) is None
+
+
+def test_versions_of_libraries_settle_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_kind(str(tmp_path), KIND)
+    assert remembered_kind(str(tmp_path)) == KIND
+    monkeypatch.setattr(tokenizer_kind, "version", lambda name: "0.0.1")
+    assert remembered_kind(str(tmp_path)) is None
+
+
+def test_what_is_not_remembered(tmp_path: Path) -> None:
+    for folder, kind in (
+        ("gpt2", KIND),
+        (str(tmp_path), "transformers_modules.own:Own"),
+    ):
+        remember_kind(folder, kind)
+        assert remembered_kind(folder) is None
+
+
+def test_the_newest_records_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_kind, "KEPT", 2)
+    folders = []
+    for number in range(3):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "config.json").write_text(json.dumps({"number": number}))
+        folders.append(str(tmp_path / f"{number}"))
+        remember_kind(folders[-1], KIND)
+        time.sleep(0.01)  # files of one moment have no order
+    assert [remembered_kind(folder) is None for folder in folders] == [True, False, False]
 
 
 @pytest.mark.parametrize("kind", ["transformers.gone:Gone", "transformers:Gone"])
