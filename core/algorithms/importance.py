@@ -109,8 +109,8 @@ def metrics(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Figures of the gap as (sum, weight) pairs over unmasked tokens, exact under any split of the batch.
 
-    importance_mean and importance_second (second moment; std and effective sample size follow, see
-    millrace.core.algorithms.objective.derived), importance_out_of_band (share outside [low, high] of the correction), sampler_k3 and
+    importance_mean, importance_second (second moment) and importance_about_one (mean squared distance from 1; std and effective
+    sample size follow, see millrace.core.algorithms.objective.derived), importance_out_of_band (share outside [low, high] of the correction), sampler_k3 and
     sampler_k1 (KL of sampler from trainer, nats a token), sampler_gap (mean |old - rollout|).
     """
     on = mask.bool()
@@ -125,6 +125,8 @@ def metrics(
     return {
         "importance_mean": (clean(weights, on).sum(), count),
         "importance_second": (clean(weights.square(), on).sum(), count),
+        # about 1, where weights lie: their second moment less the squared mean cancels in fp32
+        "importance_about_one": (clean((weights - 1).square(), on).sum(), count),
         "importance_out_of_band": ((outside & on).sum().float(), count),
         "sampler_k1": (k1.sum(), count),
         "sampler_k3": (k3.sum(), count),

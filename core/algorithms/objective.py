@@ -268,7 +268,7 @@ def _policy_metrics(batch: TokenBatch, policy: losses.PolicyLoss) -> Metrics:
 def derived(means: Mapping[str, float]) -> dict[str, float]:
     """The means of a step (weighted sums over weights, by name) and what follows from several of them:
 
-    importance_std = sqrt(second moment - mean^2), importance_ess = mean^2 / second moment (effective sample size as a share);
+    importance_std = sqrt(mean squared distance from 1 - (mean - 1)^2), importance_ess = mean^2 / second moment (effective sample size as a share);
     ess, the same of the weights that multiply the loss.
     """
     found = dict(means)
@@ -276,8 +276,9 @@ def derived(means: Mapping[str, float]) -> dict[str, float]:
     if applied is not None and applied_second is not None:
         found["ess"] = applied * applied / applied_second if applied_second > 0 else 0.0
     mean, second = means.get("importance_mean"), means.get("importance_second")
-    if mean is not None and second is not None:
-        found["importance_std"] = max(0.0, second - mean * mean) ** 0.5
+    about_one = found.pop("importance_about_one", None)
+    if mean is not None and second is not None and about_one is not None:
+        found["importance_std"] = max(0.0, about_one - (mean - 1) ** 2) ** 0.5
         found["importance_ess"] = mean * mean / second if second > 0 else 0.0
     return found
 

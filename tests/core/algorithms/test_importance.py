@@ -108,6 +108,19 @@ def test_metrics_mean_what_they_say() -> None:
     assert means["sampler_k3"] == pytest.approx(sum(x - 1 - math.log(x) for x in w) / 4)
 
 
+def test_the_spread_of_weights_near_one_is_not_lost_in_rounding() -> None:
+    """The second moment less the squared mean is a difference of numbers that fp32 cannot tell apart."""
+    gaps = torch.linspace(-3e-7, 3e-7, 500)
+    found = importance.metrics(
+        -2 + gaps, torch.full((500,), -2.0), torch.ones(500), torch.tensor([500]), Correction()
+    )
+    means = derived({name: float(total / weight) for name, (total, weight) in found.items()})
+    stored = [math.exp(float(gap)) for gap in (-2 + gaps).double() + 2]
+    middle = math.fsum(stored) / 500
+    spread = math.sqrt(math.fsum((value - middle) ** 2 for value in stored) / 500)
+    assert means["importance_std"] == pytest.approx(spread, rel=0.3)
+
+
 def test_equal_log_probs_have_effective_sample_size_one() -> None:
     same = torch.tensor([-1.0, -2.0])
     found = importance.metrics(same, same, torch.ones(2), torch.tensor([2]), Correction())

@@ -1,0 +1,150 @@
+"""Every published figure of an iteration is what its files say, in each mode: computed again by code that imports nothing of millrace."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.soak import forms, rollouts
+from tests.support.figures_again import FIGURES, ONLY_MEASURED, Iteration, computed, without_row
+from tests.support.flow_runs import Workplace
+from tests.support.metric_names import PAGE
+
+FLOAT32 = {
+    "rel_tol": 2e-4,
+    "abs_tol": 2e-6,
+}  # log-probabilities are stored in fp32, whose differences are small
+REWARD = """
+from millrace import RewardResult
+
+
+def parted(sample):
+    digits = sum(letter.isdigit() for letter in sample.response)
+    answer = next((letter for letter in sample.response if letter.isdigit()), "")
+    return RewardResult(float(digits > 2), {"digits": float(digits), "odd": float(digits % 2)}, answer)
+"""
+ONE_STEP = ["trainer.global_batch=null", "trainer.store_logprobs=true"]
+SUBSETS = "{name: held_out, path: subsets.jsonl, subset_key: kind"
+MODES = {
+    "two_steps": ["trainer.store_logprobs=true"],
+    "one_step": ONE_STEP,
+    "ahead": [*forms.overrides("ahead"), *ONE_STEP],
+    "sent_again": [*forms.overrides("sent_again"), *ONE_STEP],
+    "deferred": [*forms.overrides("deferred"), *ONE_STEP, "run.iterations=4"],
+    "oversample": ["filter={drop_zero_variance: true, oversample: 0.5}", *ONE_STEP],
+    "eager": forms.overrides("eager"),
+    "reuse": [*forms.overrides("reuse"), *ONE_STEP, "run.iterations=4"],
+    "tool": [*forms.overrides("tool"), *ONE_STEP],
+    "environment": [*forms.overrides("stateless"), *ONE_STEP],
+    "flushed": [*forms.overrides("flushed"), *ONE_STEP],
+    "levels": [
+        *forms.overrides("levels"),
+        "data.stages=[{weights: {sums: 1}, iterations: 1}, {weights: {sums: 1, growing: 3}}]",
+        *ONE_STEP,
+    ],
+    "mixture": [
+        "data.sources=[{name: sums, path: train.jsonl}, {name: products, path: products.jsonl}]",
+        "reward.function=figure_rewards:parted",
+        f"evaluation.sets=[{SUBSETS}, samples_per_prompt: 4, sampling: {{max_new_tokens: 16}}}}]",
+        "filter.max_truncated_share=0.9",
+        *ONE_STEP,
+    ],
+    "sft": [
+        "algorithm.loss=sft",
+        "rollout.samples_per_prompt=1",
+        "trainer.global_batch=4",
+        f"evaluation.sets=[{SUBSETS}}}]",
+    ],
+    "evaluation_ahead": [*forms.overrides("evaluation_ahead"), *ONE_STEP],
+    "kl": ["algorithm.kl_coef=0.1", *ONE_STEP],
+    "ppo": ["algorithm.preset=ppo"],
+    "rollouts_only": ["pipeline.rollouts_only=true"],
+}
+IN_NO_MODE = {r"teacher/seconds_mean", r"teacher/failed_share"}  # which need a server
+
+
+@pytest.fixture(scope="module")
+def run_of(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The finished run of a mode, made once."""
+    for name, text in {
+        **forms.MODULES,
+        "figure_rewards.py": REWARD,
+        forms.TAILED: forms.tailed_rows(),
+    }.items():
+        (workplace.folder / name).write_text(text)
+    held = [json.loads(line) for line in (workplace.folder / "held_out.jsonl").read_text().splitlines()]
+    kinds = [{**row, "metadata": {"kind": ("even", "odd")[at % 2]}} for at, row in enumerate(held)]
+    products = [{"prompt": f"{a}*{b}=", "label": str(a * b % 10)} for a in range(10) for b in range(10)]
+    for file, rows in (("subsets.jsonl", kinds), ("products.jsonl", products)):
+        (workplace.folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path_factory.mktemp("figures")
+
+    @cache
+    def run(mode: str) -> Path:
+        notes = {rollouts.NOTES: str(folder / "notes")}
+        workplace.train(folder / mode, *MODES[mode], **notes)
+        return folder / mode / "a"
+
+    return run
+
+
+def differing(run: Path) -> tuple[list[str], set[str]]:
+    """Figures that are not what the files say, and the names of those that were compared."""
+    wrong, names = [], set()
+    for manifest in sorted(run.glob("iterations/*/manifest.json")):
+        iteration = Iteration(run, int(manifest.parent.name))
+        wrong += [
+            f"{iteration.index}: {name} has no row" for name in iteration.published if without_row(name)
+        ]
+        for name, published, value in computed(iteration):
+            names.add(name)
+            if not math.isclose(published, value, **FLOAT32):
+                wrong.append(
+                    f"{iteration.index}: {name} is published as {published}, and the files say {value}"
+                )
+    return wrong, names
+
+
+def test_the_figures_of_a_run_are_what_its_files_say(whole: Path) -> None:
+    wrong, names = differing(whole)
+    assert not wrong
+    assert {"reward/mean", "tokens/trained", "train/tokens", "eval/held_out/reward_mean"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_figures_of_each_mode_are_what_its_files_say(run_of: Callable[[str], Path], mode: str) -> None:
+    wrong, names = differing(run_of(mode))
+    assert not wrong
+    assert names
+
+
+@pytest.mark.slow
+def test_each_computation_is_compared_in_some_mode(run_of: Callable[[str], Path]) -> None:
+    names = set().union(*(differing(run_of(mode))[1] for mode in MODES))
+    unused = {pattern for pattern in FIGURES if not any(re.fullmatch(pattern, name) for name in names)}
+    assert unused == IN_NO_MODE
+
+
+def test_every_metric_of_the_page_is_computed_again_or_has_a_reason_why_not() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    listed = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert listed
+    numbers = [re.sub(r"(?<=@)[A-Z]+|(?<=_)K\b", "4", name) for name in listed]
+    assert [name for name in numbers if without_row(re.sub("[A-Z]+", "a", name))] == []
+
+
+@pytest.mark.parametrize("name", ["reward/new", "train/new", "tokens", "new/figure"])
+def test_a_metric_that_nobody_computes_again_has_no_row(name: str) -> None:
+    assert without_row(name)
+
+
+def test_each_reason_is_a_sentence() -> None:
+    assert all(len(reason.split()) > 3 for reason in ONLY_MEASURED.values())
