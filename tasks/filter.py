@@ -29,6 +29,7 @@ from millrace.core.contracts.sample import JudgedSample, Verdict
 from millrace.core.contracts.task_records import FilterRecord
 from millrace.core.errors import BudgetError
 from millrace.core.group_filters import KINDS, Judgement
+from millrace.core.lineage import NOTHING_GENERATED
 from millrace.tasks.context import IterationContext
 from millrace.tasks.kill_points import kill_point
 from millrace.tasks.run_recorded import may_help
@@ -204,7 +205,7 @@ def _verdict(
     if scoring != "scored":
         return "dropped", "not_generated" if scoring == "skipped" else "not_scored", f"not scored: {scoring}"
     if not trained:
-        return "dropped", "nothing_generated", "it generated nothing"
+        return "dropped", NOTHING_GENERATED, "it generated nothing"
     return "kept", None, group.judgement.reason or None
 
 

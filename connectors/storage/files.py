@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,7 @@ import fsspec
 from pydantic import BaseModel, ConfigDict
 
 from millrace.connectors.storage import local
+from millrace.connectors.storage.changes import CHANGES
 from millrace.connectors.storage.exclusive import conditional
 from millrace.connectors.storage.faults import retried
 from millrace.core.contracts.task_records import FileRecord
@@ -133,7 +134,9 @@ class Files:
                 # an earlier attempt of this call may have taken effect and failed
                 return created or bool(self.fs.cat_file(self._full(path)) == data)
 
-        return retried("write", self.url_of(path), create)
+        created = retried("write", self.url_of(path), create)
+        self._wrote(path)
+        return created
 
     @property
     def creates_once(self) -> bool:
@@ -167,11 +170,16 @@ class Files:
         return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))
 
     def list(self, path: str = "") -> Names:
-        """Paths of all files below a folder, sorted; none if it does not exist."""
+        """Paths of all files below a folder, sorted; none if it does not exist.
+
+        On an object store what other processes just wrote may be missing: whoever decides by it asks for names.
+        """
         try:
             names = self._retried("list", path, lambda: self.fs.find(self._full(path)))
         except MissingFileError:
-            return []
+            names = []
+        if not self.local:
+            names = self._as_changed(path, names)
         prefix = self.root.strip("/") + "/"
         relative = sorted(name.strip("/").removeprefix(prefix) for name in names)
         return [name for name in relative if not name.rsplit("/", 1)[-1].startswith(local.ASIDE)]
@@ -181,17 +189,20 @@ class Files:
         try:
             items = self._retried("list", path, lambda: self.fs.ls(self._full(path), detail=True))
         except MissingFileError:
-            return []
-        return sorted(
-            item["name"].rstrip("/").rsplit("/", 1)[-1] for item in items if item["type"] == "directory"
-        )
+            items = []
+        names = {item["name"].rstrip("/").rsplit("/", 1)[-1] for item in items if item["type"] == "directory"}
+        if not self.local:
+            above = f"{self._full(path)}/"
+            inside = (name.removeprefix(above) for name in self._as_changed(path, []))
+            names |= {name.split("/", 1)[0] for name in inside if "/" in name}
+        return sorted(names)
 
     def remove(self, path: str, recursive: bool = False) -> None:
         """Remove a file, or with `recursive` a folder; does nothing if it does not exist."""
-        try:
+        with suppress(MissingFileError):
             self._retried("remove", path, lambda: self._remove(path, recursive))
-        except MissingFileError:
-            return
+        if not self.local:
+            CHANGES.removed(self._full(path))
 
     def sweep(self, older_than_s: float, leave: Iterable[str] = ()) -> Names:
         """Remove temporary files of interrupted writes on a local disk; returns the paths. Object stores have none.
@@ -226,7 +237,27 @@ class Files:
 
     def _write(self, path: str, data: bytes, *, unique: bool = False, probe: bool = False) -> FileEntry:
         retried("write", self.url_of(path), lambda: self._put(path, data, unique or probe), probe)
+        self._wrote(path)
         return entry_of(path, data)
+
+    def _wrote(self, path: str) -> None:
+        if not self.local:
+            CHANGES.wrote(self._full(path))
+
+    def _as_changed(self, path: str, names: Names) -> Names:
+        """Names that a listing of an object store shows, with what this process wrote and without what it removed."""
+        below = f"{self._full(path)}/"
+        # s3fs answers with the folder itself where the store shows it and nothing in it
+        names = [name for name in names if name.startswith(below)]
+        doubtful = sorted(CHANGES.doubtful(self._full(path), names))
+
+        def there(name: str) -> bool:
+            return bool(retried("look up", f"{self.protocol}://{name}", lambda: self.fs.isfile(name)))
+
+        gone = {
+            name for name, is_there in zip(doubtful, in_threads(there, doubtful), strict=True) if not is_there
+        }
+        return [name for name in {*names, *doubtful} if name not in gone]
 
     def _put(self, path: str, data: bytes, unique: bool) -> None:
         full = self._full(path)
@@ -262,8 +293,14 @@ class Files:
         return True
 
     def _remove(self, path: str, recursive: bool) -> None:
+        full = self._full(path)
         with self._writing():
-            self.fs.rm(self._full(path), recursive=recursive)
+            # a listing, by which a folder is removed, may lack what was just written
+            unlisted = CHANGES.doubtful(full, []) if recursive and not self.local else set()
+            self.fs.rm(full, recursive=recursive)
+            for name in sorted(unlisted):
+                if self.fs.isfile(name):
+                    self.fs.rm_file(name)
 
     def _writing(self) -> AbstractContextManager[None]:
         return self.fence.writing() if self.fence else nullcontext()
@@ -308,6 +345,9 @@ def move_file(files: Files, path: str, target: str) -> None:
                 files.fs.rm(files._full(path))
 
     retried("move", files.url_of(path), move)
+    if not files.local:
+        CHANGES.wrote(files._full(target))
+        CHANGES.removed(files._full(path))
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -102,9 +102,10 @@ class PassedLease:
 
     def check(self) -> None:
         """Raise LeaseHeldError if another process has taken the run, or the lease was removed."""
-        newest = max(_tokens(self._store), default=0)
-        if newest != self.token:
-            self._lost(_read(self._store, newest) if newest else None)
+        # by name: a listing may be late, and the driver that takes over has the number after this one's
+        newest = _newest_after(self._store, self.token)
+        if newest != self.token or not self._store.exists(_path(newest)):
+            self._lost(_read(self._store, newest))
         self._checked = _now()
 
     @contextlib.contextmanager
@@ -210,7 +211,7 @@ class Lease(PassedLease):
                     where=self._store.url,
                     remedy="a stopped process is continued by `kill -CONT` or ended by `kill -9`; then start again",
                 )
-            if max(_tokens(self._store), default=0) not in (before, 0):
+            if _newest_token(self._store) not in (before, 0):
                 return False
             if not self._store.create(_path(self.token), data):
                 return False
@@ -302,10 +303,22 @@ def _tokens(store: Store) -> list[int]:
     return [int(match[1]) for match in map(NAME.match, store.list(FOLDER)) if match]
 
 
+def _newest_token(store: Store) -> int:
+    """The highest token, 0 if nobody has driven the run. A listing may lack the newest: they are asked for by name."""
+    return _newest_after(store, max(_tokens(store), default=0))
+
+
+def _newest_after(store: Store, token: int) -> int:
+    """The highest token from this one on: each driver's is the one after another's."""
+    while store.exists(_path(token + 1)):
+        token += 1
+    return token
+
+
 def _newest(store: Store) -> _Claim | _FormerClaim | None:
     """The claim of the highest token, None if nobody has driven the run."""
-    while tokens := _tokens(store):
-        claim = _read(store, max(tokens))
+    while token := _newest_token(store):
+        claim = _read(store, token)
         if claim is not None:  # else it was removed just now
             return claim
     try:

@@ -73,12 +73,22 @@ def list_parts(store: Store, folder: str) -> list[str]:
         newest = max(takeovers)
         noted = set(_read_takeover(store, takeovers[newest]).parts.get(folder, []))
         parts = [name for name in parts if name in noted or _token(name) >= newest]
+        parts = sorted({*parts, *_unlisted(store, folder, noted - set(parts))})
     found: dict[str, str] = {}
     for name in parts:
         content = name.split(".", 1)[1] if name.count(".") > 1 else name
         if found.setdefault(content, name) != name:
             log.warning("%s: a copy of %s, which counts", store.url_of(f"{folder}/{name}"), found[content])
     return [f"{folder}/{name}" for name in found.values()]
+
+
+def _unlisted(store: Store, folder: str, names: set[str]) -> list[str]:
+    """Those of the noted parts that are there although a listing lacks them, which only an object store's does."""
+    if store.local or not names:
+        return []
+    asked = sorted(names)
+    found = in_threads(store.exists, [f"{folder}/{name}" for name in asked])
+    return [name for name, is_there in zip(asked, found, strict=True) if is_there]
 
 
 def list_takeovers(store: Store) -> list[str]:

@@ -202,11 +202,17 @@ class RunFolder:
         assert self.store.fence is not None, "the lease comes first"
         first, token = self.first_open_iteration(), self.store.fence.token
         if token > 1:
-            begun = [index for index in numbers_of(self.store, "iterations") if index > first]
-            for index in [first, *begun]:
+            for index in range(first, self.last_begun(first) + 1):
                 take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
                 self.iteration(index).remove(EAGER, recursive=True)
         return first
+
+    def last_begun(self, first: int) -> int:
+        """The last iteration that has something, `first` if none later has. A listing may lack some: they are asked for by name."""
+        last = max([first, *numbers_of(self.store, "iterations")])
+        while self.iteration(last + 1).exists(DRAWN):
+            last += 1
+        return last
 
     def first_open_iteration(self, strict: bool = True) -> int:
         """The first iteration without a manifest. Unless `strict`, also where one is gone that was committed."""
@@ -291,7 +297,8 @@ class RunFolder:
             yield from self._since_then(since)
             return
         first = min(since, len(self._hashes))  # what was not read yet is read in order
-        numbers = [number for number in numbers_of(self.store, "iterations") if number >= first]
+        # a listing may lack some: those between are asked for by name, and so are those that follow
+        numbers = range(first, max(numbers_of(self.store, "iterations"), default=-1) + 1)
         for start in range(0, len(numbers), READ_AHEAD):
             some = numbers[start : start + READ_AHEAD]
             for number, manifest in zip(some, in_threads(self.manifest, some), strict=True):
@@ -302,6 +309,8 @@ class RunFolder:
                         yield manifest
                 elif manifest or (number == first and self.iteration(first).exists(PUBLISHED)):
                     raise self._gone(first)
+        if first == numbers.stop:
+            yield from self._since_then(since)
 
     def _since_then(self, since: int) -> Iterator[Manifest]:
         """The same of what was committed since the last look, without a listing of thousands of folders."""
@@ -350,8 +359,10 @@ class RunFolder:
 def open_iterations(folder: RunFolder) -> list[int]:
     """The iterations that are begun and not committed, in order. There are several where a run is ahead of its trainer."""
     first = folder.first_open_iteration()
-    begun = [index for index in numbers_of(folder.store, "iterations") if index >= first]
-    return [index for index in begun if folder.iteration(index).list()]
+    begun = range(first, folder.last_begun(first) + 1)
+    return [
+        index for index in begun if folder.iteration(index).list() or folder.iteration(index).exists(DRAWN)
+    ]
 
 
 def first_undrawn_iteration(folder: RunFolder) -> int:

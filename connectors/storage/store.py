@@ -185,6 +185,7 @@ class Store(Files):
             self._retried("write", path, lambda: self._upload_here(file, target))
         else:
             self._retried("write", path, lambda: self._upload_object(file, path))
+            self._wrote(path)
         sha256, size = local.sha256(file)
         return FileEntry(path=path, sha256=sha256, size=size)
 

@@ -73,10 +73,11 @@ def _of_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
 
 def _committed(folder: RunFolder) -> int:
     """Iterations up to the last that has a manifest."""
-    for index in reversed(numbers_of(folder.store, "iterations")):
-        if folder.iteration(index).exists(MANIFEST):
-            return index + 1
-    return 0
+    numbers = reversed(numbers_of(folder.store, "iterations"))
+    found = next((index + 1 for index in numbers if folder.iteration(index).exists(MANIFEST)), 0)
+    while folder.iteration(found).exists(MANIFEST):  # which the listing lacks
+        found += 1
+    return found
 
 
 def _refused(config: RunConfig, record: dict[str, Any], stored: StoredRun) -> Iterator[Problem]:

@@ -39,6 +39,7 @@ def tables() -> Tables:
             "verdict": verdict,
             "train_step": step,
             "reused_from": None,
+            "dropped_by": None,
         }
         for group, verdict, step in (("a", "kept", 5), ("b", "kept", 6), ("c", "returned", None))
     ]
@@ -116,7 +117,14 @@ def reusing() -> Tables:
         {**copy.deepcopy(origin), "train_step": 6, "policy_versions": spans, "reused_from": 0}
     )
     stored["verdicts"].append(
-        {"sample_id": "x-0", "group_id": "x", "verdict": "kept", "train_step": 6, "reused_from": 0}
+        {
+            "sample_id": "x-0",
+            "group_id": "x",
+            "verdict": "kept",
+            "train_step": 6,
+            "reused_from": 0,
+            "dropped_by": None,
+        }
     )
     stored["steps"][1]["samples"] = 2
     return stored
@@ -171,6 +179,14 @@ CASES: list[tuple[str, Callable[[Tables], Any]]] = [
     ("group c has a verdict and was never drawn", lambda t: t["prompts"].pop()),
     ("sample b-0 is trained and has no rollout", lambda t: t["rollouts"].pop()),
     ("sample b-0 is trained and has no reward", lambda t: t["rewards"].pop()),
+    (
+        "sample c-0 is scored and has no rollout",
+        lambda t: t["rewards"].append({"sample_id": "c-0", "reward": 0.0}),
+    ),
+    (
+        "sample b-0 was dropped as one that generated nothing, and its rollout has tokens",
+        lambda t: t["verdicts"][1].update(verdict="dropped", dropped_by="nothing_generated"),
+    ),
     (
         "sample a-0 is trained on other tokens or log-probabilities",
         lambda t: t["batch"][0].update(tokens=[1]),

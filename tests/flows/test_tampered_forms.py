@@ -57,6 +57,9 @@ BOTH = (
     *("evaluation.background=true", "evaluation.every=1", "rollout.prompts=4", "trainer.global_batch=8"),
     'evaluation.sets=[{"name": "held_out", "path": "held_out.jsonl", "sampling": {"max_new_tokens": 8}}]',
 )
+FURTHER = re.compile(
+    r"__0_[1-9]\.distcp"
+)  # files of a save but its first: their number follows the machine's cores
 SHARDS = (".metadata", "__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json")
 
 
@@ -75,7 +78,7 @@ class Form:
 
 IN_BACKGROUND = (
     *(f"{at}/results/evaluate_before.json" for at in (COMMITTED, UNDER_WAY)),
-    "checkpoints/000003/__0_1.distcp",  # a save in the background writes two
+    "checkpoints/000003/__0_1.distcp",  # a save in the background writes several
 )
 FORMS = {
     "turns": Form(
@@ -131,7 +134,7 @@ def rows_of(run: Path) -> dict[str, str]:
         if not path.startswith("logs/") and path != "lease/lock":
             unfinished = re.match("|".join(half), path) if half else None
             kind = f"half-written/{path[unfinished.end() :]}" if unfinished else kind_in_form(path)
-            found.setdefault(kind, path)
+            found.setdefault(FURTHER.sub("__0_1.distcp", kind), path)
     return found
 
 

@@ -88,6 +88,7 @@ ROWS = {
         "async with self._checking": REQUEST,
         "async with self._settling": "held for SETTLE_TIMEOUT_S at most",
     },
+    "connectors/storage/changes.py": {"with self._lock": HELD},
     "connectors/storage/exclusive/local_server.py": {"time.sleep": COUNTED},
     "connectors/storage/lease.py": {"time.sleep": COUNTED},
     "connectors/storage/local.py": {

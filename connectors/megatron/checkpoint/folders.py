@@ -63,7 +63,7 @@ def read_folder(store: Store, files: list[FileEntry]) -> Iterator[Path]:
 
 
 def _download(store: Store, files: list[FileEntry], folder: str) -> None:
-    store.download_dir("", folder)
+    store.download_dir("", folder, [entry.path for entry in files])
     _verify(Store(folder), files)
 
 

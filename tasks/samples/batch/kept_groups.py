@@ -16,6 +16,7 @@ from millrace.core.algorithms.credit import SampleCredit
 from millrace.core.buffer.choice import spread
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
+from millrace.core.errors import MissingFileError
 from millrace.core.staleness import admissible, oldest_versions
 from millrace.tasks.context import IterationContext
 from millrace.tasks.samples.batch.landed_parts import LandedParts
@@ -49,26 +50,37 @@ def read_kept(
 ) -> KeptGroups:
     """The kept groups with the scored samples of theirs that generated something.
 
-    landed: reads parts. paths: those of samples. ids_of: a group's samples, in order.
+    landed: reads parts. paths: those of samples. ids_of: a group's samples, in order. Raises MissingFileError for a scored sample
+    without a row: a part is gone, and the batch would be another one without it.
     """
     sources = RowSources()
     tables = in_threads(lambda path: landed.read(path, ASKED), paths)
     places: dict[str, Place] = {}
     where: dict[str, int] = {}  # among the rows of all parts
+    stored: set[str] = set()
     first = 0
     for path, table in zip(paths, tables, strict=True):
         source = sources.add(partial(landed.read, path))
         named = zip(table.column("sample_id").to_pylist(), table.column("turns").to_pylist(), strict=True)
         for at, (sid, turns) in enumerate(named):
+            stored.add(sid)
             if turns:  # what generated nothing is not trained
                 places[sid], where[sid] = (source, at), first + at
         first += len(table)
-    scores = [
+    scored = [
         group.scores[sid]
         for group in groups
         for sid in ids_of(group)
-        if group.scores[sid].scoring == "scored" and sid in places
+        if group.scores[sid].scoring == "scored"
     ]
+    if lacking := [score.sample_id for score in scored if score.sample_id not in stored]:
+        raise MissingFileError(
+            f"{len(lacking)} scored samples are in none of the {len(paths)} parts that count, such as {lacking[0]}",
+            where=landed.url,
+            remedy="start the same command again, which generates them once more. If that ends here too, restore the parts from "
+            "a copy",
+        )
+    scores = [score for score in scored if score.sample_id in places]
     empty = schema.schema("rollouts").empty_table().select(ASKED)
     rows = pa.concat_tables([empty, *tables]).take([where[score.sample_id] for score in scores])
     return KeptGroups(groups, rows, scores, [places[score.sample_id] for score in scores], sources)

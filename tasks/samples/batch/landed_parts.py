@@ -24,6 +24,11 @@ class LandedParts:
         self._folder = folder
         self._kept: dict[str, pa.Table] = {}
 
+    @property
+    def url(self) -> str:
+        """Where the parts are."""
+        return self._folder.url_of("rollouts")
+
     def read(self, path: str, columns: list[str] | None = None) -> pa.Table:
         """A part, or some columns of it. Raises MissingFileError or CorruptFileError, naming file and remedy."""
         kept = self._kept.get(path)

@@ -1,0 +1,143 @@
+"""A proxy before an S3 server on loopback, whose listings are late and which fails, by a seed.
+
+Objects are read as they were last written, as S3 promises; listings are what a cache or a weaker store makes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+RECENT_S = 5.0
+CONTENTS = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
+WRITTEN = re.compile(rb"<LastModified>([^<]+)</LastModified>")
+HOP_BY_HOP = ("transfer-encoding", "connection", "content-length", "expect")
+Answer = tuple[int, list[tuple[str, str]], bytes]
+
+
+@dataclass
+class Odds:
+    """How often each fault happens, from 0 to 1."""
+
+    errors: float = 0.0  # 503, and the server is not asked
+    lost: float = 0.0  # the server did it, and its answer does not arrive
+    stale: float = 0.0  # a listing that was asked for less than RECENT_S ago is answered as then
+    hidden: float = 0.0  # a name written less than RECENT_S ago is left out of a listing
+    seed: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+
+    def drawn(self, kind: str) -> bool:
+        """Whether a fault happens now."""
+        with self.lock:
+            happens = self.draw.random() < getattr(self, kind)
+            self.happened[kind] += happens
+        return happens
+
+    def shown(self, entry: re.Match[bytes]) -> bytes:
+        """An entry of a listing, or nothing of it."""
+        written = WRITTEN.search(entry[0])
+        assert written
+        age = datetime.now(UTC) - datetime.fromisoformat(written[1].decode())
+        return b"" if age.total_seconds() < RECENT_S and self.drawn("hidden") else entry[0]
+
+
+@contextlib.contextmanager
+def late_s3(upstream: str, odds: Odds) -> Iterator[str]:
+    """Endpoint of the proxy before the server at a URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(upstream, odds))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
+    before: dict[str, tuple[float, Answer]] = {}
+    place = urlsplit(upstream)
+
+    class Proxy(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            """Nothing is printed."""
+
+        def handle_any(self) -> None:
+            body = self._body()
+            if odds.drawn("errors"):
+                self._answer(
+                    (503, [("Content-Type", "application/xml")], b"<Error><Code>SlowDown</Code></Error>")
+                )
+                return
+            listing = self.command == "GET" and "list-type" in self.path
+            earlier = before.get(self.path) if listing else None
+            if earlier and time.monotonic() - earlier[0] < RECENT_S and odds.drawn("stale"):
+                self._answer(earlier[1])
+                return
+            answer = self._asked(body)
+            if listing:
+                answer = answer[0], answer[1], CONTENTS.sub(odds.shown, answer[2])
+                before[self.path] = time.monotonic(), answer
+            if odds.drawn("lost"):
+                self.close_connection = True
+                self.connection.close()
+                return
+            self._answer(answer)
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = b""
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+
+        def _asked(self, body: bytes) -> Answer:
+            assert place.hostname
+            server = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+            try:
+                server.request(self.command, self.path, body, headers)
+                reply = server.getresponse()
+                data = reply.read()
+                kept = [(name, value) for name, value in reply.getheaders() if name.lower() not in HOP_BY_HOP]
+                size = reply.getheader("Content-Length") or "0"
+                kept += [("Content-Length", size)] if self.command == "HEAD" else []
+                return reply.status, kept, data
+            finally:
+                server.close()
+
+        def _answer(self, answer: Answer) -> None:
+            status, headers, data = answer
+            with contextlib.suppress(OSError):  # whoever asked has gone
+                self.send_response_only(status)
+                for name, value in headers:
+                    self.send_header(name, value)
+                if not any(name == "Content-Length" for name, _ in headers):
+                    self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(data)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815
+
+    return Proxy
