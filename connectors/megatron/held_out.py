@@ -29,7 +29,7 @@ def sample_losses(
 ) -> list[float]:
     """Sum of -log p over each sample's tokens that have a loss, nats, on every rank. All ranks call it with all samples."""
     rows = [_row(number, sample) for number, sample in enumerate(samples)]
-    packs = make_packs(rows, config, architecture, device)
+    packs = make_packs(rows, config, architecture, device, with_teacher=False)
     logprobs = passes.logprobs(packs)
     found: dict[int, float] = {}
     # ranks of one tensor or context parallel group hold the same values: one of them reports

@@ -166,8 +166,18 @@ def _lists(table: pa.Table, column: str, dtype: type[np.generic]) -> list[npt.ND
     return found
 
 
-def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architecture, device: Any) -> list[Pack]:
-    """This rank's packs of a global batch. Every rank gets the same number, with about the same FLOPs."""
+def make_packs(
+    rows: Sequence[Row],
+    config: RunConfig,
+    architecture: Architecture,
+    device: Any,
+    *,
+    with_teacher: bool = True,
+) -> list[Pack]:
+    """This rank's packs of a global batch. Every rank gets the same number, with about the same FLOPs.
+
+    with_teacher: whether a served teacher was asked about the rows; of held-out texts it was not.
+    """
     parallel = config.trainer.parallel
     align = (2 * parallel.context if parallel.context > 1 else 1) * (
         parallel.tensor if parallel.sequence else 1
@@ -185,7 +195,7 @@ def make_packs(rows: Sequence[Row], config: RunConfig, architecture: Architectur
             cp_rank=mpu.get_context_parallel_rank(),
             align=align,
             device=device,
-            top_k=config.algorithm.teacher_top_k,
+            top_k=config.algorithm.teacher_top_k if with_teacher else 0,
         )
         for members in planned
     ]

@@ -187,7 +187,7 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
     if a.kl_coef > 0:
         if a.supervised:
             yield Problem(
-                "algorithm.kl_coef", a.kl_coef, "the supervised loss takes no KL term", "set it to 0"
+                "algorithm.kl_coef", a.kl_coef, "algorithm.loss=sft takes no KL term", "set it to 0"
             )
         elif a.kl_placement == "reward" and a.advantage.kind not in (
             *TOKEN_LEVEL,
@@ -196,7 +196,7 @@ def _kl(a: Algorithm) -> Iterator[Problem]:
             yield Problem(
                 "algorithm.kl_placement",
                 "reward",
-                f"advantage={a.advantage.kind} is fixed for the whole sample when its group is scored, before any log-probability of the reference",
+                f"algorithm.advantage={a.advantage.kind} is fixed for the whole sample when its group is scored, before any log-probability of the reference",
                 "set it to loss, or take gae, reinforce_plus_plus or reinforce_plus_plus_baseline",
             )
         elif a.kl_placement == "loss" and a.kl_kind == "k1" and not a.kl_unbiased:
@@ -262,7 +262,7 @@ def _correction(a: Algorithm) -> Iterator[Problem]:
             "algorithm.old_logprobs",
             "rollout",
             "the ratio is then taken against the engine's own log-probabilities, and every correction weight is 1",
-            "set it to recompute or auto, or correction.kind=none and no veto",
+            "set it to recompute or auto, or algorithm.correction.kind=none and leave algorithm.correction.veto out",
         )
     if c.kind == "icepop" and (c.level != "token" or c.low == 0):
         yield Problem(
@@ -293,7 +293,7 @@ def _max_token_age(a: Algorithm, ages: tuple[int, int] | None) -> Iterator[Probl
         yield Problem(
             field,
             bound,
-            "loss=gspo has one ratio a sequence, whose gradient reaches all its tokens, those left out too",
+            "algorithm.loss=gspo has one ratio a sequence, whose gradient reaches all its tokens, those left out too",
             "leave it out, or take loss=clipped",
         )
     if ages is None:
@@ -342,7 +342,7 @@ def truncated_sampling(algorithm: Algorithm, sampling: Sampling) -> list[Problem
             f"rollout.sampling.{name}",
             value,
             "the engine's log-probabilities are of the whole vocabulary, so importance ratios against them are not those of truncated sampling",
-            f"set it to {off}, or algorithm.correction.kind=none with old_logprobs=recompute",
+            f"set it to {off}, or algorithm.correction.kind=none, without veto and opsm_delta, with algorithm.old_logprobs=recompute",
         )
         for name, (value, on, off) in cut.items()
         if on

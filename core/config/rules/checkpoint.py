@@ -52,7 +52,8 @@ def _keep_best(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.keep_best",
             c.keep_best,
-            "no evaluation of evaluation.sets makes this metric",
+            "no evaluation of evaluation.sets makes this metric"
+            + (" with algorithm.loss=sft" if config.algorithm.supervised else ""),
             nearest(c.keep_best, made) if made else "add a set to evaluation.sets, or remove it",
         )
     elif c.every < config.run.iterations <= lcm(c.every, e.every):

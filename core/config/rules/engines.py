@@ -169,7 +169,7 @@ def _speculative(config: RunConfig) -> Iterator[Problem]:
     if config.sync_kind == "disk":
         yield Problem(field, algorithm, reason, "set sync.kind=broadcast, or share GPUs (ipc)")
     if config.sync.verify:
-        yield Problem("sync.verify", True, reason, "set it to false, or leave speculative decoding out")
+        yield Problem("sync.verify", True, reason, f"set it to false, or leave {field} out")
 
 
 def _upstream_options(config: RunConfig) -> Iterator[Problem]:

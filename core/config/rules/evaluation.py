@@ -16,7 +16,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "evaluation.background",
             True,
-            "held-out losses of supervised training are computed by the trainer itself",
+            "with algorithm.loss=sft held-out losses are computed by the trainer itself",
             "leave it out",
         )
     for held_out in config.evaluation.sets:

@@ -38,7 +38,7 @@ def _passes(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "trainer.passes",
             config.trainer.passes,
-            "supervised training draws its rows again once all were drawn",
+            "algorithm.loss=sft draws its rows again once all were drawn",
             "set it to 1, and raise run.iterations",
         )
 
@@ -109,7 +109,7 @@ def _store_logprobs(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "trainer.store_logprobs",
             True,
-            "supervised training has no policy that sampled its tokens",
+            "with algorithm.loss=sft no policy sampled the tokens",
             "set it to false, or leave it out",
         )
 

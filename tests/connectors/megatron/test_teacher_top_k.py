@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace.connectors.rewards.served_teacher import ResponseLogprobs, ServedTeacher
 from millrace.core.config.algorithm.teacher import TeacherServer
+from millrace.core.contracts.handles import HeldOutSample
 from tests.support.engine_process import embedded_engine
 from tests.support.plain_trainer import Plain
 from tests.support.trainer_ranks import RankFailedError, Workers, configuration, samples, write_batch
@@ -117,3 +118,16 @@ def test_a_batch_without_the_likeliest_tokens_is_refused(
         pytest.raises(RankFailedError, match=rf"teacher_server.top_k.*1 of the step's 8 samples have no {K}"),
     ):
         group.train([1], write_batch(tmp_path, wrong))
+
+
+def test_losses_of_texts_that_no_teacher_saw_are_those_of_a_run_without_one(
+    workers: Workers, model: Callable[..., Path]
+) -> None:
+    """A sync compares engines and trainer on fixed texts, whatever the loss compares."""
+    texts = [HeldOutSample([5, 6, 7, 8], [1, 1, 1]), HeldOutSample([9, 8, 7], [0, 1])]
+    found = []
+    for algorithm in ({"preset": "opd", "teacher_server": {"url": "http://nowhere", "top_k": K}}, {}):
+        with workers.group(configuration(model(), algorithm=algorithm)) as group:
+            found += group.call("losses", 0, texts)
+    assert found[0] == found[1]
+    assert min(found[0]) > 0

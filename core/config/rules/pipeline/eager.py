@@ -60,7 +60,7 @@ def _mode(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _algorithm(a: Algorithm) -> Iterator[tuple[str, str]]:
     if a.supervised:
-        yield "supervised training generates nothing", "leave pipeline out"
+        yield "supervised training (algorithm.loss=sft) generates nothing", "leave pipeline out"
         return
     if a.advantage.kind not in OF_GROUPS:
         yield (

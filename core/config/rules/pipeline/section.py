@@ -50,7 +50,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     if config.algorithm.supervised and (p.ahead or p.select == "finish"):
         field = "pipeline.ahead" if p.ahead else "pipeline.select"
         yield Problem(
-            field, p.ahead or p.select, "supervised training generates nothing", "leave the section out"
+            field, p.ahead or p.select, "algorithm.loss=sft generates nothing", "leave the section out"
         )
     if config.rollout.buffer and (p.ahead or p.select == "finish"):
         yield Problem(

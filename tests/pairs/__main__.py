@@ -1,0 +1,32 @@
+"""`python -m tests.pairs`: count what becomes of pairs. `--write` keeps the table; `--cover` also makes the runs anew."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from tests.pairs.covering import covering
+from tests.pairs.features import FEATURES
+from tests.pairs.outcomes import to_run
+from tests.pairs.table import kept_runs, table, write
+
+
+def main() -> None:
+    """Print the size of the table; keep it if asked to."""
+    parser = argparse.ArgumentParser(prog="python -m tests.pairs", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep the table as it is now")
+    parser.add_argument(
+        "--cover", action="store_true", help="make the runs anew, and keep them and the table"
+    )
+    options = parser.parse_args()
+    runs = covering(to_run()) if options.cover else kept_runs()
+    if options.write or options.cover:
+        write(runs)
+    kinds = Counter(line.partition(":")[0] for line in table(runs).values())
+    print(f"{len(FEATURES)} features, {sum(kinds.values())} pairs, {len(runs)} runs")
+    for kind, count in kinds.most_common():
+        print(f"{count:6} {kind}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""How each feature shows in what a run left: a column, a figure or a file that is otherwise not there, or otherwise different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tests.pairs.features import LONGEST, PROMPTS, SAMPLES
+from tests.pairs.runs import Left
+
+Sign = Callable[[Left], bool]
+
+
+def _figure(name: str, holds: Callable[[float], bool] = lambda value: True) -> Sign:
+    """An iteration has the figure, and it is such a number."""
+    return lambda left: any(name in found and holds(found[name]) for found in left.figures)
+
+
+def _step(name: str, holds: Callable[[Any], bool] = lambda value: True) -> Sign:
+    """A step of the trainer has the number."""
+    return lambda left: any(name in step and holds(step[name]) for steps in left.steps for step in steps)
+
+
+def _trained_under(section: str, *path: str, value: Any) -> Sign:
+    """The trainer's ranks made a step under the setting: what a rank had, not what a file says."""
+
+    def holds(left: Left) -> bool:
+        at: Any = left.steps[0][0]["settings"]
+        for part in (section, *path):
+            at = at[part]
+        return bool(at == value)
+
+    return holds
+
+
+def _rows(table: str, holds: Callable[[dict[str, Any]], bool]) -> Sign:
+    """A row of the table is such."""
+    return lambda left: any(holds(row) for row in left.rows(table))
+
+
+def _source(name: str) -> Sign:
+    return _rows("prompts", lambda row: row["source"] == name)
+
+
+def _is_older(left: Left) -> bool:
+    """Whether trained tokens of a later iteration are of the weights from before the run."""
+    return any(span["version"] == 0 for row in left.batches[-1] for span in row["policy_versions"] or ())
+
+
+def _turn_rows(kind: str, tool: str = "") -> Sign:
+    def holds(left: Left) -> bool:
+        rows = left.rows("turns/part-*")
+        return any(row["kind"] == kind and (not tool or row["tool"] == tool) for row in rows)
+
+    return holds
+
+
+def _of_rewards(source: str, holds: Callable[[float], bool]) -> Sign:
+    """The rewards of a source's samples are such; of rollouts that give their own, none is looked at."""
+
+    def each(left: Left) -> bool:
+        scored = [
+            row
+            for row in left.rows("batch")
+            if row["source"] == source and row["reward"] is not None and row["session_reward"] is None
+        ]
+        return all(holds(row["reward"]) for row in scored) and bool(left.rows("prompts"))
+
+    return each
+
+
+def _distinct(values: Iterable[Any]) -> int:
+    return len(set(values))
+
+
+def _files(pattern: str) -> Sign:
+    return lambda left: any(left.folder.glob(pattern))
+
+
+SIGNS: dict[str, Sign] = {
+    "session": _figure("session/turns_mean", lambda turns: turns >= 1),
+    "tools": _turn_rows("call", "note"),
+    "mcp": _figure("session/turns_mean", lambda turns: turns >= 1),
+    "environment": _rows("turns/part-*", lambda row: row["kind"] == "call"),
+    "named_rollouts": _rows(
+        "rollouts/part-*", lambda row: dict(row["session_parts"] or ()).get("solo") == 1.0
+    ),
+    "flush": lambda left: (
+        any(row["kind"] == "answer" for row in left.rows("turns/part-*"))
+        or all(row["response_length"] <= 16 for row in left.rows("rollouts/part-*"))
+    ),
+    "stops": _rows(
+        "rollouts/part-*", lambda row: row["status"] == "completed" and row["response_length"] < LONGEST
+    ),
+    "top_p": _rows("rollouts/part-*", lambda row: bool(row["rollout_logprobs"])),
+    "buffer": _rows("batch", lambda row: row["reused_from"] is not None),
+    "buffer_filter": _rows("batch", lambda row: row["reused_from"] is not None),
+    "shards": lambda left: len(left.paths("rollouts/part-*")) > 1,
+    "ahead": _is_older,
+    "finish_requests": lambda left: (
+        _is_older(left)
+        and all(_distinct(span["version"] for span in row["policy_versions"]) <= 1 for row in left.batch)
+    ),
+    "retract": _is_older,
+    "keep": _is_older,
+    "min_ess": _figure("train/ess", lambda share: 0 < share <= 1),
+    "finish": _files("iterations/*/cut.json"),
+    "max_token_age": _figure("train/too_old_share"),
+    "oversample": lambda left: (
+        max(_distinct(row["ordinal"] for row in rows) for rows in _drawn(left)) > PROMPTS
+    ),
+    "eager": _figure("time/eager_s", lambda seconds: seconds > 0),
+    "sync_every": _is_older,
+    "rollouts_only": lambda left: not left.steps and not any(left.folder.glob("checkpoints/*/complete.json")),
+    "rollouts_from": lambda left: (left.folder.parent / "stored").exists() or left.has("s3"),
+    "critic": _figure("train/value_loss"),
+    "returns": lambda left: (
+        _trained_under("configuration", "algorithm", "advantage", "kind", value="reinforce_plus_plus")(left)
+        and all(row["advantage"] is None or row["advantage"] == 0 for row in left.batch)
+    ),
+    "own_advantage": lambda left: (
+        {abs(row["advantage"]) for row in left.batch if row["advantage"] is not None} <= {0.0, 0.375}
+    ),
+    "teacher": _figure("train/teacher_kl"),
+    "served_teacher": _figure("teacher/seconds_mean"),
+    "teacher_top_k": _rows("rewards/part-*", lambda row: bool(row["teacher_top_tokens"])),
+    "hint": _rows("rewards/part-*", lambda row: bool(row["teacher_hint"])),
+    "kl": _figure("train/kl_coef", lambda value: value > 0),
+    "kl_in_reward": _figure("train/kl"),
+    "reference": _figure("train/kl"),
+    "entropy": _trained_under("configuration", "algorithm", "entropy_coef", value=0.01),
+    "gspo": _trained_under("configuration", "algorithm", "loss", "kind", value="gspo"),
+    "own_loss": _step("of_the_users"),
+    "sft": lambda left: not left.paths("rollouts/part-*") and bool(left.steps),
+    "whiten": _trained_under("configuration", "algorithm", "whiten", value=True),
+    "overlong": lambda left: (
+        any(
+            row["shaped_reward"] != row["reward"]
+            for row in left.batch
+            if row["response_length"] > LONGEST - 8
+        )
+        or max(row["response_length"] for row in left.batch) < LONGEST - 8
+    ),
+    "shaping": lambda left: any(row["shaped_reward"] != row["reward"] for row in left.batch),
+    "icepop": _figure("train/correction_mean"),
+    "sequence_masks": _figure("train/left_out_share"),
+    "sampler_ratio": _trained_under("configuration", "algorithm", "old_logprobs", value="rollout"),
+    "constant": _trained_under("configuration", "algorithm", "constant_length", value=32),
+    "zero_variance": lambda left: any(
+        "dropped_zero_variance" in name for found in left.figures for name in found
+    ),
+    "group_filter": lambda left: (
+        any(found["filter/dropped_group_filter"] > 0 for found in left.figures)
+        or not any(sum(map(ord, str(row["prompt"]))) % 4 == 0 for row in left.rows("prompts"))
+    ),
+    "group_reward": lambda left: (
+        any(dict(row["reward_parts"] or ()).get("rank") is not None for row in left.rows("rewards/part-*"))
+        or all(row["session_reward"] is not None for row in left.rows("rollouts/part-*"))
+    ),
+    "named_rewards": _of_rewards("graded", lambda reward: reward >= 11),
+    "remote_limits": _rows("rewards/part-*", lambda row: row["scoring"] == "scored"),
+    "mixture": _of_rewards("second", lambda reward: reward <= -12),
+    "levels": _source("growing"),
+    "pools": _source("few"),
+    "stages": lambda left: [found["curriculum/stage"] for found in left.figures] == [0.0, 1.0],
+    "streamed": lambda left: bool(left.rows("prompts")),
+    "row_sampling": lambda left: all(
+        sum(row["loss_mask"]) <= 5 * max(1, row["turns"] or 1)
+        for row in left.rows("rollouts/part-*")
+        if row["source"] == "short"
+    ),
+    "template": _source("told"),
+    "evaluation": _files("eval/held_out/*.parquet"),
+    "pass_at_k": lambda left: (
+        any("eval/several/pass_at_2" in found for found in left.figures) or left.has("sft")
+    ),
+    "evaluation_ahead": _files("eval/ahead/*.parquet"),
+    "keep_best": _files("eval/best/*.parquet"),
+    "background_checkpoint": _files("checkpoints/*/complete.json"),
+    "exports": lambda left: len(list(left.folder.glob("exports/*"))) >= 2,
+    "tensorboard": lambda left: any((left.home / "tensorboard").rglob("events*")),
+    "mlflow": lambda left: (left.home / "mlflow.db").exists(),
+    "s3": _files("run.json"),
+    "prepare": lambda left: (left.home.parent / "prepared").exists(),
+    "steps": lambda left: all(
+        _distinct(row["train_step"] for row in rows) == PROMPTS * SAMPLES / 4 for rows in left.batches
+    ),
+    "passes": lambda left: all(
+        len(steps) == 2 * _distinct(row["train_step"] for row in rows)
+        for steps, rows in zip(left.steps, left.batches, strict=True)
+    ),
+    "stored_logprobs": lambda left: any(left.folder.glob("iterations/*/logprobs*")),
+    "stages_of_the_model": _trained_under("numerics", "parallel", "pipeline", value=2),
+    "recompute": _trained_under("numerics", "recompute", value="full"),
+    "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
+    "bfloat16": _trained_under("numerics", "dtype", value="bfloat16"),
+    "two_engines": lambda left: _distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2,
+    "external": lambda left: bool(left.rows("rollouts/part-*")),
+    "router": lambda left: bool(left.rows("rollouts/part-*")),
+    "broadcast": _figure("time/sync_transfer_s", lambda seconds: seconds > 0),
+    "verified_sync": _figure("time/sync_verify_s"),
+    "prompt_gap": _figure("sync/prompt_gap"),
+    "weights_by_url": lambda left: "s3://" in left.out or bool(left.steps),
+}
+
+
+def _drawn(left: Left) -> list[list[dict[str, Any]]]:
+    """The drawn prompts of each iteration."""
+    rows = left.rows("prompts")
+    return [
+        [row for row in rows if row["iteration"] == at] for at in sorted({row["iteration"] for row in rows})
+    ]

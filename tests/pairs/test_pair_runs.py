@@ -1,0 +1,79 @@
+"""The covering set: whole runs of many features at once, in which each pair of features that goes together occurs."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+
+from tests.pairs import place as files
+from tests.pairs.features import ITERATIONS
+from tests.pairs.idle import idle
+from tests.pairs.runs import Left, Surroundings, make
+from tests.pairs.signs import SIGNS
+from tests.pairs.table import kept_runs
+from tests.support.engine_process import embedded_engine
+from tests.support.flow_runs import Workplace, make_workplace
+
+
+@pytest.fixture(scope="module")
+def pair_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    place = make_workplace(tmp_path_factory.mktemp("pairs"))
+    files.write(place.folder)
+    place.call("server", "start")
+    yield place
+    place.call("server", "stop")
+
+
+def made(place: Workplace, names: list[str], bucket: str, tmp_path: Path) -> Left:
+    """The run of these features, its folder copied here where it lies in a bucket."""
+    place.environment |= {name: here for name, here in os.environ.items() if name.startswith("AWS_")}
+    url = f"{bucket}/{uuid.uuid4().hex}"
+    on_s3 = "s3" in names
+    with (
+        embedded_engine(place.folder / "other", "--dtype", "float32", log=tmp_path / "teacher.log") as (
+            teacher,
+            _,
+        ),
+        embedded_engine(place.folder / "model", log=tmp_path / "engine.log") as (engine, _),
+    ):
+        around = Surroundings(teacher, engine, url)
+        root = url if on_s3 else str(tmp_path / "root")
+        left = make(place, names, around, root, tmp_path / "root")
+        verdict = place.call("verify", "a", "--root", root)
+    assert "nothing is wrong" in verdict
+    if on_s3:
+        s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"]).get(
+            f"{url.removeprefix('s3://')}/a", str(tmp_path / "root" / "a"), recursive=True
+        )
+    return left
+
+
+def without_sign(left: Left) -> list[str]:
+    """Features of a run that left no sign, though nothing beside them silences them."""
+    acting = [
+        name
+        for name in left.features
+        if not any(idle(name, other) for other in left.features if other != name)
+    ]
+    return [name for name in acting if not SIGNS[name](left)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(kept_runs())), ids=lambda number: f"run-{number:02d}")
+def test_features_act_side_by_side(
+    pair_place: Workplace, s3_bucket: str, tmp_path: Path, number: int
+) -> None:
+    left = made(pair_place, kept_runs()[number], s3_bucket, tmp_path)
+    assert f"{ITERATIONS} iterations complete" in left.out
+    trained = Counter((row["sample_id"], index) for index, rows in enumerate(left.batches) for row in rows)
+    assert trained
+    assert max(trained.values()) == 1
+    if not left.has("buffer") and not left.has("buffer_filter"):
+        assert len({sample for sample, _ in trained}) == len(trained)
+    assert without_sign(left) == []
