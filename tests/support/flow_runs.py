@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import pytest
 import yaml
 
 PATIENCE_S = float(os.environ.get("MILLRACE_TEST_PATIENCE_S", "240"))  # of a machine that is not busy
@@ -100,9 +101,15 @@ class Workplace:
 def make_workplace(folder: Path) -> Workplace:
     """A workplace with a random model, a hundred sums, a dozen malformed rows and the configuration in run.yaml; no server runs yet."""
     from millrace.connectors.huggingface.tiny import build_tiny_model
+    from millrace.connectors.huggingface.tokenizer import PromptTokenizer
+    from millrace.core.config.model import Model
 
     place = Workplace(folder)
     build_tiny_model(folder / "model", seed=0)
+    with pytest.MonkeyPatch.context() as patch:  # chosen here once, and by no driver
+        patch.setenv("MILLRACE_HOME", place.environment["MILLRACE_HOME"])
+        patch.chdir(folder)
+        PromptTokenizer.load(Model(path=configuration()["model"]["path"]))
     rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(10) for b in range(10)]
     lines = [json.dumps(row) for row in rows]
     for number, (bad, _) in enumerate(MALFORMED):

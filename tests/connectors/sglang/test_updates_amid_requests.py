@@ -15,7 +15,7 @@ from millrace.core.config.pipeline import OnUpdate
 from tests.support.engine_process import CLOSE, reference_logprobs
 from tests.support.fleets import LONG, PROMPT, MakeFleet
 
-LENGTH = 1200  # far from over when the weights come, also on a busy machine
+LENGTH = 600  # far from over when the weights come, also on a busy machine
 AMID: list[OnUpdate] = ["resend", "retract", "keep"]
 DIRECT: dict[str, Any] = {}
 ROUTED: dict[str, Any] = {"engines": {"router": {"policy": "round_robin"}}}
