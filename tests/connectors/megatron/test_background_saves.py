@@ -116,7 +116,8 @@ def test_a_rank_knows_how_much_it_will_save(
         for expected, size in group.run(copied):
             # what tensor ranks hold alike the first one saves; small tensors end with up to 255 bytes of nothing
             assert 0.98 * expected <= size <= max(1.07 * expected, mmap.PAGESIZE)
-        if (layout, dtype) == ("one rank", "bfloat16"):  # the others' writers end unfinished: they take seconds to start
+        # writers take seconds to start: those of the other cases end unfinished
+        if (layout, dtype) == ("one rank", "bfloat16"):
             wait_until_settled(group)
             group.call("commit_save")
 
