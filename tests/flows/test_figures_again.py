@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.soak import forms, rollouts
-from tests.support.figures_again import FIGURES, ONLY_MEASURED, Iteration, computed, without_row
+from tests.support.figures_again import FIGURES, ONLY_MEASURED, Iteration, computed, figures_of, without_row
 from tests.support.flow_runs import Workplace
 from tests.support.metric_names import PAGE
 
@@ -99,9 +101,8 @@ def differing(run: Path) -> tuple[list[str], set[str]]:
     wrong, names = [], set()
     for manifest in sorted(run.glob("iterations/*/manifest.json")):
         iteration = Iteration(run, int(manifest.parent.name))
-        wrong += [
-            f"{iteration.index}: {name} has no row" for name in iteration.published if without_row(name)
-        ]
+        unknown = [name for name in (*iteration.published, *iteration.published_before) if without_row(name)]
+        assert not unknown, f"{unknown} have no row in tests/support/figures_again.py"
         for name, published, value in computed(iteration):
             names.add(name)
             if not math.isclose(published, value, **FLOAT32):
@@ -115,6 +116,38 @@ def test_the_figures_of_a_run_are_what_its_files_say(whole: Path) -> None:
     wrong, names = differing(whole)
     assert not wrong
     assert {"reward/mean", "tokens/trained", "train/tokens", "eval/held_out/reward_mean"} <= names
+
+
+def logged(workplace: Workplace, run: Path) -> dict[int, dict[str, float]]:
+    """What MLflow holds of a run, by step; without the load of the host, and the curves that stand first on its page."""
+    record = json.loads((run / "run.json").read_text())
+    found: dict[int, dict[str, float]] = {}
+    with closing(sqlite3.connect(workplace.folder / "home" / "mlflow.db")) as store:
+        query = "select step, key, value from metrics where run_uuid = ?"
+        for step, key, value in store.execute(query, (record["mlflow_run_id"],)):
+            if not key.startswith(("system/", "0_overview/")):
+                found.setdefault(step, {})[key] = value
+    return found
+
+
+def test_mlflow_has_the_figures_of_each_iteration_and_those_from_before_training(
+    workplace: Workplace, whole: Path
+) -> None:
+    by_step = logged(workplace, whole)
+    first = Iteration(whole, 0)
+    first.done = 0
+    before = by_step.pop(0)
+    compared = list(figures_of(first, before))
+    assert {"eval/held_out/reward_mean", "eval/held_out/samples"} <= {name for name, _, _ in compared}
+    assert [
+        name for name, logged_as, value in compared if not math.isclose(logged_as, value, **FLOAT32)
+    ] == []
+    for step, figures in by_step.items():
+        published = {
+            name.replace("@", "_at_"): value for name, value in Iteration(whole, step - 1).published.items()
+        }
+        always_zero = dict.fromkeys(published.keys() - figures.keys(), 0.0)
+        assert figures | always_zero == pytest.approx(published)
 
 
 @pytest.mark.slow

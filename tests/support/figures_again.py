@@ -39,9 +39,11 @@ class Iteration:
 
     run: Path
     index: int
+    done: int = field(init=False)  # iterations that the evaluated weights were trained for
     config: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.done = self.index + 1
         self.config = json.loads((self.run / "run.json").read_text())["config"]
 
     @property
@@ -57,6 +59,12 @@ class Iteration:
     def published(self) -> dict[str, float]:
         """The figures that the run published."""
         metrics: dict[str, float] = self.manifest["tasks"]["metrics"]
+        return metrics
+
+    @property
+    def published_before(self) -> dict[str, float]:
+        """The figures of the evaluation that it made of the weights that it began with."""
+        metrics: dict[str, float] = self.manifest["tasks"].get("evaluated", {}).get("metrics", {})
         return metrics
 
     def rows(self, kind: str) -> Rows:
@@ -174,9 +182,19 @@ def lengths(it: Iteration) -> list[int]:
     return [row["response_length"] for row in it.rollouts]
 
 
+def generated_turns(it: Iteration) -> Rows:
+    """Turns, and segments of answers that no sample has: a sample that is whole has its segments' tokens."""
+    whole = {row["sample_id"] for row in it.made}
+    return [
+        row
+        for row in it.turns
+        if row["kind"] == "segment" or (row["kind"] == "answer" and row["rollout_id"] not in whole)
+    ]
+
+
 def generated(it: Iteration) -> int:
     """Tokens that engines answered in this iteration."""
-    turns = sum(len(row["output_ids"]) for row in it.turns if row["kind"] in ("segment", "answer"))
+    turns = sum(len(row["output_ids"]) for row in generated_turns(it))
     rows = sum(row["response_length"] for row in it.made if not turned(row))
     ids = {row["sample_id"] for row in it.made if row["status"] != "failed"}
     before = sum(row["response_length"] for sample, row in it.carried.items() if sample in ids)
@@ -214,7 +232,7 @@ def dropped_by(it: Iteration) -> Counter[str]:
         verdict = it.verdicts[row["sample_id"]]
         if verdict["verdict"] == "dropped":
             found[verdict["dropped_by"]] += size(row)
-    in_turns = sum(len(row["output_ids"]) for row in it.turns if row["kind"] in ("segment", "answer"))
+    in_turns = sum(len(row["output_ids"]) for row in it.turns if row["kind"] == "segment")
     in_samples = sum(size(row) for row in it.parts if turned(row))
     if in_turns > in_samples:
         found["superseded"] += in_turns - in_samples
@@ -222,7 +240,15 @@ def dropped_by(it: Iteration) -> Counter[str]:
 
 
 def fate(verdict: str) -> Callable[[Iteration], int]:
-    return lambda it: sum(size(row) for row in it.made if it.verdicts[row["sample_id"]]["verdict"] == verdict)
+    """Tokens of samples of which this became, and of answers under way that were ended with them."""
+
+    def of(it: Iteration) -> int:
+        samples = [row for row in it.made if it.verdicts[row["sample_id"]]["verdict"] == verdict]
+        ended = [row for row in generated_turns(it) if row["kind"] == "answer"]
+        mine = [row for row in ended if it.verdicts.get(row["rollout_id"], {}).get("verdict") == verdict]
+        return sum(map(size, samples)) + sum(len(row["output_ids"]) for row in mine)
+
+    return of
 
 
 def carried(it: Iteration) -> int | None:
@@ -585,7 +611,7 @@ def evaluated(it: Iteration, name: str) -> tuple[Rows, dict[str, Any]]:
     """The stored answers of a set, or of one of its subsets, and the set's settings."""
     held, _, subset = name.partition("/")
     settings = next(item for item in it.config["evaluation"]["sets"] if item["name"] == held)
-    rows = pq.read_table(it.run / "eval" / held / f"{it.index + 1:06d}.parquet").to_pylist()
+    rows = pq.read_table(it.run / "eval" / held / f"{it.done:06d}.parquet").to_pylist()
     return [row for row in rows if not subset or row["subset"] == subset], settings
 
 
@@ -794,12 +820,18 @@ def without_row(name: str) -> bool:
 
 def computed(it: Iteration) -> Iterator[tuple[str, float, float]]:
     """Each published figure that the files hold: its name, what was published, and what they say."""
-    for name, published in it.published.items():
-        for pattern, figure in FIGURES.items():
-            found = re.fullmatch(pattern, name)
-            if found is None:
-                continue
-            value = figure(it, *found.groups())
-            if value is not None:
-                yield name, published, value
-            break
+    yield from figures_of(it, it.published)
+    earlier = Iteration(it.run, it.index)
+    earlier.done = it.index
+    yield from figures_of(earlier, it.published_before)
+
+
+def figures_of(it: Iteration, figures: dict[str, float]) -> Iterator[tuple[str, float, float]]:
+    """The same of figures that are given: of an evaluation, those of the weights of `it.done` iterations."""
+    for name, published in figures.items():
+        pattern, found = next(
+            (pattern, match) for pattern in FIGURES | ONLY_MEASURED if (match := re.fullmatch(pattern, name))
+        )
+        value = FIGURES[pattern](it, *found.groups()) if pattern in FIGURES else None
+        if value is not None:
+            yield name, published, value
