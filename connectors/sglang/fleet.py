@@ -283,10 +283,15 @@ class Fleet:
         answers = await asyncio.gather(*(self._clients[index].weights.checksum() for index in engines))
         return dict(zip(engines, answers, strict=True))
 
-    async def verify(self, source: str, version: int, engines: list[int]) -> None:
-        """Load a folder into engines that hold a version; raises EngineError if any holds other tensors then."""
+    async def verify(
+        self, source: str, version: int, engines: list[int], on_update: OnUpdate = "finish"
+    ) -> None:
+        """Load a folder into engines that hold a version; raises EngineError if any holds other tensors then.
+
+        on_update: as of the update before, after which requests are under way again.
+        """
         before = await self.checksums(engines)
-        await self.update_weights(source, version, engines)
+        await self.update_weights(source, version, engines, on_update)
         after = await self.checksums(engines)
         differences = [
             describe_difference(index, before[index], after[index])

@@ -14,7 +14,7 @@ from typing import Any
 TEACHER, ENGINE, BUCKET, STORED = "http://teacher.invalid", "http://127.0.0.1:30000", "s3://bucket", "stored"
 """Stand-ins for what a run gets when it starts: a served teacher, an engine outside, a bucket, another run's name."""
 OWN = "pair_functions"  # the user's module
-ITERATIONS, PROMPTS, SAMPLES, LONGEST = 2, 4, 2, 24
+ITERATIONS, PROMPTS, SAMPLES, LONGEST = 4, 4, 2, 24
 BASE: Mapping[str, Any] = MappingProxyType(
     {
         "run.name": "a",
@@ -37,7 +37,7 @@ BASE: Mapping[str, Any] = MappingProxyType(
         "tracking.trackers": [],
     }
 )
-"""Two iterations of eight samples each, by field."""
+"""Four iterations of eight samples each, by field."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,12 @@ GROUPS = {
         carries=("data.sources.0.pools", "data.sources.0.pools.unsolved_to"),
     ),
     "stages": Feature(
-        {"data.stages": [{"weights": {"sums": 1}, "iterations": 1}, {"weights": {"sums": 1, "*": 1}}]},
+        {
+            "data.stages": [
+                {"weights": {"sums": 1, "*": 1}, "iterations": 1},
+                {"weights": {"sums": 2, "*": 1}},
+            ]
+        },
         carries=("data.stages.0.iterations", "data.stages.0.reward"),
     ),
     "streamed": Feature({"data.stream_above_rows": 0}),

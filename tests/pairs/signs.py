@@ -42,9 +42,7 @@ def _source(name: str) -> Sign:
     return _rows("prompts", lambda row: row["source"] == name)
 
 
-def _is_older(left: Left) -> bool:
-    """Whether trained tokens of a later iteration are of the weights from before the run."""
-    return any(span["version"] == 0 for row in left.batches[-1] for span in row["policy_versions"] or ())
+_is_older = _figure("train/staleness_max", lambda age: age >= 1)
 
 
 def _turn_rows(kind: str, tool: str = "") -> Sign:
@@ -162,7 +160,7 @@ SIGNS: dict[str, Sign] = {
     "mixture": _of_rewards("second", lambda reward: reward <= -12),
     "levels": _source("growing"),
     "pools": _source("few"),
-    "stages": lambda left: [found["curriculum/stage"] for found in left.figures] == [0.0, 1.0],
+    "stages": lambda left: {found["curriculum/stage"] for found in left.figures} == {0.0, 1.0},
     "streamed": lambda left: bool(left.rows("prompts")),
     "row_sampling": lambda left: all(
         sum(row["loss_mask"]) <= 5 * max(1, row["turns"] or 1)
@@ -194,7 +192,9 @@ SIGNS: dict[str, Sign] = {
     "recompute": _trained_under("numerics", "recompute", value="full"),
     "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
     "bfloat16": _trained_under("numerics", "dtype", value="bfloat16"),
-    "two_engines": lambda left: _distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2,
+    "two_engines": lambda left: (
+        _distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2 or left.has("router")
+    ),  # which says not where a request went
     "external": lambda left: bool(left.rows("rollouts/part-*")),
     "router": lambda left: bool(left.rows("rollouts/part-*")),
     "broadcast": _figure("time/sync_transfer_s", lambda seconds: seconds > 0),

@@ -232,6 +232,16 @@ async def test_tensors_that_are_not_those_of_the_export_are_named(
         await fleet.verify(str(other_model), 60, [0, 1])
 
 
+async def test_requests_under_way_at_a_comparison_meet_what_the_update_before_did_to_them(
+    make_fleet: MakeFleet, tiny_model: Path
+) -> None:
+    fleet = make_fleet()
+    await fleet.ensure(str(tiny_model))
+    await fleet.update_weights(str(tiny_model), 61, [0], "retract")
+    await fleet.verify(str(tiny_model), 61, [0], "retract")
+    assert fleet._clients[0].refits_amid_requests == 2  # neither ended a request
+
+
 def test_checksums_differ_by_tensor_on_any_gpu() -> None:
     """SGLang's answer has a rank's checksums once a GPU, beside one of them all."""
 
