@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tests.pairs.features import LONGEST, PROMPTS, SAMPLES
+from tests.pairs.features import LONGEST, PROMPTS, SAMPLES, SESSION
 from tests.pairs.runs import Left
 
 Sign = Callable[[Left], bool]
@@ -107,7 +107,7 @@ SIGNS: dict[str, Sign] = {
     "oversample": lambda left: (
         max(_distinct(row["ordinal"] for row in rows) for rows in _drawn(left)) > PROMPTS
     ),
-    "eager": _figure("time/eager_s", lambda seconds: seconds > 0),
+    "eager": _figure("time/eager_s"),  # 0 where all groups are whole at once
     "sync_every": _is_older,
     "rollouts_only": lambda left: not left.steps and not any(left.folder.glob("checkpoints/*/complete.json")),
     "rollouts_from": lambda left: (left.folder.parent / "stored").exists() or left.has("s3"),
@@ -131,13 +131,10 @@ SIGNS: dict[str, Sign] = {
     "own_loss": _step("of_the_users"),
     "sft": lambda left: not left.paths("rollouts/part-*") and bool(left.steps),
     "whiten": _trained_under("configuration", "algorithm", "whiten", value=True),
-    "overlong": lambda left: (
-        any(
-            row["shaped_reward"] != row["reward"]
-            for row in left.batch
-            if row["response_length"] > LONGEST - 8
-        )
-        or max(row["response_length"] for row in left.batch) < LONGEST - 8
+    "overlong": lambda left: all(
+        row["shaped_reward"] != row["reward"]
+        for row in left.batch
+        if row["response_length"] > _budget(left) - 8 and row["shaped_reward"] is not None
     ),
     "shaping": lambda left: any(row["shaped_reward"] != row["reward"] for row in left.batch),
     "icepop": _figure("train/correction_mean"),
@@ -202,6 +199,12 @@ SIGNS: dict[str, Sign] = {
     "prompt_gap": _figure("sync/prompt_gap"),
     "weights_by_url": lambda left: "s3://" in left.out or bool(left.steps),
 }
+
+
+def _budget(left: Left) -> int:
+    """Most tokens of an answer, or of a dialogue."""
+    sessions = ("session", "tools", "mcp", "environment", "named_rollouts")
+    return SESSION["rollout.session.max_tokens"] if any(map(left.has, sessions)) else LONGEST
 
 
 def _drawn(left: Left) -> list[list[dict[str, Any]]]:
