@@ -109,7 +109,10 @@ SIGNS: dict[str, Sign] = {
     ),
     "eager": _figure("time/eager_s"),  # 0 where all groups are whole at once
     "sync_every": _is_older,
-    "rollouts_only": lambda left: not left.steps and not any(left.folder.glob("checkpoints/*/complete.json")),
+    "rollouts_only": lambda left: (
+        not any("loss" in step for steps in left.steps for step in steps)
+        and not any(left.folder.glob("checkpoints/*/complete.json"))
+    ),
     "rollouts_from": lambda left: (left.folder.parent / "stored").exists() or left.has("s3"),
     "critic": _figure("train/value_loss"),
     "returns": lambda left: (
@@ -157,7 +160,11 @@ SIGNS: dict[str, Sign] = {
     "mixture": _of_rewards("second", lambda reward: reward <= -12),
     "levels": _source("growing"),
     "pools": _source("few"),
-    "stages": lambda left: {found["curriculum/stage"] for found in left.figures} == {0.0, 1.0},
+    "stages": lambda left: (
+        bool(left.rows("prompts"))
+        if left.has("sft")  # which has no figures of a curriculum
+        else {found["curriculum/stage"] for found in left.figures} == {0.0, 1.0}
+    ),
     "streamed": lambda left: bool(left.rows("prompts")),
     "row_sampling": lambda left: all(
         sum(row["loss_mask"]) <= 5 * max(1, row["turns"] or 1)
