@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from millrace.connectors.storage.local import home, write_whole
 READ_FILES = ("config.json", "tokenizer_config.json")
 LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "mistral-common", "torch")
 OWN = "transformers."  # a folder's own code is not installed, and may change
+KIND = re.compile(r"transformers\.[\w.]+:\w+")
 KEPT = 100  # records, the newest
 
 
@@ -25,9 +27,11 @@ def remembered_kind(folder: str) -> str | None:
     if record is None:
         return None
     try:
-        return record.read_text()
+        kind = record.read_text()
     except FileNotFoundError:
         return None
+    # what is named is imported: nothing but what remember_kind may have written
+    return kind if KIND.fullmatch(kind) else None
 
 
 def remember_kind(folder: str, kind: str) -> None:

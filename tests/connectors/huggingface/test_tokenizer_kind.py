@@ -125,6 +125,16 @@ def test_what_is_not_remembered(tmp_path: Path) -> None:
         assert remembered_kind(folder) is None
 
 
+@pytest.mark.parametrize(
+    "altered", ["antigravity:fly", "transformers_modules.own:Own", "transformers.a:b.c", ""]
+)
+def test_a_record_that_names_what_was_never_chosen_is_not_imported(altered: str, tmp_path: Path) -> None:
+    remember_kind(str(tmp_path), KIND)
+    (record,) = (tmp_path / "home" / "tokenizers").glob("[!.]*")
+    record.write_text(altered)
+    assert remembered_kind(str(tmp_path)) is None
+
+
 def test_the_newest_records_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_kind, "KEPT", 2)
     folders = []
