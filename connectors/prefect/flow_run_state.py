@@ -189,11 +189,14 @@ def _settle_subflows(
     types: list[StateType],
     since: datetime | None = None,
 ) -> None:
-    """The same of its subflows alone, of those that began since then."""
+    """The same of its subflows alone, of those that began since then, and of those that were about to begin."""
     parent = FlowRunFilterParentFlowRunId(any_=[flow_run_id])
     begun = FlowRunFilterStartTime(after_=since) if since else None
-    children = FlowRunFilter(parent_flow_run_id=parent, state=_of(types), start_time=begun)
-    for child in client.read_flow_runs(flow_run_filter=children):
+    children = [
+        FlowRunFilter(parent_flow_run_id=parent, state=_of(types), start_time=begun),
+        FlowRunFilter(parent_flow_run_id=parent, state=_of([StateType.PENDING])),
+    ]
+    for child in (each for some in children for each in client.read_flow_runs(flow_run_filter=some)):
         tasks = client.read_task_runs(
             flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[child.id])),
             task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=types))),

@@ -268,7 +268,8 @@ def _policy_metrics(batch: TokenBatch, policy: losses.PolicyLoss) -> Metrics:
 def derived(means: Mapping[str, float]) -> dict[str, float]:
     """The means of a step (weighted sums over weights, by name) and what follows from several of them:
 
-    importance_std = sqrt(mean squared distance from 1 - (mean - 1)^2), importance_ess = mean^2 / second moment (effective sample size as a share);
+    importance_std = sqrt(mean squared distance from c - (mean - c)^2), where c is 0 or 1, whichever the mean is nearer to: the
+    difference loses least there; importance_ess = mean^2 / second moment (effective sample size as a share);
     ess, the same of the weights that multiply the loss.
     """
     found = dict(means)
@@ -278,7 +279,8 @@ def derived(means: Mapping[str, float]) -> dict[str, float]:
     mean, second = means.get("importance_mean"), means.get("importance_second")
     about_one = found.pop("importance_about_one", None)
     if mean is not None and second is not None and about_one is not None:
-        found["importance_std"] = max(0.0, about_one - (mean - 1) ** 2) ** 0.5
+        variance = second - mean**2 if mean < 0.5 else about_one - (mean - 1) ** 2
+        found["importance_std"] = max(0.0, variance) ** 0.5
         found["importance_ess"] = mean * mean / second if second > 0 else 0.0
     return found
 

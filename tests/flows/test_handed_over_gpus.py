@@ -28,7 +28,7 @@ from millrace.core.config.reading.load import load_config
 from millrace.core.config.rules import placement
 from millrace.flows.train import train
 problems = placement.problems
-placement.problems = lambda config: (one for one in problems(config) if "without GPUs" not in one.reason)
+placement.problems = lambda config: (one for one in problems(config) if "no GPUs are shared" not in one.reason)
 result = asyncio.run(train(load_config(sys.argv[2], sys.argv[3:])))
 print(result["did"], "iterations now")
 """

@@ -108,9 +108,10 @@ def test_metrics_mean_what_they_say() -> None:
     assert means["sampler_k3"] == pytest.approx(sum(x - 1 - math.log(x) for x in w) / 4)
 
 
-def test_the_spread_of_weights_near_one_is_not_lost_in_rounding() -> None:
-    """The second moment less the squared mean is a difference of numbers that fp32 cannot tell apart."""
-    gaps = torch.linspace(-3e-7, 3e-7, 500)
+@pytest.mark.parametrize("near", [0.0, -8.0], ids=["one", "zero"])
+def test_the_spread_of_weights_near_one_or_zero_is_not_lost_in_rounding(near: float) -> None:
+    """The second moment less the squared mean is a difference of numbers that fp32 cannot tell apart, about 1 if not about 0."""
+    gaps = near + torch.linspace(-3e-7, 3e-7, 500) * (1 if near == 0 else 1e6)
     found = importance.metrics(
         -2 + gaps, torch.full((500,), -2.0), torch.ones(500), torch.tensor([500]), Correction()
     )
