@@ -16,7 +16,7 @@ from millrace.connectors.storage.local import home, write_whole
 
 READ_FILES = ("config.json", "tokenizer_config.json")
 LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "mistral-common", "torch")
-OWN = "transformers."  # a folder's own code is not installed, and may change
+# a folder's own code is not installed, and may change
 KIND = re.compile(r"transformers\.[\w.]+:\w+")
 KEPT = 100  # records, the newest
 
@@ -37,7 +37,7 @@ def remembered_kind(folder: str) -> str | None:
 def remember_kind(folder: str, kind: str) -> None:
     """Keep the answer for later processes."""
     record = _record(folder)
-    if record is None or not kind.startswith(OWN):
+    if record is None or not KIND.fullmatch(kind):
         return
     write_whole(record, [kind.encode()])
     newest = sorted(record.parent.glob("[!.]*"), key=lambda each: each.stat().st_mtime, reverse=True)

@@ -36,13 +36,14 @@ __all__ = [
     "count_apart",
     "of_deployment",
     "settle_dead",
+    "settle_killed",
     "settle_late_tasks",
     "until_suspended",
 ]
 
 log = logging.getLogger(__name__)
 NEWEST = 50  # flow runs of a run that are asked about
-RECORDED_S = 2.0  # in which a server that is not busy records what a killed process told it last
+RECORDED_S = 2.0  # an idle server has recorded the last events of a killed process by then
 LOOK_S = 3.0  # until the next look at the server's state
 AT_WORK_TYPES = [StateType.RUNNING, StateType.CANCELLING]
 BY_SIGNAL_TYPES = [
@@ -126,13 +127,21 @@ def settle_dead(flow_run_ids: Sequence[str], message: str) -> list[str]:
     return [str(each.id) for each in found]
 
 
-def settle_late_tasks(flow_run_ids: Sequence[str], message: str, after_s: float = 0.0) -> int:
-    """Give task runs below flow runs whose processes are dead a final state, where Prefect shows them at work; returns how many.
+def settle_killed(flow_run_ids: Sequence[str], message: str) -> list[str]:
+    """`settle_dead`, and `settle_late_tasks` a moment later if it found any: for a command that ends then."""
+    found = settle_dead(flow_run_ids, message)
+    if found:
+        time.sleep(RECORDED_S)
+        settle_late_tasks(flow_run_ids, message)
+    return found
 
-    The server records task runs from events, later than it answers: some appear after `settle_dead` has looked. after_s: until
-    the look. Without an answer of the server nothing is done.
+
+def settle_late_tasks(flow_run_ids: Sequence[str], message: str) -> None:
+    """Give task runs below flow runs whose processes are dead a final state, where Prefect shows them at work.
+
+    The server records task runs from events, later than it answers: some appear after `settle_dead` has looked. Without an
+    answer of the server nothing is done.
     """
-    time.sleep(after_s)
     try:
         with get_client(sync_client=True) as client:
             tasks = client.read_task_runs(
@@ -149,8 +158,6 @@ def settle_late_tasks(flow_run_ids: Sequence[str], message: str, after_s: float 
                 client.set_task_run_state(task.id, Crashed(message=message), force=True)
     except UNANSWERED as error:
         log.info("states of earlier task runs stay as they are: %s", error)
-        return 0
-    return len(tasks)
 
 
 def cancel_ended(flow_run_id: str, message: str) -> bool:

@@ -169,6 +169,12 @@ class Files:
         """Whether the file or folder exists."""
         return bool(self._retried("look up", path, lambda: self.fs.exists(self._full(path))))
 
+    def existing(self, paths: Iterable[str]) -> Names:
+        """Those of the paths that exist, each asked for by its name."""
+        asked = [*paths]
+        found = zip(asked, in_threads(self.exists, asked), strict=True)
+        return [path for path, is_there in found if is_there]
+
     def list(self, path: str = "") -> Names:
         """Paths of all files below a folder, sorted; none if it does not exist.
 
@@ -193,8 +199,11 @@ class Files:
         names = {item["name"].rstrip("/").rsplit("/", 1)[-1] for item in items if item["type"] == "directory"}
         if not self.local:
             above = f"{self._full(path)}/"
-            inside = (name.removeprefix(above) for name in self._as_changed(path, []))
-            names |= {name.split("/", 1)[0] for name in inside if "/" in name}
+            inside = {name: name.removeprefix(above) for name in CHANGES.doubtful(self._full(path), [])}
+            unlisted = {name: rest.split("/", 1)[0] for name, rest in inside.items() if "/" in rest}
+            # a folder that is listed needs none of its files asked for
+            asked = [name for name, folder in unlisted.items() if folder not in names]
+            names |= {unlisted[name] for name in self._still_there(asked)}
         return sorted(names)
 
     def remove(self, path: str, recursive: bool = False) -> None:
@@ -249,15 +258,18 @@ class Files:
         below = f"{self._full(path)}/"
         # s3fs answers with the folder itself where the store shows it and nothing in it
         names = [name for name in names if name.startswith(below)]
-        doubtful = sorted(CHANGES.doubtful(self._full(path), names))
+        doubtful = CHANGES.doubtful(self._full(path), names)
+        return [*(name for name in names if name not in doubtful), *self._still_there(doubtful)]
+
+    def _still_there(self, names: Iterable[str]) -> Names:
+        """Those of the names of an object store, asked for one by one, that are objects of it."""
+        asked = sorted(names)
 
         def there(name: str) -> bool:
             return bool(retried("look up", f"{self.protocol}://{name}", lambda: self.fs.isfile(name)))
 
-        gone = {
-            name for name, is_there in zip(doubtful, in_threads(there, doubtful), strict=True) if not is_there
-        }
-        return [name for name in {*names, *doubtful} if name not in gone]
+        found = zip(asked, in_threads(there, asked), strict=True)
+        return [name for name, is_there in found if is_there]
 
     def _put(self, path: str, data: bytes, unique: bool) -> None:
         full = self._full(path)
@@ -298,9 +310,8 @@ class Files:
             # a listing, by which a folder is removed, may lack what was just written
             unlisted = CHANGES.doubtful(full, []) if recursive and not self.local else set()
             self.fs.rm(full, recursive=recursive)
-            for name in sorted(unlisted):
-                if self.fs.isfile(name):
-                    self.fs.rm_file(name)
+            for name in self._still_there(unlisted):
+                self.fs.rm_file(name)
 
     def _writing(self) -> AbstractContextManager[None]:
         return self.fence.writing() if self.fence else nullcontext()

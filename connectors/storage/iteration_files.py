@@ -68,12 +68,13 @@ class IterationFiles:
 
     def recorded_tasks(self) -> list[str]:
         """Tasks with a record here."""
-        there = set(self.folder.list("results"))
         names = list(IterationRecords.__annotations__)
-        if not self.folder.local:  # whose listing may lack what another process just wrote
-            missing = [path for path in map(record_path, names) if path not in there]
-            found = zip(missing, in_threads(self.folder.exists, missing), strict=True)
-            there |= {path for path, is_there in found if is_there}
+        # an object store's listing may lack what another process just wrote
+        there = set(
+            self.folder.list("results")
+            if self.folder.local
+            else self.folder.existing(map(record_path, names))
+        )
         return [name for name in names if record_path(name) in there]
 
     def record(self, task: str) -> dict[str, Any] | None:

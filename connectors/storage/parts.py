@@ -84,11 +84,10 @@ def list_parts(store: Store, folder: str) -> list[str]:
 
 def _unlisted(store: Store, folder: str, names: set[str]) -> list[str]:
     """Those of the noted parts that are there although a listing lacks them, which only an object store's does."""
-    if store.local or not names:
+    if store.local:
         return []
-    asked = sorted(names)
-    found = in_threads(store.exists, [f"{folder}/{name}" for name in asked])
-    return [name for name, is_there in zip(asked, found, strict=True) if is_there]
+    there = store.existing(f"{folder}/{name}" for name in sorted(names))
+    return [path.removeprefix(f"{folder}/") for path in there]
 
 
 def list_takeovers(store: Store) -> list[str]:

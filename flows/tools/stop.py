@@ -59,19 +59,13 @@ def _settled(record: Mapping[str, Any], *, stopped: bool) -> list[str]:
     if not flow_runs or not server_runs():
         return []  # the next start says it
     ensure_server()
-    from millrace.connectors.prefect.flow_run_state import (
-        RECORDED_S,
-        cancel_ended,
-        settle_dead,
-        settle_late_tasks,
-    )
+    from millrace.connectors.prefect.flow_run_state import cancel_ended, settle_killed
 
     said = []
     if stopped and cancel_ended(flow_runs[-1], "Ended by millrace stop. What finished is kept."):
         said.append("its flow run is cancelled")
-    killed = settle_dead(flow_runs, message := "Its process was killed. What finished is kept.")
+    killed = settle_killed(flow_runs, "Its process was killed. What finished is kept.")
     if killed:
-        settle_late_tasks(flow_runs, message, RECORDED_S)
         said.append(f"{len(killed)} flow runs of killed drivers have a final state")
     return said
 

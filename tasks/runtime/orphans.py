@@ -81,9 +81,7 @@ def _forget(run: DrivenRun) -> None:
     """Forget a run whose actors have ended; its flow run is no longer at work either."""
     if run.flow_run_id and server_runs():
         ensure_server()
-        from millrace.connectors.prefect.flow_run_state import RECORDED_S, settle_dead, settle_late_tasks
+        from millrace.connectors.prefect.flow_run_state import settle_killed
 
-        message = "Its process was killed, and its run folder is gone, or complete."
-        if settle_dead([run.flow_run_id], message):
-            settle_late_tasks([run.flow_run_id], message, RECORDED_S)
+        settle_killed([run.flow_run_id], "Its process was killed, and its run folder is gone, or complete.")
     forget_driven(run.identity)

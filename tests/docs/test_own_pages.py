@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +160,6 @@ def modules_of(project: Path, page: str) -> None:
     for block in blocks(page, "python"):
         name = block.partition("\n")[0].removeprefix("# ")
         (project / name).write_text(block)
-        # another test of this process may have imported its own module of this name
-        sys.modules.pop(Path(name).stem, None)
 
 
 def test_the_reward_of_the_page_is_found_beside_its_file_and_scores(

@@ -51,7 +51,7 @@ def kill_amid_rollout(place: Workplace, root: Path) -> set[int]:
 
 
 def at_work(place: Workplace, kind: str, query: dict[str, Any]) -> list[Any]:
-    """What Prefect shows at work, once that is nothing or patience runs out: the server records what it was told a little later."""
+    """What Prefect still shows at work when patience ends; returns at once if that is nothing. The server records states late."""
     patience = Patience(60)
     while (found := place.ask(f"/{kind}/filter", query)) and patience.left:
         time.sleep(0.5)

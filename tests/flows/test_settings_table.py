@@ -21,6 +21,7 @@ from millrace.core.config.parts.restart import decided
 from millrace.core.config.parts.section import models
 from millrace.core.errors import ConfigError
 from millrace.flows.driver.same_run import check_branch, check_resume
+from tests.support.fields_by_mode import sections
 from tests.support.settings_table import REBUILT, REFUSED, ROWS, TRAINED_WITH
 
 FUNCTION = "package.module:function"
@@ -86,17 +87,6 @@ def bases() -> dict[str, RunConfig]:
     return found
 
 
-def fields(model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """The path of every field of the types, in all kinds of every choice."""
-    for name, field in model.model_fields.items():
-        below = models(field.annotation)
-        inside = f"{above}{name}.0." if get_origin(field.annotation) is list else f"{above}{name}."
-        for section in below:
-            yield from fields(section, inside)
-        if not below:
-            yield f"{above}{name}"
-
-
 def changed(section: Any, path: list[str]) -> Any:
     """A copy in which the value at the path is another one."""
     if not path:
@@ -115,7 +105,7 @@ def attributes(module: str) -> set[str]:
 
 
 def test_every_field_has_a_row_and_every_row_a_field() -> None:
-    assert set(ROWS) == set(fields(RunConfig))
+    assert set(ROWS) == sections().keys()
     assert set(ROWS) <= set(bases())
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.pairs`: count what becomes of pairs. `--write` keeps the table; `--cover` also makes the runs anew."""
+"""`python -m tests.pairs` counts the outcomes of pairs. `--write` stores the table; `--cover` also chooses the covering runs again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is told the class of the tokenizer, or remembers it, loads the very one that transformers chooses, without what the choice imports."""
+"""The remembered class of a tokenizer is the one that transformers chooses, and loading it imports little."""
 
 from __future__ import annotations
 

@@ -49,7 +49,19 @@ CHANGES: dict[str, Callable[[Store, Path], object]] = {
     "check_writable": lambda store, _: store.check_writable(),
 }
 READS = {
-    *("read", "read_json", "read_table", "blocks", "exists", "list", "folders", "entry", "entries", "verify"),
+    *(
+        "read",
+        "read_json",
+        "read_table",
+        "blocks",
+        "exists",
+        "existing",
+        "list",
+        "folders",
+        "entry",
+        "entries",
+        "verify",
+    ),
     *("check", "read_sealed", "opened"),
     *("download_dir", "child", "url_of", "fs", "url", "real_url", "creates_once"),
     "sweep",  # files that nobody writes any more
