@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -206,14 +206,12 @@ class Engine:
         tensors = read_tensors(path, shape, self.decoder.weights.dtype)
         self.replace_weights(Weights(shape, tensors), version or self.weight_version)
 
-    def check_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Raise ModelError for a tensor that does not fit the model served."""
+    def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise ModelError for the shape of a tensor that does not fit the model served."""
         held = self.decoder.weights.tensors
-        for name, tensor in tensors.items():
-            if name in held and held[name].shape != tensor.shape:
-                raise ModelError(
-                    f"{name} has shape {list(tensor.shape)}, the model has {list(held[name].shape)}"
-                )
+        for name, shape in shapes.items():
+            if name in held and list(held[name].shape) != list(shape):
+                raise ModelError(f"{name} has shape {list(shape)}, the model has {list(held[name].shape)}")
 
     # the loop
 

@@ -6,7 +6,6 @@ log-probability reported is log_softmax(logits / temperature), before top-k, top
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,11 @@ from torch import Tensor
 MASK = (1 << 64) - 1
 GRAMMAR = ("json_schema", "regex", "ebnf", "structural_tag")
 GREEDY_BELOW = 1e-6  # temperatures below this are 0, as in SGLang
+LARGEST = 2**31 - 1  # of a whole number that says nothing else
+HOTTEST = 1e6
+HEAVIEST = 1e30  # float32 holds a logit with such a bias at every temperature
+MOST_OF_A_PROMPT = 1024  # answers
+DIGITS = 18  # of a number in text
 
 
 class RequestError(ValueError):
@@ -82,15 +86,16 @@ class SamplingParams:
                 0 <= self.min_new_tokens <= self.max_new_tokens,
                 "between 0 and max_new_tokens",
             ),
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature <= HOTTEST, f"in [0, {HOTTEST:g}]"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
+            ("top_k", self.top_k == -1 or 1 <= self.top_k <= LARGEST, f"-1, or from 1 to {LARGEST}"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            ("n", self.n >= 1, "at least 1"),
-            ("stream_interval", self.stream_interval >= 1, "at least 1"),
+            ("n", 1 <= self.n <= MOST_OF_A_PROMPT, f"from 1 to {MOST_OF_A_PROMPT}"),
+            ("sampling_seed", -(2**63) <= (self.sampling_seed or 0) < 2**63, "within 64 bits"),
+            ("stream_interval", 1 <= self.stream_interval <= LARGEST, f"from 1 to {LARGEST}"),
             ("stop", all(self.stop), "without empty strings"),
         )
         for name, good, wanted in rules:
@@ -131,6 +136,13 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+def whole(field_name: str, value: Any, least: int, most: int) -> int:
+    """A whole number of a request within its bounds, those included. Raises RequestError."""
+    if type(value) is not int or not least <= value <= most:
+        raise RequestError(f"{field_name}: a whole number from {least} to {most} is wanted")
+    return value
+
+
 def _check_type(name: str, value: Any) -> None:
     kinds = KINDS[name]
     fits = isinstance(value, kinds)
@@ -138,7 +150,7 @@ def _check_type(name: str, value: Any) -> None:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise RequestError(f"sampling_params.{name}: {type(value).__name__} given, {wanted} wanted")
     inner = {"stop": str, "stop_token_ids": int, "stop_regex": str}.get(name)
-    if inner and not all(isinstance(item, inner) for item in value):
+    if inner and not all(type(item) is inner for item in value):
         raise RequestError(f"sampling_params.{name}: every item must be {inner.__name__}")
     if name == "stop_regex":
         for pattern in value:
@@ -147,11 +159,11 @@ def _check_type(name: str, value: Any) -> None:
             except re.error as error:
                 raise RequestError(f"sampling_params.stop_regex: {pattern!r}: {error}") from error
     if name == "logit_bias" and not all(
-        token.isdecimal() and isinstance(bias, int | float) and math.isfinite(bias)
+        token.isdecimal() and len(token) <= DIGITS and type(bias) in (int, float) and abs(bias) <= HEAVIEST
         for token, bias in value.items()
     ):
         raise RequestError(
-            "sampling_params.logit_bias: token ids as text, each with a finite number, are wanted"
+            f"sampling_params.logit_bias: token ids as text are wanted, each with a number from -{HEAVIEST:g} to {HEAVIEST:g}"
         )
 
 

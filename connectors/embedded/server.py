@@ -20,13 +20,15 @@ from millrace.connectors.embedded.chat import ChatRoute
 from millrace.connectors.embedded.door import Door, middleware
 from millrace.connectors.embedded.engine import Engine
 from millrace.connectors.embedded.model import ModelError
-from millrace.connectors.embedded.sampling import RequestError, SamplingParams
+from millrace.connectors.embedded.sampling import DIGITS, LARGEST, RequestError, SamplingParams, whole
 from millrace.connectors.embedded.slots import Request
 from millrace.connectors.embedded.weight_routes import WeightRoutes
 from millrace.core.contracts.handles import CONTINUED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_LIMIT = 4 * 2**30
+MOST_ANSWERS = 4096  # of a request; of more prompts one each
+MOST_TOPS = 256  # likeliest tokens of a position
 News = asyncio.Queue[tuple[int, int, bool]]
 """Number of a request, how many tokens it has, and whether it is over."""
 
@@ -74,17 +76,27 @@ class Server:
         if len(each) != len(prompts):
             raise RequestError(f"sampling_params: {len(each)} given for {len(prompts)} prompts")
         parsed = [SamplingParams.parse(p) for p in each]
-        rids = self._rids(body, sum(p.n for p in parsed), single and parsed[0].n == 1)
+        count = sum(p.n for p in parsed)
+        if count > max(MOST_ANSWERS, len(prompts)):
+            raise RequestError(f"sampling_params.n: {count} answers, a request has at most {MOST_ANSWERS}")
+        if given and count > len(prompts):
+            raise RequestError(f"{CONTINUED}: one answer goes on, and sampling_params.n asks for more")
+        rids = self._rids(body, count, single and parsed[0].n == 1)
         queue: News = asyncio.Queue()
         streams, loop = bool(body.get("stream")), asyncio.get_running_loop()
         requests: list[Request] = []
         for prompt, p in zip(prompts, parsed, strict=True):
             self.engine.check(prompt, p)
+            if given >= len(prompt):
+                raise RequestError(
+                    f"{CONTINUED}: how many of the last input_ids are output, fewer than all of them"
+                )
+            asked, output = prompt[: len(prompt) - given], prompt[len(prompt) - given :]
             for copy in range(p.n):
                 at = len(requests)
                 seed = self.engine.draw_seed() if p.sampling_seed is None else p.sampling_seed + copy
                 notify = _notifier(loop, queue, at, p.stream_interval if streams else 0)
-                requests.append(self._request(body, given, rids[at], prompt, p, seed, notify))
+                requests.append(self._request(body, rids[at], asked, list(output), p, seed, notify))
         many = not single or len(requests) > 1
         for request in requests:
             self.engine.submit(request)
@@ -102,26 +114,20 @@ class Server:
     def _request(
         self,
         body: Mapping[str, Any],
-        given: int,
         rid: str,
         prompt: list[int],
+        output: list[int],
         params: SamplingParams,
         seed: int,
         notify: Callable[[Request], None],
     ) -> Request:
-        wanted = bool(body.get("return_logprob"))
-        start, tops = body.get("logprob_start_len"), body.get("top_logprobs_num") or 0
-        priority = body.get("priority") or 0
-        if given >= len(prompt):
-            raise RequestError(
-                f"{CONTINUED}: how many of the last input_ids are output, fewer than all of them"
-            )
-        if type(priority) is not int:
-            raise RequestError("priority: an integer is wanted")
-        if start is not None and type(start) is not int:
-            raise RequestError("logprob_start_len: an integer is wanted")
-        if type(tops) is not int or not 0 <= tops <= self.engine.shape.vocab:
-            raise RequestError(f"top_logprobs_num: an integer up to {self.engine.shape.vocab} is wanted")
+        """One answer's. prompt: may be that of other answers too. output: what it goes on from."""
+        wanted, given = bool(body.get("return_logprob")), len(output)
+        start = body.get("logprob_start_len")
+        start = whole("logprob_start_len", -1 if start is None else start, -1, LARGEST)
+        priority = whole("priority", body.get("priority") or 0, -LARGEST - 1, LARGEST)
+        most = min(MOST_TOPS, self.engine.shape.vocab)
+        tops = whole("top_logprobs_num", body.get("top_logprobs_num") or 0, 0, most)
         if given:  # as if it had never been interrupted: limits count from the first token of the output
             params = replace(
                 params,
@@ -130,15 +136,15 @@ class Server:
             )
         return Request(
             rid=rid,
-            prompt=prompt[: len(prompt) - given],
-            output=prompt[len(prompt) - given :],
+            prompt=prompt,
+            output=output,
             given=given,
             priority=priority,
             params=params,
             seed=seed,
             notify=notify,
             top_logprobs=tops if wanted else 0,
-            prompt_logprobs_from=start if wanted and start is not None else -1,
+            prompt_logprobs_from=start if wanted else -1,
         )
 
     def _prompts(self, body: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
@@ -395,6 +401,6 @@ def _check_tags(tags: set[str]) -> None:
 def _continued(http: web.Request) -> int:
     """How many of the last input ids are output of the same answer. Raises RequestError."""
     given = http.headers.get(CONTINUED, "0")
-    if not (given.isascii() and given.isdigit()):
+    if not (given.isascii() and given.isdigit() and len(given) <= DIGITS):
         raise RequestError(f"{CONTINUED}: a count of tokens is wanted")
     return int(given)

@@ -40,6 +40,8 @@ class Listed:
         if not all(isinstance(one, list) and one for one in lists) or len(set(map(len, lists))) > 1:  # type: ignore[arg-type]
             raise RequestError("names, shapes, dtypes: lists of equal length are wanted, an entry a tensor")
         assert isinstance(names, list)
+        if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+            raise RequestError("names: texts are wanted, each tensor's once")
         assert isinstance(shapes, list)
         assert isinstance(dtypes, list)
         if not all(isinstance(shape, list) and all(type(n) is int for n in shape) for shape in shapes):

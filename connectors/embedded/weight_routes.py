@@ -9,7 +9,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 from millrace.connectors.embedded.body import read_json
 from millrace.connectors.embedded.engine import Engine
 from millrace.connectors.embedded.model import ModelError, Weights
-from millrace.connectors.embedded.sampling import RequestError
+from millrace.connectors.embedded.sampling import RequestError, whole
 from millrace.connectors.embedded.weight_group import Listed, WeightGroups
+
+MOST_RANKS = 4096  # of a trainer's rank and engines in one group
 
 
 class WeightRoutes:
@@ -85,10 +87,10 @@ class WeightRoutes:
             raise RequestError("backend: only gloo is taken")
         if not name or not isinstance(name, str) or not isinstance(host, str):
             raise RequestError("group_name, master_address: texts are wanted")
-        numbers: list[Any] = [body.get(field) for field in ("master_port", "rank_offset", "world_size")]
-        if not all(type(number) is int for number in numbers):
-            raise RequestError("master_port, rank_offset, world_size: must be integers")
-        await asyncio.to_thread(self._groups.join, name, host, *numbers)
+        size = whole("world_size", body.get("world_size"), 2, MOST_RANKS)
+        rank = whole("rank_offset", body.get("rank_offset"), 1, size - 1)
+        port = whole("master_port", body.get("master_port"), 1, 65535)
+        await asyncio.to_thread(self._groups.join, name, host, port, rank, size)
         return web.json_response({"success": True, "message": "joined"})
 
     async def destroy_weights_update_group(self, http: web.Request) -> web.Response:
@@ -100,11 +102,7 @@ class WeightRoutes:
         """Replace tensors by those that rank 0 of a group broadcasts."""
         body = await read_json(http)
         listed = Listed.parse(body)
-        shaped = {
-            name: torch.empty(shape, device="meta")
-            for name, shape in zip(listed.names, listed.shapes, strict=True)
-        }
-        self._check(shaped)
+        self._check(dict(zip(listed.names, listed.shapes, strict=True)))
         tensors = await asyncio.to_thread(self._groups.receive, str(body.get("group_name")), listed)
         await self._replace(tensors, body.get("weight_version"))
         return self._updated()
@@ -147,18 +145,18 @@ class WeightRoutes:
             }
         return {"success": True, "message": action}
 
-    def _check(self, tensors: dict[str, Tensor]) -> None:
-        unknown = sorted(set(tensors) - set(self.engine.decoder.weights.tensors))
+    def _check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        unknown = sorted(set(shapes) - set(self.engine.decoder.weights.tensors))
         if unknown:
             raise ModelError(f"{unknown[0]} is no tensor of the model served")
-        self.engine.check_tensors(tensors)
+        self.engine.check_shapes(shapes)
 
     async def _replace(self, tensors: dict[str, Tensor], version: Any) -> None:
         """Serve these tensors in place of those of their names, under a version if one is given."""
 
         def replace() -> None:
             engine = self.engine
-            self._check(tensors)
+            self._check({name: tensor.shape for name, tensor in tensors.items()})
             cast = {name: tensor.to(engine.decoder.weights.dtype) for name, tensor in tensors.items()}
             merged = {**engine.decoder.weights.tensors, **cast}
             engine.replace_weights(

@@ -17,6 +17,7 @@ from millrace.core.plain_text import json_text, whole_values
 from millrace.core.sessions.history import Place
 from millrace.core.sessions.interface import Message, Turn
 
+LONGEST = 2**31 - 1  # tokens that a request may ask for; the run's own limits are lower
 MODEL = "policy"  # the only model; a request may name it as it likes
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 # what changes logits, and its value that changes nothing
@@ -164,10 +165,14 @@ def _schema(tool: Mapping[str, Any]) -> str:
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
     found = {key: body[key] for key in ("max_tokens", "max_completion_tokens") if body.get(key) is not None}
-    for key, value in found.items():
-        if type(value) is not int or value < 1:
-            raise BadRequestError(key, "a whole number from 1 on is wanted")
-    return min(found.values(), default=None)
+    return min((length(key, value) for key, value in found.items()), default=None)
+
+
+def length(field: str, value: Any) -> int:
+    """A number of tokens that a request gives. Raises BadRequestError."""
+    if type(value) is not int or not 1 <= value <= LONGEST:
+        raise BadRequestError(field, f"a whole number from 1 to {LONGEST} is wanted")
+    return value
 
 
 def _stop(given: Any) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from millrace.core.rewards.reward_key import under_reward
-from millrace.core.sessions.completions import SAMPLED, BadRequestError
+from millrace.core.sessions.completions import SAMPLED, BadRequestError, length
 from millrace.core.sessions.interface import SessionError, Turn
 from millrace.core.sessions.live import LiveSession
 from millrace.core.slime.arguments import address_arguments, sampling_arguments
@@ -24,6 +24,7 @@ from millrace.core.slime.sample import Arguments, Sample, SlimeStatus, tokenizer
 
 READ = ("text", "input_ids", "sampling_params", "return_logprob", "stream", "rid", "session_id")
 OF_SAMPLING = ("max_new_tokens", "stop")
+LARGEST_ID = 2**31 - 1
 UNUSED = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "sampling_seed")
 
 
@@ -51,6 +52,26 @@ def form_of(function: Callable[..., Any]) -> Form:
     listed = names[1:2] == ["samples"]
     evaluation = "evaluation" in names or any(each.kind is each.VAR_KEYWORD for each in parameters)
     return Form(listed, not listed or any("sampling" in name for name in names[2:]), evaluation)
+
+
+def read_ends(params: Any) -> tuple[int | None, list[str]]:
+    """How long an answer may be, and what ends it, by a request's sampling_params. Raises BadRequestError."""
+    if not isinstance(params, Mapping):
+        raise BadRequestError("sampling_params", "an object is wanted")
+    longest, stop = params.get("max_new_tokens"), params.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequestError("sampling_params.stop", "text or a list of texts is wanted")
+    return None if longest is None else length("sampling_params.max_new_tokens", longest), list(texts)
+
+
+def read_ids(given: Any) -> list[int]:
+    """Token ids of a request. Raises BadRequestError."""
+    if not isinstance(given, list) or not all(
+        type(token) is int and 0 <= token <= LARGEST_ID for token in given
+    ):
+        raise BadRequestError("input_ids", "a list of token ids is wanted, or text")
+    return list(given)
 
 
 @dataclass
@@ -149,6 +170,7 @@ class SlimeRollout:
         if body.get("stream"):
             raise BadRequestError("stream", "answers come whole")
         params = body.get("sampling_params") or {}
+        limit, stop = read_ends(params)
         for key, value in params.items():
             if key in (*OF_SAMPLING, *UNUSED):
                 continue
@@ -160,13 +182,12 @@ class SlimeRollout:
                 )
             if key not in self._sampling and value not in (None, [], {}, ""):
                 raise BadRequestError(f"sampling_params.{key}", "it is not known here")
-        stop = params.get("stop") or []
-        return self._ids(body), params.get("max_new_tokens"), [stop] if isinstance(stop, str) else list(stop)
+        return self._ids(body), limit, stop
 
     def _ids(self, body: Mapping[str, Any]) -> list[int]:
         given, text = body.get("input_ids"), body.get("text")
-        if isinstance(given, list) and all(isinstance(item, int) for item in given) and given:
-            return list(given)
+        if given:
+            return read_ids(given)
         if not isinstance(text, str) or not text:
             raise BadRequestError("input_ids", "a list of token ids is wanted, or text")
         tokens = tokenizer(self._model)

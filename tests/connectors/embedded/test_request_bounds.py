@@ -1,0 +1,210 @@
+"""Numbers of a request to the embedded engine: one beyond its bounds is refused with 400, and the engine goes on serving.
+
+A number that is not looked at takes the memory of the host (`n`), or ends the thread of the engine, which serves everybody.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import typing
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from millrace.connectors.embedded import chat, engine, sampling, server, weight_group, weight_routes
+from millrace.connectors.embedded.door import Door
+from millrace.connectors.embedded.engine import Engine
+from millrace.connectors.embedded.sampling import KINDS, SamplingParams
+from millrace.connectors.embedded.server import Server
+from millrace.core.contracts.handles import CONTINUED
+
+Client = TestClient[Any, Any]
+HUGE = 10**400  # beyond every number of a machine; JSON has no largest one
+EVER = (
+    -HUGE,
+    HUGE,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    "1",
+    [[1]],
+)  # no number of a request is one of these
+
+# the largest and smallest that are refused, beside EVER
+OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (-1, 10**6),
+    "min_new_tokens": (-1, 129),
+    "temperature": (-0.1, 1.1e6, 1e300),
+    "top_p": (0, 1.1),
+    "top_k": (-2, 0, 2**31),
+    "min_p": (-0.1, 1.1),
+    "frequency_penalty": (-2.1, 2.1),
+    "presence_penalty": (-2.1, 2.1),
+    "repetition_penalty": (0, 2.1),
+    "n": (0, 1025, 10_000_000),
+    "sampling_seed": (-(2**63) - 1, 2**63),
+    "stream_interval": (0, 2**31),
+    "stop_token_ids": ([-1], [10**6], [HUGE]),
+    "logit_bias": ({"1": 1e31}, {"1": -1e31}, {"1": HUGE}, {"1": float("inf")}, {"9" * 5000: 1}, {"1": True}),
+}
+OF_GENERATE: dict[str, tuple[Any, ...]] = {
+    "input_ids": ([-1], [10**6], [HUGE], [True]),
+    "priority": (-(2**31) - 1, 2**31),
+    "logprob_start_len": (-2, 2**31),
+    "top_logprobs_num": (-1, 257),
+}
+OF_CHAT: dict[str, tuple[Any, ...]] = {
+    "max_tokens": OF_SAMPLING["max_new_tokens"],
+    "max_completion_tokens": OF_SAMPLING["max_new_tokens"],
+    "seed": OF_SAMPLING["sampling_seed"],
+    "n": (0, 2, HUGE),
+    **{name: OF_SAMPLING[name] for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")},
+}
+GROUP = {"backend": "gloo", "group_name": "g", "master_address": "127.0.0.1"} | {
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+}
+OF_GROUP: dict[str, tuple[Any, ...]] = {
+    "master_port": (0, 65536),
+    "rank_offset": (0, 2),
+    "world_size": (1, 4097),
+}
+BUCKET = {"load_format": "flattened_bucket", "names": ["model.norm.weight"], "dtypes": ["float32"]}
+OF_BUCKET: dict[str, tuple[Any, ...]] = {"shapes": ([[-1]], [[HUGE]], [[2**62, 2**62]], [[2**40]], [["1"]])}
+OF_HEADER = {CONTINUED: ("-1", "1", "9" * 5000, "a", "", "1.5")}
+# what is no number
+OTHERS = """model messages stream user stop text rid sampling_params return_logprob return_text_in_logprobs abort_all mode tags
+model_path weight_version serialized_named_tensors group_name master_address backend new_version action names dtypes load_format"""
+
+
+@pytest.fixture(scope="module")
+def engine_of_tests(tiny_model: Path) -> Iterator[Engine]:
+    made = Engine(str(tiny_model), max_running=4, max_total_tokens=1024, weight_version="0", seed=0)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+async def client(engine_of_tests: Engine) -> AsyncIterator[Client]:
+    app = Server(engine_of_tests, {"model_path": str(engine_of_tests.folder)}, Door(None)).app()
+    async with TestClient(TestServer(app)) as found:
+        yield found
+
+
+async def refused(
+    client: Client, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> str:
+    """The message of a refusal; the engine serves others afterwards."""
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    async with client.post(path, data=json.dumps(body), headers=sent) as answer:
+        assert answer.status == 400, f"{path} answered {answer.status} to {str(body)[:300]}"
+        message = str((await answer.json())["error"]["message"])
+    good = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    async with client.post("/generate", json=good) as answer:
+        assert answer.status == 200, f"after {str(body)[:300]}: {await answer.text()}"
+    return message
+
+
+@pytest.mark.parametrize("field", OF_SAMPLING)
+async def test_a_number_of_sampling_params_has_bounds(client: Client, field: str) -> None:
+    for value in (*OF_SAMPLING[field], *EVER):
+        body = {"input_ids": [1], "sampling_params": {field: value}}
+        assert field in await refused(client, "/generate", body) or field == "max_new_tokens"
+
+
+@pytest.mark.parametrize("field", OF_GENERATE)
+async def test_a_number_of_a_request_to_generate_has_bounds(client: Client, field: str) -> None:
+    for value in (*OF_GENERATE[field], *EVER[:6]):
+        body = {"input_ids": [1, 2], "return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+        assert field in await refused(client, "/generate", {**body, field: value})
+
+
+@pytest.mark.parametrize("field", OF_CHAT)
+async def test_a_number_of_a_chat_completion_has_bounds(client: Client, field: str) -> None:
+    for value in (*OF_CHAT[field], *EVER):
+        body = {"messages": [{"role": "user", "content": "1+1="}], field: value}
+        assert await refused(client, "/v1/chat/completions", body)
+
+
+@pytest.mark.parametrize("field", OF_GROUP)
+async def test_a_number_of_a_group_of_trainer_and_engines_has_bounds(client: Client, field: str) -> None:
+    for value in (*OF_GROUP[field], *EVER, None):
+        assert field in await refused(client, "/init_weights_update_group", {**GROUP, field: value})
+
+
+@pytest.mark.parametrize("field", OF_BUCKET)
+async def test_a_number_of_a_bucket_of_weights_has_bounds(client: Client, field: str) -> None:
+    for value in (*OF_BUCKET[field], *EVER, None):
+        assert await refused(client, "/update_weights_from_distributed", {**BUCKET, field: value})
+
+
+async def test_a_tensor_is_named_once_in_a_bucket(client: Client) -> None:
+    twice = {**BUCKET, "names": ["model.norm.weight"] * 2, "dtypes": ["float32"] * 2, "shapes": [[32]] * 2}
+    assert "names" in await refused(client, "/update_weights_from_distributed", twice)
+
+
+@pytest.mark.parametrize("name", OF_HEADER)
+async def test_a_number_of_a_header_has_bounds(client: Client, name: str) -> None:
+    for value in OF_HEADER[name]:
+        assert name in await refused(client, "/generate", {"input_ids": [1]}, {name: value})
+
+
+async def test_answers_of_one_request_are_counted_over_its_prompts(client: Client) -> None:
+    body = {"input_ids": [[1]] * 5, "sampling_params": {"n": 1024, "max_new_tokens": 0}}
+    assert "sampling_params.n" in await refused(client, "/generate", body)
+    goes_on = {"input_ids": [1, 2], "sampling_params": {"n": 2}}
+    assert CONTINUED in await refused(client, "/generate", goes_on, {CONTINUED: "1"})
+
+
+async def test_the_largest_numbers_are_served(client: Client) -> None:
+    params = {"n": 1024, "max_new_tokens": 0, "top_k": 2**31 - 1, "sampling_seed": 2**63 - 1}
+    params |= {"temperature": 1e6, "logit_bias": {"1": 1e30}, "stream_interval": 2**31 - 1}
+    async with client.post("/generate", json={"input_ids": [1], "sampling_params": params}) as answer:
+        assert (answer.status, len(await answer.json())) == (200, 1024)
+    params |= {"n": 1, "max_new_tokens": 2, "temperature": 1e-6}
+    body = {"input_ids": [1], "priority": 2**31 - 1, "return_logprob": True, "top_logprobs_num": 3}
+    async with client.post("/generate", json={**body, "sampling_params": params}) as answer:
+        assert answer.status == 200, await answer.text()
+    prompts = {"input_ids": [[1]] * 5000, "sampling_params": {"max_new_tokens": 0}}
+    async with client.post("/generate", json=prompts) as answer:
+        assert (answer.status, len(await answer.json())) == (200, 5000)
+
+
+def test_every_number_has_a_row() -> None:
+    types = typing.get_type_hints(SamplingParams)
+    numbers = {name for name, kind in types.items() if kind not in (bool, list[str])}
+    assert numbers == set(OF_SAMPLING)
+    assert set(types) == set(KINDS)
+    assert {*chat.READ} - set(OTHERS.split()) == set(OF_CHAT)
+    read = {*chat.READ}
+    for module in (chat, engine, sampling, server, weight_group, weight_routes):
+        assert module.__file__
+        read |= set(_read_of_bodies(ast.parse(Path(module.__file__).read_text())))
+    rows = {*OF_GENERATE, *OF_CHAT, *OF_GROUP, *OF_BUCKET}
+    assert read == rows | set(OTHERS.split())
+
+
+def _read_of_bodies(tree: ast.AST) -> Iterator[str]:
+    """Names of the fields that a module reads of a request's body: `body.get("x")`, or of each of a tuple of names."""
+    loops = {
+        each.target.id: each.iter
+        for each in ast.walk(tree)
+        if isinstance(each, ast.comprehension) and isinstance(each.target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+        ):
+            continue
+        if "body" not in ast.unparse(node.func.value) and "read_json" not in ast.unparse(node.func.value):
+            continue
+        name: ast.expr = node.args[0]
+        if isinstance(name, ast.Name):
+            name = loops[name.id]
+        yield from (item.value for item in ast.walk(name) if isinstance(item, ast.Constant))
