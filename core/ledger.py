@@ -170,7 +170,7 @@ class Ledger:
                 del self._ages[key]
         for reason, ordinals in history.reasons.items():
             self.dropped[reason] += sum(history.verdict[ordinal] == "dropped" for ordinal in ordinals)
-        self.progress.apply(history)
+        self.progress.apply(history, self.standing(history.iteration).stage)
         self.iterations += 1
 
     @property

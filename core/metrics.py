@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millrace.core.contracts.ids import rollout_of
-from millrace.core.contracts.task_records import SamplePromptsRecord
+from millrace.core.contracts.task_records import CurriculumRecord, SamplePromptsRecord
 from millrace.core.group_filters import zero_variance
 from millrace.core.metric_names import name_part
 from millrace.core.staleness import oldest_versions
@@ -113,7 +113,7 @@ def reuse_metrics(record: SamplePromptsRecord, prompts: int) -> dict[str, float]
     }
 
 
-def curriculum_metrics(record: SamplePromptsRecord) -> dict[str, float]:
+def curriculum_metrics(record: CurriculumRecord) -> dict[str, float]:
     """The highest level drawn from of each source with levels, and the stage; nothing without any."""
     metrics = {
         f"curriculum/{name_part(source)}/level": float(level)

@@ -77,12 +77,7 @@ async def publish(ctx: IterationContext) -> PublishRecord:
 @task(name="publish", retries=2, retry_delay_seconds=1, retry_condition_fn=may_help)
 async def publish_supervised(ctx: IterationContext) -> PublishRecord:
     """Log a supervised iteration, then commit its manifest."""
-    trained = _train_metrics(ctx.records["train_step"]["steps"])
-    metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
-    metrics.update(_time_metrics(ctx))
-    if "held_out_loss" in ctx.records:
-        metrics.update(held_out_metrics(ctx.records["held_out_loss"]))
-    return await asyncio.to_thread(_commit, ctx, await _shown(ctx, metrics))
+    return await asyncio.to_thread(_commit, ctx, await _shown(ctx, _supervised_figures(ctx)))
 
 
 async def _shown(ctx: IterationContext, metrics: dict[str, float]) -> Manifest:
@@ -164,6 +159,17 @@ def _figures(ctx: IterationContext) -> tuple[dict[str, float], BatchFigures]:
     if "evaluate" in records:
         metrics.update(evaluation_metrics(records["evaluate"]))
     return {name: float(value) for name, value in metrics.items() if value is not None}, counted
+
+
+def _supervised_figures(ctx: IterationContext) -> dict[str, float]:
+    """Every figure of a supervised iteration, by name."""
+    trained = _train_metrics(ctx.records["train_step"]["steps"])
+    metrics = {name: value for name, value in trained.items() if name.split("/")[1] in SUPERVISED}
+    metrics.update(curriculum_metrics(ctx.records["sample_supervised"]))
+    metrics.update(_time_metrics(ctx))
+    if "held_out_loss" in ctx.records:
+        metrics.update(held_out_metrics(ctx.records["held_out_loss"]))
+    return metrics
 
 
 def _count(ctx: IterationContext) -> BatchFigures:

@@ -19,7 +19,7 @@ from millrace.core.contracts import schema
 from millrace.core.contracts.ids import group_id, prompt_id
 from millrace.core.contracts.rows.prompts import PromptRow, Quarantined
 from millrace.core.contracts.sample import DrawnGroup
-from millrace.core.contracts.task_records import ReusedGroup, SamplePromptsRecord
+from millrace.core.contracts.task_records import CurriculumRecord, ReusedGroup, SamplePromptsRecord
 from millrace.core.curriculum.parts import source_and_level
 from millrace.core.ledger import Draw
 from millrace.core.pipeline.selection import drawn
@@ -56,12 +56,19 @@ def _draw(ctx: IterationContext) -> SamplePromptsRecord:
         "by_source": by_source,
         "released": released,
     }
+    add_curriculum(ctx, record)
+    if buffer is not None:
+        record["reused"], record["buffered"] = reused, len(buffer.groups())
+    return record
+
+
+def add_curriculum(ctx: IterationContext, record: CurriculumRecord) -> None:
+    """Put the levels and the stage that this iteration draws from into its record."""
     standing = ctx.runtime.prompts.ledger_before(ctx.index).standing(ctx.index)
     if standing.mastery:
         record["levels"] = {source: mastery.highest for source, mastery in standing.mastery.items()}
     if ctx.config.data.stages:
         record["stage"] = standing.stage
-    return record if buffer is None else {**record, "reused": reused, "buffered": len(buffer.groups())}
 
 
 def _buffer(ctx: IterationContext) -> Buffer | None:

@@ -28,7 +28,14 @@ class ReusedGroup(TypedDict):
     uses: int  # with this one
 
 
-class SamplePromptsRecord(TypedDict):
+class CurriculumRecord(TypedDict):
+    """Where a run whose prompts follow a curriculum stands."""
+
+    levels: NotRequired[dict[str, int]]  # highest level drawn from, by source, of those with levels
+    stage: NotRequired[int]  # of data.stages, counted from 0
+
+
+class SamplePromptsRecord(CurriculumRecord):
     """What sample_prompts drew."""
 
     files: list[FileRecord]
@@ -37,11 +44,9 @@ class SamplePromptsRecord(TypedDict):
     released: NotRequired[int]  # groups that generate from the start
     reused: NotRequired[list[ReusedGroup]]  # in the order in which the buffer gave them
     buffered: NotRequired[int]  # groups that the buffer held
-    levels: NotRequired[dict[str, int]]  # highest level drawn from, by source, of those with levels
-    stage: NotRequired[int]  # of data.stages, counted from 0
 
 
-class SampleSupervisedRecord(TypedDict):
+class SampleSupervisedRecord(CurriculumRecord):
     """The batch that sample_supervised made of reference answers or dialogues."""
 
     files: list[FileRecord]

@@ -61,8 +61,8 @@ class Progress:
         """The standing that the iterations before this one give."""
         return self._standings[min(max(0, iteration - self._first), len(self._standings) - 1)]
 
-    def apply(self, history: IterationHistory) -> None:
-        """Add the scores of a committed iteration, in drawing order."""
+    def apply(self, history: IterationHistory, drawn_in: int) -> None:
+        """Add the scores of a committed iteration, in drawing order. drawn_in: the stage that it drew from."""
         standing = self._standings[-1]
         mastery, stage = dict(standing.mastery), self._stage(standing)
         scores = list(standing.recent)
@@ -75,7 +75,8 @@ class Progress:
                 mastery[source] = mastery[source].after(group.score, levels)
             if source in self._pooled:
                 self._note(group.source, group.row, history.iteration, group.score)
-            if stage and stage.reward is not None and stage.weights.get(source, 0) > 0:
+            # what was under way when a stage ended does not count for the next one, which it would end unseen
+            if stage and _counts(stage, source) and drawn_in == standing.stage:
                 scores.append(group.score)
         if stage:
             standing = _next_stage(replace(standing, recent=tuple(scores[-stage.groups :])), stage)
@@ -99,6 +100,11 @@ class Progress:
     def _stage(self, standing: Standing) -> Stage | None:
         """The stage that may end; None in the last one, and without stages."""
         return self._stages[standing.stage] if standing.stage < len(self._stages) - 1 else None
+
+
+def _counts(stage: Stage, source: str) -> bool:
+    """Whether the rewards of a source's prompts may end the stage."""
+    return stage.reward is not None and stage.weights.get(source, 0) > 0
 
 
 def _next_stage(standing: Standing, stage: Stage) -> Standing:

@@ -18,7 +18,7 @@ from millrace.core.contracts.sample import BatchSample, DrawnGroup, JudgedSample
 from millrace.core.contracts.task_records import FileRecord, SampleSupervisedRecord
 from millrace.tasks.context import IterationContext
 from millrace.tasks.data.rows import UsablePrompt
-from millrace.tasks.sample_prompts import draw_groups
+from millrace.tasks.sample_prompts import add_curriculum, draw_groups
 from millrace.tasks.supervised.response import response_of
 
 
@@ -39,7 +39,14 @@ def _draw(ctx: IterationContext) -> SampleSupervisedRecord:
     files.append(_write(ctx, "verdicts", verdicts))
     files.append(_write(ctx, "batch", samples))
     tokens = sum(sum(sample.loss_mask) for sample in samples)
-    return {"files": files, "rows": len(samples), "tokens": tokens, "by_source": by_source}
+    record: SampleSupervisedRecord = {
+        "files": files,
+        "rows": len(samples),
+        "tokens": tokens,
+        "by_source": by_source,
+    }
+    add_curriculum(ctx, record)
+    return record
 
 
 def _write(ctx: IterationContext, kind: str, rows: Sequence[Any]) -> FileRecord:

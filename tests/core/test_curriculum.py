@@ -122,6 +122,52 @@ def test_stages_end_by_iterations_or_by_reward() -> None:
     assert shares[5:] == [{"hard": 8}] * 3
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_levels_and_stages_show_as_many_iterations_later_as_runs_may_be_ahead(ahead: int) -> None:
+    stages = [Stage(weights={"sums": 1}, iterations=2), Stage(weights={"other": 1, "sums": 1})]
+    sources = levelled(Levels(last=1, window=1, groups=4)) | {"other": SourcePlan(1.0, 500)}
+    ledger = Ledger(0, sources, stages=stages, ahead=Ahead(((0, ahead),)))
+    waiting: list[IterationHistory] = []
+    seen = []
+    for iteration in range(8):
+        draws = ledger.draw(iteration, 4)
+        ledger.open(iteration, [draw.key for draw in draws])
+        waiting.append(scored(iteration, draws, partial(_always, 1.0)))
+        seen.append({source_and_level(draw.source) for draw in draws})
+        if len(waiting) > ahead:
+            ledger.apply(waiting.pop(0))
+    first, raised = 1 + ahead, 2 + ahead
+    assert seen[:first] == [{("sums", 0)}] * first, "the first iteration raises the level"
+    assert seen[first:raised] == [{("sums", 1)}], "the second ends the stage"
+    assert all(found == {("sums", 1), ("other", None)} for found in seen[raised:])
+
+
+def test_prompts_that_were_drawn_in_the_stage_before_do_not_end_a_stage() -> None:
+    """Iterations under way count for the stage that drew them, else a stage would end before a prompt of it is scored."""
+    stages = [
+        Stage(weights={"easy": 1}, reward=0.8, groups=4),
+        Stage(weights={"easy": 1, "hard": 1}, reward=0.8, groups=4),
+        Stage(weights={"last": 1}),
+    ]
+    sources = {name: SourcePlan(1.0, 500) for name in ("easy", "hard", "last")}
+    ledger = Ledger(0, sources, stages=stages, ahead=Ahead(((0, 1),)))
+    waiting: list[IterationHistory] = []
+    seen = []
+    for iteration in range(7):
+        draws = ledger.draw(iteration, 4)
+        ledger.open(iteration, [draw.key for draw in draws])
+        learned = {"easy"} if iteration < 3 else {"easy", "hard", "last"}
+        waiting.append(scored(iteration, draws, partial(_among, learned)))
+        seen.append({draw.source for draw in draws})
+        if len(waiting) > 1:
+            ledger.apply(waiting.pop(0))
+    assert seen == [{"easy"}] * 2 + [{"easy", "hard"}] * 3 + [{"last"}] * 2
+
+
+def _among(learned: set[str], draw: Draw) -> float:
+    return float(draw.source in learned)
+
+
 def _always(score: float, _: Draw) -> float:
     return score
 

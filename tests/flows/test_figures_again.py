@@ -62,6 +62,7 @@ MODES = {
         "rollout.samples_per_prompt=1",
         "trainer.global_batch=4",
         f"evaluation.sets=[{SUBSETS}}}]",
+        "data.stages=[{weights: {sums: 1}, iterations: 1}, {weights: {sums: 1}}]",
     ],
     "evaluation_ahead": [*forms.overrides("evaluation_ahead"), *ONE_STEP],
     "kl": ["algorithm.kl_coef=0.1", *ONE_STEP],

@@ -160,11 +160,7 @@ SIGNS: dict[str, Sign] = {
     "mixture": _of_rewards("second", lambda reward: reward <= -12),
     "levels": _source("growing"),
     "pools": _source("few"),
-    "stages": lambda left: (
-        bool(left.rows("prompts"))
-        if left.has("sft")  # which has no figures of a curriculum
-        else {found["curriculum/stage"] for found in left.figures} == {0.0, 1.0}
-    ),
+    "stages": lambda left: {found["curriculum/stage"] for found in left.figures} == {0.0, 1.0},
     "streamed": lambda left: bool(left.rows("prompts")),
     "row_sampling": lambda left: all(
         sum(row["loss_mask"]) <= 5 * max(1, row["turns"] or 1)

@@ -13,10 +13,13 @@ import pytest
 
 from examples.sft_dialogues.price_list import row, write
 from millrace.connectors.huggingface.tiny import build_tiny_model
+from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.core.config import RunConfig
 from millrace.core.contracts.handles import HeldOutSample
 from millrace.core.errors import ActorLostError
 from millrace.tasks.context import IterationContext
+from millrace.tasks.publish import _supervised_figures
 from millrace.tasks.runtime.runtime import Runtime
 from millrace.tasks.supervised import held_out_loss as module
 from millrace.tasks.supervised.held_out_loss import held_out_loss, held_out_loss_before
@@ -25,6 +28,7 @@ from millrace.tasks.supervised.sample_supervised import sample_supervised
 MakeConfig = Callable[..., RunConfig]
 COLUMNS = {"prompt_key": "messages", "tools_key": "tools", "loss_on": "assistant"}
 COUNT = 10
+STAGES = [{"weights": {"prices": 1}, "iterations": 1}, {"weights": {"later": 1}}]
 
 
 class Ranks:
@@ -48,15 +52,16 @@ class Ranks:
 
 
 @pytest.fixture
-def make_context(tmp_path: Path, make_config: MakeConfig) -> Callable[[Ranks], IterationContext]:
+def make_context(tmp_path: Path, make_config: MakeConfig) -> Callable[..., IterationContext]:
     rng = random.Random(0)
     unusable: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
     write(tmp_path / "train.jsonl", [row(rng) for _ in range(COUNT)] + [unusable])
     write(tmp_path / "held_out.jsonl", [row(rng) for _ in range(COUNT)])
     build_tiny_model(tmp_path / "model", tools=True)
+    source = {"name": "prices", "path": str(tmp_path / "train.jsonl"), **COLUMNS}
     config = make_config(
         model={"path": str(tmp_path / "model")},
-        data={"sources": [{"name": "prices", "path": str(tmp_path / "train.jsonl"), **COLUMNS}]},
+        data={"sources": [source, {**source, "name": "later"}], "stages": STAGES},
         rollout={"prompts": 4, "samples_per_prompt": 1},
         algorithm={"loss": "sft"},
         evaluation={
@@ -66,16 +71,16 @@ def make_context(tmp_path: Path, make_config: MakeConfig) -> Callable[[Ranks], I
         },
     )
 
-    def make(ranks: Ranks) -> IterationContext:
+    def make(ranks: Ranks, index: int = 0) -> IterationContext:
         runtime = Runtime(config)
         runtime.memory._trainer = ranks  # type: ignore[assignment]
-        return IterationContext(config, 0, runtime)
+        return IterationContext(config, index, runtime)
 
     return make
 
 
 async def test_a_batch_holds_whole_dialogues_with_their_masks(
-    make_context: Callable[[Ranks], IterationContext],
+    make_context: Callable[..., IterationContext],
 ) -> None:
     ctx = make_context(Ranks())
     record = await sample_supervised.fn(ctx)
@@ -104,8 +109,29 @@ async def test_a_batch_holds_whole_dialogues_with_their_masks(
     assert refused.reason == "nothing to train: no message is the assistant's"
 
 
+async def test_each_iteration_publishes_the_stage_that_it_drew_from(
+    make_context: Callable[..., IterationContext],
+) -> None:
+    stages = []
+    for index, source in enumerate(["prices", "later"]):
+        ctx = make_context(Ranks(), index)
+        drawn = ctx.records["sample_supervised"] = await sample_supervised.fn(ctx)
+        ctx.records["train_step"] = {
+            "files": [],
+            "version": index + 1,
+            "steps": [{"version": index + 1}],
+            "rest_s": 0.0,
+            "seconds": 0.0,
+        }
+        assert drawn["by_source"] == {source: 4}
+        stages.append(_supervised_figures(ctx)["curriculum/stage"])
+        files = [FileEntry.model_validate(file) for file in drawn["files"]]
+        ctx.run_folder.commit_manifest(index, Manifest(iteration=index, files=files))
+    assert stages == [0.0, 1.0]
+
+
 async def test_a_measurement_goes_on_where_it_was_lost(
-    make_context: Callable[[Ranks], IterationContext], monkeypatch: pytest.MonkeyPatch
+    make_context: Callable[..., IterationContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART", 4)
     first = Ranks(calls=2)
@@ -130,7 +156,7 @@ async def test_a_measurement_goes_on_where_it_was_lost(
 
 
 async def test_the_loss_before_training_is_of_the_first_version(
-    make_context: Callable[[Ranks], IterationContext],
+    make_context: Callable[..., IterationContext],
 ) -> None:
     ranks = Ranks()
     record = await held_out_loss_before.fn(make_context(ranks))
