@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
-from millrace.connectors.storage.parts import list_takeovers
+from millrace.connectors.storage.parts import list_notes, list_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts.ids import iteration_number
@@ -66,9 +66,10 @@ def _take(ctx: IterationContext) -> None:
     records = {record_path(name) for name in TASKS}
     wanted = [e for e in manifest.files if e.path == PROMPTS or e.path.startswith(FOLDERS)]
     copied = in_threads(lambda entry: _copy(of, ctx, entry), wanted)
-    if any(copied):
+    counted = {path for folder in FOLDERS for path in list_parts(ctx.folder, folder.rstrip("/"))}
+    if any(copied) or not counted.issuperset(entry.path for entry in wanted if entry.path != PROMPTS):
         # a start after a kill has noted the parts that it found, and without the note those that came later count too
-        for path in list_takeovers(ctx.folder):
+        for path in list_notes(ctx.folder):
             ctx.folder.remove(path)
     in_threads(lambda entry: _copy(of, ctx, entry), [e for e in manifest.files if e.path in records])
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.ctrl_c import heed_ctrl_c
+from tests.support.s3_server import BUCKET, s3_server
 
 WHOLE_RUNS_S = 3600  # slow tests wait with patience of their own, which lasts longer on a busy machine
 
@@ -42,28 +41,7 @@ def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
     """URL of a bucket; endpoint and credentials stand in the environment, as a user gives them."""
-    import boto3
-    from moto.s3.responses import S3Response
-    from moto.server import ThreadedMotoServer
-
-    one_put = threading.Lock()
-    put_object = S3Response.put_object
-
-    def put_at_once(response: S3Response) -> Any:
-        """S3 judges a condition and stores the object at once; moto does one after the other."""
-        with one_put:
-            return put_object(response)
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setattr(S3Response, "put_object", put_at_once)
-        environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        environment.setenv("AWS_ACCESS_KEY_ID", "test")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        environment.setenv("NO_PROXY", "127.0.0.1,localhost")
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        yield "s3://bucket"
-    server.stop()
+    with s3_server() as variables, pytest.MonkeyPatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        yield f"s3://{BUCKET}"

@@ -79,6 +79,7 @@ class Files:
 
     def __init__(self, root: str) -> None:
         self.fence: Fence | None = None
+        self.attempt = 0  # of the shard that writes here
         head, separator, rest = root.partition("://")
         self.protocol = head if separator else "file"
         self.local = self.protocol in ("file", "local")
@@ -256,8 +257,8 @@ class Files:
     def _as_changed(self, path: str, names: Names) -> Names:
         """Names that a listing of an object store shows, with what this process wrote and without what it removed."""
         below = f"{self._full(path)}/"
-        # s3fs answers with the folder itself where the store shows it and nothing in it
-        names = [name for name in names if name.startswith(below)]
+        # s3fs answers with the folder itself where the store shows it and nothing in it; names in memory begin with a slash
+        names = [name.lstrip("/") for name in names if name.lstrip("/").startswith(below)]
         doubtful = CHANGES.doubtful(self._full(path), names)
         return [*(name for name in names if name not in doubtful), *self._still_there(doubtful)]
 

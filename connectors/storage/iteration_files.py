@@ -20,7 +20,7 @@ from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
-from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers, read_parts
+from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, list_parts, read_parts
 from millrace.connectors.storage.run_folder import CUT, DEFERRED, LOGPROBS, MAKE_AGAIN, MANIFEST, RunFolder
 from millrace.connectors.storage.sealed import RUN, check_seal
 from millrace.core.contracts.ids import iteration_number
@@ -214,9 +214,7 @@ def manifest_from_records(
         run=run,
         files=[
             *(named[path] for path in order),
-            *files.folder.entries(
-                [*list_takeovers(files.folder), *sorted(record_path(task) for task in tasks)]
-            ),
+            *files.folder.entries([*list_notes(files.folder), *sorted(record_path(task) for task in tasks)]),
         ],
         tasks={
             "trained_version": trained["version"],

@@ -1,10 +1,12 @@
 """Parts: tables appended to a folder, each a file with a unique name, written atomically.
 
 Names are never reused, so a task that starts again adds parts and overwrites none. A name contains the token of the driver that
-wrote it, and the first digits of the content's hash, so that a part can be verified before a manifest names it.
+wrote it, in a shard the number of its attempt, and the first digits of the content's hash, so that a part can be verified before
+a manifest names it.
 
-A driver that takes over an open iteration first notes which parts it found. Parts of earlier drivers that land later do not
-count: their writers had lost the lease, and their samples are generated again.
+Two kinds of notes say which parts count. A driver that takes over an open iteration notes which parts it found: parts of earlier
+drivers that land or show later do not count, since their samples are generated again. A driver that replaces an attempt of a
+shard notes which parts of it count. A driver that takes over asks for earlier notes by name: a listing may lack them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import hashlib
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from types import MappingProxyType
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,13 +32,15 @@ from millrace.core.errors import CorruptFileError
 log = logging.getLogger(__name__)
 
 PART_FOLDERS = ("rollouts", "turns", "rewards", "evaluations")  # of an iteration
-# the token of the driver that wrote it, and the first digits of its hash; parts of earlier releases lack them
-PART = re.compile(r"part-(?:(\d{6,})-)?[0-9a-f]{32}(?:\.([0-9a-f]{16}))?\.parquet")
+# the token of the driver that wrote it, the attempt of a shard, and the first digits of its hash; parts of earlier releases lack
+# the first and the last
+PART = re.compile(r"part-(?:(\d{6,})-)?(?:(\d{4,})-)?[0-9a-f]{32}(?:\.([0-9a-f]{16}))?\.parquet")
 TAKEOVER = re.compile(r"^takeover-(\d{6,})\.json$")
+REPLACED = re.compile(r"^replaced-(\d{6,})-(\d{4,})\.json$")
 
 
-class _Takeover(BaseModel):
-    """Names of the parts that a driver found when it took over, by folder."""
+class _Counting(BaseModel):
+    """Names of the parts that count, by folder: of those that were there at a takeover, or of one attempt of a shard."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,59 +51,116 @@ def write_part(store: Store, folder: str, table: pa.Table, kind: str) -> FileEnt
     """Append a part."""
     data = tables.encode(table, kind)
     token = store.fence.token if store.fence else 0
-    name = f"part-{token:06d}-{uuid.uuid4().hex}.{hashlib.sha256(data).hexdigest()[:16]}.parquet"
+    attempt = f"{store.attempt:04d}-" if store.attempt else ""
+    name = f"part-{token:06d}-{attempt}{uuid.uuid4().hex}.{hashlib.sha256(data).hexdigest()[:16]}.parquet"
     entry = store.write(f"{folder}/{name}", data, unique=True)
     return entry.model_copy(update={"rows": table.num_rows, "table": kind})
 
 
-def take_over_parts(store: Store, folders: Sequence[str], token: int, run: str | None = None) -> None:
-    """Note the parts that count now. From now on those of drivers before `token` that land do not. run: its id."""
+def take_over_parts(
+    store: Store,
+    folders: Sequence[str],
+    token: int,
+    run: str | None = None,
+    recorded: Mapping[str, Set[str]] = MappingProxyType({}),
+) -> None:
+    """Note the parts that count now. From now on those of drivers before `token` that land do not. run: its id.
+
+    recorded: paths that committed records name, by folder: a listing may lack them. Scores count with the samples that they are of.
+    """
+    paths = _with_unlisted_notes(store, store.list(), token)
     parts = {
-        folder: [path.removeprefix(f"{folder}/") for path in list_parts(store, folder)] for folder in folders
+        folder: sorted({*_counting(store, folder, paths), *recorded.get(folder, ())}) for folder in folders
     }
-    name = f"takeover-{token:06d}.json"
-    iteration = "/".join(store.url.split("/")[-2:])
-    store.write_sealed(name, _Takeover(parts=parts).model_dump(), place=f"{iteration}/{name}", run=run)
+    if not store.local and {"rollouts", "rewards"} <= {*folders} and not recorded.get("rewards"):
+        parts["rewards"] = _of_samples(store, parts["rewards"], parts["rollouts"])
+    _note(store, f"takeover-{token:06d}.json", parts, run)
+
+
+def replace_attempt(
+    store: Store, token: int, attempt: int, parts: Mapping[str, Sequence[str]], run: str | None = None
+) -> None:
+    """Note which parts of a shard's attempt count, before another one begins. parts: paths by folder, of any attempts."""
+    own = {
+        folder: [path for path in paths if _writer(path.removeprefix(f"{folder}/")) == (token, attempt)]
+        for folder, paths in parts.items()
+    }
+    _note(store, f"replaced-{token:06d}-{attempt:04d}.json", own, run)
 
 
 def list_parts(store: Store, folder: str) -> list[str]:
     """Paths of a folder's parts that count, sorted. Of parts with one content, which only a copy makes, the first counts.
 
-    Raises CorruptFileError if the note of the newest takeover is broken.
+    Raises CorruptFileError if the note of the newest takeover, or of an attempt that was replaced, is broken.
     """
-    paths = store.list()
+    return _counting(store, folder, store.list())
+
+
+def _counting(store: Store, folder: str, paths: Sequence[str]) -> list[str]:
+    """Those that count. paths: of the parts and notes that are there."""
     names = [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")]
-    parts = [name for name in names if PART.fullmatch(name)]
+    parts = {name for name in names if PART.fullmatch(name)}
+    for path in paths:
+        if match := REPLACED.match(path):
+            noted = _noted(store, path, folder)
+            of_attempt = {name for name in parts if _writer(name) == (int(match[1]), int(match[2]))}
+            parts = (parts - of_attempt) | (of_attempt & noted) | _unlisted(store, folder, noted - parts)
     takeovers = {int(match[1]): path for path in paths if (match := TAKEOVER.match(path))}
     if takeovers:
         newest = max(takeovers)
-        noted = set(_read_takeover(store, takeovers[newest]).parts.get(folder, []))
-        parts = [name for name in parts if name in noted or _token(name) >= newest]
-        parts = sorted({*parts, *_unlisted(store, folder, noted - set(parts))})
+        noted = _noted(store, takeovers[newest], folder)
+        parts = {name for name in parts if name in noted or _writer(name)[0] >= newest}
+        parts |= _unlisted(store, folder, noted - parts)
     found: dict[str, str] = {}
-    for name in parts:
+    for name in sorted(parts):
         content = name.split(".", 1)[1] if name.count(".") > 1 else name
         if found.setdefault(content, name) != name:
             log.warning("%s: a copy of %s, which counts", store.url_of(f"{folder}/{name}"), found[content])
     return [f"{folder}/{name}" for name in found.values()]
 
 
-def _unlisted(store: Store, folder: str, names: set[str]) -> list[str]:
+def _with_unlisted_notes(store: Store, paths: list[str], token: int) -> list[str]:
+    """What a listing shows, and the notes of drivers before `token` that it lacks, which only an object store's does."""
+    if store.local:
+        return paths
+    attempts = {_writer(path.rsplit("/", 1)[-1]) for path in paths if "/" in path}
+    notes = [f"takeover-{each:06d}.json" for each in range(2, token)]
+    notes += [f"replaced-{each:06d}-{attempt:04d}.json" for each, attempt in attempts if attempt]
+    return sorted({*paths, *store.existing(note for note in notes if note not in paths)})
+
+
+def _of_samples(store: Store, rewards: list[str], rollouts: list[str]) -> list[str]:
+    """The parts of scores that are of samples in these parts. A sample whose part was not found is made again, and scored again."""
+    made = {sid for ids in in_threads(partial(_sample_ids, store), rollouts) for sid in ids}
+    scored = in_threads(partial(_sample_ids, store), rewards)
+    return [path for path, ids in zip(rewards, scored, strict=True) if made.issuperset(ids)]
+
+
+def _sample_ids(store: Store, path: str) -> list[str]:
+    """The samples of a part; none of a broken one, which whoever reads it names or removes."""
+    try:
+        ids: list[str] = store.read_table(path, columns=["sample_id"]).column("sample_id").to_pylist()
+    except CorruptFileError:
+        return []
+    return ids
+
+
+def _unlisted(store: Store, folder: str, names: set[str]) -> set[str]:
     """Those of the noted parts that are there although a listing lacks them, which only an object store's does."""
     if store.local:
-        return []
+        return set()
     there = store.existing(f"{folder}/{name}" for name in sorted(names))
-    return [path.removeprefix(f"{folder}/") for path in there]
+    return {path.removeprefix(f"{folder}/") for path in there}
 
 
-def list_takeovers(store: Store) -> list[str]:
-    """Paths of the notes of takeovers in an iteration's folder."""
-    return [path for path in store.list() if TAKEOVER.match(path)]
+def list_notes(store: Store) -> list[str]:
+    """Paths of the notes in an iteration's folder that say which parts count."""
+    return [path for path in store.list() if TAKEOVER.match(path) or REPLACED.match(path)]
 
 
-def check_takeover(store: Store, path: str) -> object:
-    """The id of the run that a note of a takeover names, if any. Raises CorruptFileError if it is not what was written."""
-    _read_takeover(store, path)
+def check_note(store: Store, path: str) -> object:
+    """The id of the run that such a note names, if any. Raises CorruptFileError if it is not what was written."""
+    _read_note(store, path)
     return store.read_json(path).get(RUN)
 
 
@@ -136,15 +199,25 @@ def read_parts(
     return pa.concat_tables([empty.select(columns) if columns else empty, *tables_read])
 
 
-def _token(name: str) -> int:
-    """Token of the driver that wrote a part; 0 for parts of releases that noted none."""
+def _writer(name: str) -> tuple[int, int]:
+    """Token of the driver that wrote a part, 0 for parts of releases that noted none; attempt of the shard, 0 for none."""
     match = PART.fullmatch(name)
-    return int(match[1]) if match and match[1] else 0
+    return (int(match[1] or 0), int(match[2] or 0)) if match else (0, 0)
 
 
-def _read_takeover(store: Store, path: str) -> _Takeover:
+def _note(store: Store, name: str, parts: Mapping[str, Sequence[str]], run: str | None) -> None:
+    names = {folder: [path.removeprefix(f"{folder}/") for path in paths] for folder, paths in parts.items()}
+    iteration = "/".join(store.url.split("/")[-2:])
+    store.write_sealed(name, _Counting(parts=names).model_dump(), place=f"{iteration}/{name}", run=run)
+
+
+def _noted(store: Store, path: str, folder: str) -> set[str]:
+    return set(_read_note(store, path).parts.get(folder, []))
+
+
+def _read_note(store: Store, path: str) -> _Counting:
     try:
-        return _Takeover.model_validate(store.read_sealed(path))
+        return _Counting.model_validate(store.read_sealed(path))
     except (ValidationError, CorruptFileError) as error:
         raise CorruptFileError(
             "does not say which parts count",

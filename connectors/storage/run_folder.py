@@ -15,7 +15,6 @@ from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.outcomes import outcomes
 from millrace.connectors.storage.manifests.summaries import EVERY, Committed, Summaries
-from millrace.connectors.storage.parts import PART_FOLDERS, take_over_parts
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
 from millrace.core.contracts.history import IterationHistory
@@ -193,19 +192,6 @@ class RunFolder:
         follow, or the iteration was published.
         """
         return {manifest.iteration: manifest for manifest in self._from(0)}
-
-    def take_over(self) -> int:
-        """Note what earlier drivers left in open iterations, so that what they still write there does not count; remove their chunks.
-
-        For the holder of the lease, before it works. Returns the index of the first open iteration.
-        """
-        assert self.store.fence is not None, "the lease comes first"
-        first, token = self.first_open_iteration(), self.store.fence.token
-        if token > 1:
-            for index in range(first, self.last_begun(first) + 1):
-                take_over_parts(self.iteration(index), PART_FOLDERS, token, self.owner.run_id)
-                self.iteration(index).remove(EAGER, recursive=True)
-        return first
 
     def last_begun(self, first: int) -> int:
         """The last iteration that has something, `first` if none later has. A listing may lack some: they are asked for by name."""

@@ -33,6 +33,7 @@ from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
 from millrace.connectors.storage.local import bound_logs, keep_private, log_folder
 from millrace.connectors.storage.own_folders import remove_dead_folders
+from millrace.connectors.storage.takeovers import take_over
 from millrace.core.config import RunConfig
 from millrace.core.config.parts.problems import render_problems
 from millrace.core.contracts.own_code import expect
@@ -177,7 +178,7 @@ async def _drive(
         await open_run_record(
             runtime, attempt, config, here.commit
         )  # which may refuse: nothing of this start is in the iterations yet
-        first = await asyncio.to_thread(runtime.run_folder.take_over)
+        first = await asyncio.to_thread(take_over, runtime.run_folder)
         try:
             begin_subflows(attempt)
             with tags(*run_tags(config)):

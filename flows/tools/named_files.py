@@ -15,7 +15,7 @@ from millrace.connectors.storage.iteration_files import (
     IterationFiles,
     record_path,
 )
-from millrace.connectors.storage.parts import PART_FOLDERS, list_parts, list_takeovers
+from millrace.connectors.storage.parts import PART_FOLDERS, list_notes, list_parts
 from millrace.connectors.storage.run_folder import (
     COMPLETE,
     EAGER,
@@ -94,7 +94,7 @@ def _of_iteration(folder: RunFolder, index: int) -> list[str]:
     named = [
         *TABLES,
         *OF_SOME,
-        *list_takeovers(files.folder),
+        *list_notes(files.folder),
         *files.folder.list(EAGER),
         *map(record_path, IterationRecords.__annotations__),
     ]

@@ -16,7 +16,7 @@ from millrace.connectors.storage.checkpoint_files import checkpoint_files
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
 from millrace.connectors.storage.manifests.outcomes import JOINED
-from millrace.connectors.storage.parts import check_takeover, list_takeovers
+from millrace.connectors.storage.parts import check_note, list_notes
 from millrace.connectors.storage.run_folder import RunFolder, open_iterations
 from millrace.connectors.storage.store import Store
 from millrace.core.account.count import COLUMNS, account_of
@@ -117,8 +117,8 @@ def _problems(check: Callable[[], object]) -> list[str]:
 
 def _check_takeovers(folder: RunFolder, opened: IterationFiles) -> None:
     """Raise StorageError for a note of a takeover that is not what was written, or another run's."""
-    for path in list_takeovers(opened.folder):
-        folder.owner.check(check_takeover(opened.folder, path), opened.folder.url_of(path))
+    for path in list_notes(opened.folder):
+        folder.owner.check(check_note(opened.folder, path), opened.folder.url_of(path))
 
 
 def _file_problems(store: Store, entries: Iterable[FileEntry]) -> list[str]:

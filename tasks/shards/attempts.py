@@ -17,7 +17,7 @@ from prefect import Task
 
 from millrace.connectors.ray.task_runs import run_on_ray
 from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.storage.parts import list_parts
+from millrace.connectors.storage.parts import list_parts, replace_attempt
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import ActorLostError, only_first_error
 from millrace.core.pipeline.sharding import PlacedShare, shares
@@ -63,6 +63,7 @@ class Attempts:
         self._ctx, self._topic, self._stream = ctx, topic, stream
         self._versions, self._run_shard = versions, run
         self._opening = asyncio.Lock()
+        self._unfinished: list[Writer] = []  # attempts that have not ended well, and may still write
         self._talk: Conversation | None = None
 
     async def close(self) -> None:
@@ -92,6 +93,15 @@ class Attempts:
                 self._talk = talk
                 keeper.senders.append(talk.senders)
             return self._talk
+
+    async def note_earlier(self, work: Work, kinds: Sequence[Kind]) -> None:
+        """Before a task is tried again: note which parts count of the attempts that the try before left. What these still write does
+        not. kinds: of the parts that they write."""
+        earlier = [writer for writer in self._unfinished if writer.work == work]
+        for kind in kinds if earlier else ():
+            await asyncio.to_thread(self._ctx.start_parts, kind)
+        for writer in earlier:
+            await self._note_replaced(writer, kinds)
 
     async def count_stored(self, talk: Conversation, kind: Kind) -> None:
         """Count the parts that the context lists."""
@@ -139,10 +149,12 @@ class Attempts:
         for start in count(1):
             writer = Writer(work, number, next(keeper.attempts))
             await talk.begin(writer)
+            self._unfinished.append(writer)
             limit = ctx.config.part_limit
             call = ShardCall(keeper.token, self._topic, writer, placed.share, self._versions(), limit)
             try:
                 record: Record = await self._run_shard(task, call, placed.node)
+                self._unfinished.remove(writer)
                 return record
             except ActorLostError as error:
                 if start == STARTS or talk.failed:
@@ -157,6 +169,7 @@ class Attempts:
                     error,
                 )
                 await self.take_in_written(talk, kinds)
+                await self._note_replaced(writer, kinds)
             except BaseException:
                 await talk.end(writer)
                 raise
@@ -172,6 +185,15 @@ class Attempts:
                 entry = await asyncio.to_thread(self._ctx.folder.entry, path)
                 await talk.take_in(kind, entry.record())
                 await talk.show(kind, [path])
+
+    async def _note_replaced(self, writer: Writer, kinds: Sequence[Kind]) -> None:
+        """Note for later drivers which parts of an attempt count. Others that a listing shows later are of samples that the next
+        attempt makes."""
+        ctx = self._ctx
+        parts: dict[str, list[str]] = {kind: [file["path"] for file in ctx.parts[kind]] for kind in kinds}
+        token, run = ctx.runtime.board.token, ctx.run_folder.owner.run_id
+        await asyncio.to_thread(replace_attempt, ctx.folder, token, writer.attempt, parts, run)
+        self._unfinished.remove(writer)
 
     async def remove_strays(self, talk: Conversation, kind: Kind) -> None:
         """Remove parts that a replaced attempt never reported: another attempt has generated their samples."""

@@ -102,6 +102,7 @@ class ShardContext(IterationContext):
         """address: of this node."""
         super().__init__(runtime.config, call.topic.index, runtime, stream)
         self.in_shard = True
+        self.folder.attempt = call.writer.attempt
         self.topic, self.share = call.topic, call.share
         self._versions = call.versions
         self._mirror, self._address = stream, address

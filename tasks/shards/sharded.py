@@ -78,6 +78,7 @@ class ShardedIteration:
     async def rollout(self) -> RolloutRecord:
         """Have the samples generated until the filter has settled."""
         ctx, started = self._ctx, time.perf_counter()
+        await self._shards.note_earlier("rollout", WRITTEN)
         stored = await asyncio.to_thread(ctx.stored_parts, "rollouts", FAILURE)
         await asyncio.to_thread(ctx.stored_parts, "turns", ["rollout_id"])  # a broken part is removed
         talk = await self._shards.conversation()
@@ -102,6 +103,7 @@ class ShardedIteration:
     async def reward(self) -> RewardRecord:
         """Have them scored until the filter has settled."""
         ctx = self._ctx
+        await self._shards.note_earlier("reward", ["rewards"])
         stored = await asyncio.to_thread(ctx.stored_parts, "rewards", OUTCOME)
         await asyncio.to_thread(ctx.start_parts, "rewards")
         budget = reward_budget(ctx, stored.to_pylist())

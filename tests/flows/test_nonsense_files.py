@@ -17,7 +17,7 @@ from millrace.connectors.storage.driven_runs import DrivenRun
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.iteration_files import record_path
 from millrace.connectors.storage.lease import Lease, holder_of
-from millrace.connectors.storage.parts import list_takeovers, take_over_parts
+from millrace.connectors.storage.parts import list_notes, take_over_parts
 from millrace.connectors.storage.run_folder import CUT, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
@@ -132,7 +132,7 @@ def paths(run: Path) -> list[str]:
 def test_the_run_has_each_kind_of_json_file(stored: Path) -> None:
     there = {path.rpartition("/")[2] for path in paths(stored)}
     kinds = {kind.rpartition("/")[2] for kind in KINDS if kind.endswith(".json") and "exports" not in kind}
-    takeovers = set(list_takeovers(Store(str(stored / "iterations/000002"))))
+    takeovers = set(list_notes(Store(str(stored / "iterations/000002"))))
     assert kinds - there - {"takeover.json", "metadata.json"} == set()  # metadata.json is Megatron's
     assert takeovers <= there
     assert takeovers

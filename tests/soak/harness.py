@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.connectors.storage.local import locked
 from tests.soak import forms, neighbours, promises, rollouts, victims
 from tests.soak.points import ENDS_THE_RUN, NEIGHBOURS, OWN_VICTIMS, Point
 from tests.soak.starts import Started, Starts, overrides
@@ -59,7 +60,9 @@ class Outcome:
 class Site:
     """A workplace whose engines log what they finish, with one uninterrupted run of each kind."""
 
-    def __init__(self, place: Workplace, whole: Path | None = None) -> None:
+    def __init__(self, place: Workplace, whole: Path | None = None, shared: Path | None = None) -> None:
+        """shared: where uninterrupted runs lie that several sites compare with."""
+        self._shared = shared or place.folder
         self.place = place
         self.folder = folder = place.folder
         self.home = Path(self.place.environment["MILLRACE_HOME"])
@@ -80,14 +83,18 @@ class Site:
         """The folder of the uninterrupted run."""
         kind = (point.dynamic, point.form)
         if kind not in self._references:
-            root = self.folder / f"whole-{'dynamic' if point.dynamic else 'sync'}-{point.form}"
+            root = self._shared / f"whole-{'dynamic' if point.dynamic else 'sync'}-{point.form}"
             form = forms.FORMS.get(point.form)
             if form and form.asks_server and forms.REWARD_SERVER not in self.place.environment:
                 server = self._servers.enter_context(serve_rewards())
                 self.place.environment[forms.REWARD_SERVER] = server.url
             cluster = self._cluster(point)
             joining = cluster.overrides if cluster else []
-            self.place.train(root, *overrides(point), *joining, **(cluster.environment if cluster else {}))
+            with locked(root.with_suffix(".lock")):
+                if not (root / "a").exists():
+                    self.place.train(
+                        root, *overrides(point), *joining, **(cluster.environment if cluster else {})
+                    )
             assert not form or form.at_work(root / "a"), f"a kill of the form {point.form} would try nothing"
             self._references[kind] = root / "a"
         return self._references[kind]

@@ -9,6 +9,8 @@ import contextlib
 import http.client
 import random
 import re
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -31,8 +33,11 @@ class Odds:
 
     errors: float = 0.0  # 503, and the server is not asked
     lost: float = 0.0  # the server did it, and its answer does not arrive
+    slow: float = 0.0  # the answer comes one to three seconds late
     stale: float = 0.0  # a listing that was asked for less than RECENT_S ago is answered as then
     hidden: float = 0.0  # a name written less than RECENT_S ago is left out of a listing
+    named: str = ""  # hidden are the names alone in which this pattern is found
+    only: str = ""  # stale and hidden are the listings alone whose address holds this text
     seed: int = 0
     happened: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,7 +57,8 @@ class Odds:
         written = WRITTEN.search(entry[0])
         assert written
         age = datetime.now(UTC) - datetime.fromisoformat(written[1].decode())
-        return b"" if age.total_seconds() < RECENT_S and self.drawn("hidden") else entry[0]
+        concerned = re.search(self.named.encode(), entry[0]) and age.total_seconds() < RECENT_S
+        return b"" if concerned and self.drawn("hidden") else entry[0]
 
 
 @contextlib.contextmanager
@@ -82,11 +88,13 @@ def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
         def handle_any(self) -> None:
             body = self._body()
             if odds.drawn("errors"):
-                self._answer(
-                    (503, [("Content-Type", "application/xml")], b"<Error><Code>SlowDown</Code></Error>")
-                )
+                code, name = odds.draw.choice([(500, b"InternalError"), (503, b"SlowDown")])
+                text = b"<Error><Code>" + name + b"</Code><Message>x</Message></Error>"
+                self._answer((code, [("Content-Type", "application/xml")], text))
                 return
-            listing = self.command == "GET" and "list-type" in self.path
+            if odds.drawn("slow"):
+                time.sleep(odds.draw.uniform(1.0, 3.0))
+            listing = self.command == "GET" and "list-type" in self.path and odds.only in self.path
             earlier = before.get(self.path) if listing else None
             if earlier and time.monotonic() - earlier[0] < RECENT_S and odds.drawn("stale"):
                 self._answer(earlier[1])
@@ -96,10 +104,14 @@ def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
                 answer = answer[0], answer[1], CONTENTS.sub(odds.shown, answer[2])
                 before[self.path] = time.monotonic(), answer
             if odds.drawn("lost"):
-                self.close_connection = True
-                self.connection.close()
+                self._hang_up()
                 return
             self._answer(answer)
+
+        def _hang_up(self) -> None:
+            self.close_connection = True
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
 
         def _body(self) -> bytes:
             if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

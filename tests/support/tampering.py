@@ -20,6 +20,7 @@ from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.sealed import PLACE, check_seal, sealed
 from millrace.connectors.storage.store import Store
+from millrace.connectors.storage.takeovers import take_over
 from millrace.core.errors import MillraceError, StorageError
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.verify import verify_run
@@ -96,7 +97,7 @@ def driven(run: Path) -> tuple[RunFolder, str]:
     folder, run_id = RunFolder(str(run.parent), run.name), run_record(str(run.parent), run.name)["id"]
     folder.store.fence = Lease.take(folder.store)
     folder.owner.drive_as(run_id)
-    folder.take_over()
+    take_over(folder)
     return folder, run_id
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,12 +15,15 @@ from millrace.connectors.storage import lease as leases
 from millrace.connectors.storage.files import move_file
 from millrace.connectors.storage.lease import Lease, PassedLease
 from millrace.connectors.storage.manifests.manifest import Manifest
-from millrace.connectors.storage.parts import list_parts, list_takeovers, read_parts, write_part
+from millrace.connectors.storage.parts import list_notes, list_parts, read_parts, write_part
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.connectors.storage.takeovers import take_over
 from millrace.core.contracts import schema
 from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import CorruptFileError, LeaseHeldError, StorageError
+from tests.support.passing_fence import Passing
+from tests.support.stored_samples import drawn_group, sample_of
 
 TABLE = schema.schema("rewards").empty_table()
 
@@ -180,18 +181,9 @@ def rewards(*samples: str) -> pa.Table:
     return schema.to_table(rows, "rewards")
 
 
-@dataclass(frozen=True)
-class Passing:
-    """The fence of a driver whose write was under way when the lease was taken: nothing refuses it."""
-
-    token: int
-
-    def check(self) -> None:
-        """Find nothing."""
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Refuse nothing."""
-        return nullcontext()
+def samples(*names: str) -> pa.Table:
+    rows = [sample_of(drawn_group(0), 0, "2", sample_id=name) for name in names]
+    return schema.to_table(rows, "rollouts")
 
 
 def test_parts_that_land_after_a_takeover_do_not_count(root: str) -> None:
@@ -199,11 +191,12 @@ def test_parts_that_land_after_a_takeover_do_not_count(root: str) -> None:
     folder = RunFolder(root, "a")
     folder.store.fence = Lease.take(folder.store)
     stale = folder.iteration(0)
+    write_part(stale, "rollouts", samples("one", "two", "three"), "rollouts")
     kept = write_part(stale, "rewards", rewards("one"), "rewards").path
     stale.fence = Passing(1)
     for sample in ("two", "three"):
         folder.store = taken_over(folder.store)
-        assert folder.take_over() == 0
+        assert take_over(folder) == 0
         late = write_part(stale, "rewards", rewards(sample), "rewards").path
         new = folder.iteration(0)
         mine = write_part(new, "rewards", rewards(sample), "rewards").path
@@ -218,9 +211,9 @@ def test_a_broken_note_of_a_takeover_is_named_and_its_remedy_works(root: str) ->
     folder.store.fence = Lease.take(folder.store)
     part = write_part(folder.iteration(0), "rewards", rewards("one"), "rewards").path
     folder.store = taken_over(folder.store)
-    folder.take_over()
+    take_over(folder)
     store = folder.iteration(0)
-    (note,) = list_takeovers(store)
+    (note,) = list_notes(store)
     for changed in (store.read(note).replace(b"parts", b"ports"), b"{}", b"[", b""):
         store.write(note, changed)
         with pytest.raises(CorruptFileError, match=f"{note}: .*remove it: then all parts count"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
@@ -13,12 +14,22 @@ import pytest
 from millrace.connectors.storage.changes import CHANGES
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.lease import Lease, PassedLease
-from millrace.connectors.storage.parts import list_parts, list_takeovers, take_over_parts, write_part
+from millrace.connectors.storage.parts import (
+    list_notes,
+    list_parts,
+    replace_attempt,
+    take_over_parts,
+    write_part,
+)
 from millrace.connectors.storage.run_folder import DRAWN, RunFolder
 from millrace.connectors.storage.store import Store
+from millrace.connectors.storage.takeovers import take_over
 from millrace.core.contracts import schema
+from millrace.core.contracts.sample import ScoredSample
 from millrace.core.errors import LeaseHeldError
 from tests.support.late_s3 import Odds, late_s3
+from tests.support.passing_fence import Passing
+from tests.support.stored_samples import drawn_group, sample_of
 
 PACKAGE = Path(__file__).parents[3] / "src" / "millrace"
 
@@ -29,6 +40,16 @@ def late(request: pytest.FixtureRequest, s3_bucket: str, monkeypatch: pytest.Mon
     with late_s3(os.environ["AWS_ENDPOINT_URL"], Odds(**{request.param: 1.0})) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         yield f"{s3_bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def memory() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["disk", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
 
 
 def part_of(store: Store) -> str:
@@ -79,7 +100,7 @@ def test_parts_that_a_driver_found_when_it_took_over_count_though_a_later_listin
     store = Store(late)
     found = part_of(store)
     take_over_parts(store, ["rewards"], token=2)
-    (note,) = list_takeovers(store)
+    (note,) = list_notes(store)
     CHANGES.forget()  # another process wrote the part
     CHANGES.wrote(f"{store.root}/{note}")
     assert list_parts(Store(late), "rewards") == [found]
@@ -92,7 +113,7 @@ def test_what_was_begun_is_taken_over_though_no_listing_shows_it(late: str) -> N
     Lease.take(folder.store).release()
     CHANGES.forget()
     folder.store.fence = Lease.take(folder.store)
-    assert folder.take_over() == 0
+    assert take_over(folder) == 0
     assert [folder.iteration(index).exists("takeover-000002.json") for index in range(4)] == [True] * 3 + [
         False
     ]
@@ -107,8 +128,127 @@ def test_the_records_of_an_iteration_are_found_by_name(late: str) -> None:
     assert IterationFiles(folder, 0).recorded_tasks() == ["sample_prompts", "rollout"]
 
 
+# Which parts count after a driver was replaced, where each listing shows less than there is. A part that is hidden is one that is
+# written after the takeover: nothing else tells the two apart.
+
+
+def samples(store: Store, *names: str) -> str:
+    rows = [sample_of(drawn_group(0), 0, "2", sample_id=name) for name in names]
+    return write_part(store, "rollouts", schema.to_table(rows, "rollouts"), "rollouts").path
+
+
+def scores(store: Store, *names: str) -> str:
+    rows = [
+        ScoredSample(
+            sample_id=name,
+            group_id="g0",
+            reward=1.0,
+            reward_parts=[],
+            scoring="scored",
+            reason=None,
+            scoring_s=0.0,
+        )
+        for name in names
+    ]
+    return write_part(store, "rewards", schema.to_table(rows, "rewards"), "rewards").path
+
+
+def driven(root: str) -> RunFolder:
+    """The run's folder, taken by a new driver that knows no more than storage shows."""
+    CHANGES.forget()
+    folder = RunFolder(root, "a")
+    folder.store.fence = Lease.take(folder.store)
+    CHANGES.forget()
+    return folder
+
+
+def once_driven(folder: RunFolder) -> Store:
+    """The first iteration as a driver of before sees it, that is amid a write."""
+    store = folder.iteration(0)
+    assert store.fence
+    store.fence = Passing(store.fence.token)
+    return store
+
+
+def given_up(folder: RunFolder) -> None:
+    """The driver ends."""
+    assert isinstance(folder.store.fence, Lease)
+    folder.store.fence.release()
+
+
+def test_parts_that_a_record_names_count_though_no_listing_shows_them(late: str) -> None:
+    first = driven(late)
+    part, score = samples(first.iteration(0), "s"), scores(first.iteration(0), "s")
+    first.iteration(0).write_json(DRAWN, {})
+    for task, path in (("rollout", part), ("reward", score)):
+        result = json.dumps({"files": [{"path": path}]})
+        first.iteration(0).write_sealed(record_path(task), {"result": result})
+    given_up(first)
+    second = driven(late)
+    assert take_over(second) == 0
+    assert list_parts(second.iteration(0), "rollouts") == [part]
+    assert list_parts(second.iteration(0), "rewards") == [score]
+
+
+def test_a_score_counts_with_the_sample_that_it_is_of(memory: str) -> None:
+    first = driven(memory)
+    shown = samples(first.iteration(0), "shown")
+    with_it, without = scores(first.iteration(0), "shown"), scores(first.iteration(0), "hidden")
+    given_up(first)
+    second = driven(memory)
+    take_over(second)
+    samples(once_driven(first), "hidden")
+    assert list_parts(second.iteration(0), "rollouts") == [shown]
+    assert list_parts(second.iteration(0), "rewards") == [with_it]
+    assert second.iteration(0).exists(without)
+
+
+def test_a_part_of_an_attempt_that_was_replaced_never_counts_once_another_made_its_samples(
+    root: str,
+) -> None:
+    first = driven(root)
+    store = first.iteration(0)
+    store.attempt = 1
+    reported = samples(store, "one")
+    replace_attempt(store, 1, 1, {"rollouts": [reported]})
+    store.attempt = 2
+    again = samples(store, "two", "three")
+    store.attempt = 1
+    samples(store, "two")
+    assert list_parts(first.iteration(0), "rollouts") == sorted([reported, again])
+    given_up(first)
+    second = driven(root)
+    take_over(second)
+    assert list_parts(second.iteration(0), "rollouts") == sorted([reported, again])
+
+
+def test_notes_of_earlier_drivers_are_asked_for_by_name(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = f"{s3_bucket}/{uuid.uuid4().hex}"
+    first = driven(root)
+    store = first.iteration(0)
+    store.write_json(DRAWN, {})
+    store.attempt = 1
+    reported = samples(store, "one")
+    replace_attempt(store, 1, 1, {"rollouts": [reported]})
+    stray = samples(store, "two")
+    given_up(first)
+    second = driven(root)
+    take_over(second)
+    late = samples(once_driven(first), "three")
+    given_up(second)
+    with late_s3(os.environ["AWS_ENDPOINT_URL"], Odds(hidden=1.0, named="takeover-|replaced-")) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        third = driven(root)
+        take_over(third)
+        counted = list_parts(third.iteration(0), "rollouts")
+    assert counted == [reported]
+    assert {stray, late}.isdisjoint(counted)
+
+
 LISTINGS = re.compile(
-    r"\.(?:list|folders|download_dir)\(|\b(?:list_parts|list_takeovers)\(|to_thread\(list_parts\b"
+    r"\.(?:list|folders|download_dir)\(|\b(?:list_parts|list_notes)\(|to_thread\(list_parts\b"
     r"|numbers_of\([^)]*\"(?:iterations|checkpoints)\""
 )
 OWN = "its own process wrote what it asks for"
