@@ -84,7 +84,7 @@ class ChatRoute:
         """Loaded for the first request: rollouts send token ids and need none."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._folder)
+        return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
 
     def _answer(self, request: Request, model: str) -> dict[str, Any]:
         assert request.finish is not None

@@ -193,7 +193,8 @@ def _chosen(folder: str) -> Any:
         return _class(kind).from_pretrained(folder)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # without a word, transformers asks on the terminal whether the folder's code may run
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     remember_kind(folder, _kind(tokenizer))
     return tokenizer
 

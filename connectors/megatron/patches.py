@@ -99,6 +99,35 @@ def leave_new_memory_unfilled() -> None:
     settings.fill_uninitialized_memory = False
 
 
+# checkpoints
+
+
+@contextlib.contextmanager
+def checkpoints_read_as_data(metadata: Any, as_data: Callable[[Any], Any]) -> Iterator[None]:
+    """torch.distributed.checkpoint (PyTorch 2.13): it unpickles a table of contents and objects, and calls what they name.
+
+    metadata: the table of contents, read already. as_data(stored) gives the stored object without what could be called.
+    """
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+    reader: Any = FileSystemReader
+    planner: Any = DefaultLoadPlanner
+    inherited = reader.read_metadata, planner.load_bytes
+
+    def read_metadata(self: Any, *_: Any, **__: Any) -> Any:
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def load_bytes(self: Any, read_item: Any, value: Any) -> None:
+        inherited[1](self, read_item, as_data(value))
+
+    reader.read_metadata, planner.load_bytes = read_metadata, load_bytes
+    try:
+        yield
+    finally:
+        reader.read_metadata, planner.load_bytes = inherited
+
+
 # the optimizer
 
 

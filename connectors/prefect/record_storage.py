@@ -25,9 +25,12 @@ from tenacity import before_sleep_log, retry, retry_if_exception_type, stop_afte
 
 from millrace.connectors.storage.files import Fence
 from millrace.connectors.storage.store import Store
+from millrace.core.errors import CorruptFileError
 
 log = logging.getLogger(__name__)
 
+# A record names how it is read, and Prefect would import that: pickle, or any class. All of ours are plain JSON.
+PLAIN = JSONSerializer(object_encoder=None, object_decoder=None)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,9 +50,15 @@ class RecordStorage(WritableFileSystem):
         self._fence, self._run_id = fence, run_id
 
     async def read_path(self, path: str) -> bytes:
-        """A record's bytes. Raises CorruptFileError if they are not those that were written."""
-        content = await asyncio.to_thread(Store(self.root).read_sealed, path)
-        return json.dumps(content).encode()
+        """A record's bytes, with the result as plain JSON. Raises CorruptFileError if they are not those that were written."""
+        store = Store(self.root)
+        content = await asyncio.to_thread(store.read_sealed, path)
+        result = content.get("result")
+        if not isinstance(result, str):
+            raise CorruptFileError(
+                "it has no result", where=store.url_of(path), remedy="remove it: the task runs again"
+            )
+        return json.dumps({"metadata": {"serializer": PLAIN.model_dump()}, "result": result}).encode()
 
     async def write_path(self, path: str, content: bytes) -> None:
         """Write a record, whole or not at all; what is none is not kept. Its place is that in the run, whatever the run's name."""
@@ -87,7 +96,7 @@ def kept_at(path: str, task: Task[P, R], storage: RecordStorage) -> Task[P, R]:
         persist_result=True,
         cache_result_in_memory=False,
         cache_policy=KeptAt(path=path),
-        result_serializer=JSONSerializer(),
+        result_serializer=PLAIN,
         result_storage=storage,
     )
 

@@ -340,7 +340,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
         return tokenizer(name_or_path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name_or_path, **rest)
+    return AutoTokenizer.from_pretrained(name_or_path, **rest, trust_remote_code=False)
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> None:

@@ -196,7 +196,7 @@ def tokenizer(folder: str) -> Any:
     """The model's tokenizer, loaded once a process."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 async def post(

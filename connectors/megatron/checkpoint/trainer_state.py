@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +17,22 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.connectors.megatron.checkpoint.background import BackgroundWriter, Begun
 from millrace.connectors.megatron.checkpoint.collective import on_every_rank, on_rank_0
 from millrace.connectors.megatron.checkpoint.folders import read_folder, store_files, write_folder
 from millrace.connectors.megatron.checkpoint.host_copy import CopyingWriter
+from millrace.connectors.megatron.checkpoint.stored_metadata import LOAD_ANOTHER, as_data, read_metadata
 from millrace.connectors.megatron.checkpoint.writer import SynchronousSave
 from millrace.connectors.megatron.learner import Learner
+from millrace.connectors.megatron.patches import checkpoints_read_as_data
 from millrace.connectors.storage.files import FileEntry
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, TrainerError
 
 COMPLETE = "complete.json"
 FORMAT = 1
-LOAD_ANOTHER = "load another, or train from the start"
 
 
 class Loaded(NamedTuple):
@@ -165,7 +169,7 @@ def load(learner: Learner, url: str) -> Loaded:
     files = [FileEntry(**file) for file in marker["files"]]
     with read_folder(store, files) as folder, torch.no_grad():
         try:
-            state = dist_checkpointing.load(learner.sharded_state(loading=True), str(folder))
+            state = _read_state(learner, folder, {file.path for file in files})
         except (CheckpointingException, KeyError) as error:
             raise TrainerError(
                 f"does not fit the configured model: {error}",
@@ -175,6 +179,29 @@ def load(learner: Learner, url: str) -> Loaded:
         learner.load_state(state)
         _set_rng(state["rng"])
     return Loaded(int(state["version"]), marker["last"])
+
+
+def _read_state(learner: Learner, folder: Path, files: set[str]) -> dict[str, Any]:
+    """The stored state, as data: nothing that a file names is imported or called.
+
+    Raises CorruptFileError if the table of contents names code, and then nothing was loaded; TrainerError if an object does.
+    """
+    metadata = on_every_rank(lambda: read_metadata(folder, files))[dist.get_rank()]
+    try:
+        with checkpoints_read_as_data(metadata, as_data):
+            state: dict[str, Any] = dist_checkpointing.load(learner.sharded_state(loading=True), str(folder))
+            return state
+    except UnpicklingError as error:
+        raise _unreadable(folder, error) from error
+    except CheckpointException as error:  # raised on every rank, whichever failed
+        raise _unreadable(folder, next((failure for failure, _ in error.failures.values()), error)) from error
+
+
+def _unreadable(folder: Path, error: BaseException) -> TrainerError:
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, UnpicklingError):
+        reason = f"a file of it holds more than data: {reason}"
+    return TrainerError(f"cannot be loaded: {reason}", where=str(folder), remedy=LOAD_ANOTHER)
 
 
 def _state_to_save(learner: Learner, version: int) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from prefect import task
 
-from millrace.connectors.prefect.record_storage import KeptAt, RecordStorage, kept_at
+from millrace.connectors.prefect.record_storage import PLAIN, KeptAt, RecordStorage, kept_at
 from millrace.core.errors import CorruptFileError, MissingFileError
+
+RECORD = b'{"metadata": {}, "result": "{}"}'
+READ = json.dumps({"metadata": {"serializer": PLAIN.model_dump()}, "result": "{}"}).encode()
 
 
 def test_servers_know_the_block_type_for_good() -> None:
@@ -20,8 +24,8 @@ def test_servers_know_the_block_type_for_good() -> None:
 
 async def test_records_are_files_under_the_root(tmp_path: Path) -> None:
     storage = RecordStorage(root=str(tmp_path))
-    await storage.write_path("a/iterations/000000/results/rollout.json", b"{}")
-    assert await storage.read_path("a/iterations/000000/results/rollout.json") == b"{}"
+    await storage.write_path("a/iterations/000000/results/rollout.json", RECORD)
+    assert await storage.read_path("a/iterations/000000/results/rollout.json") == READ
     with pytest.raises(MissingFileError, match="reward"):
         await storage.read_path("a/iterations/000000/results/reward.json")
 
@@ -31,7 +35,7 @@ async def test_a_record_that_changed_is_another_ones_or_has_no_hash_is_named(
 ) -> None:
     storage = RecordStorage(root=str(tmp_path))
     path = "a/iterations/000000/results/rollout.json"
-    await storage.write_path(path, b'{"metadata": {}, "result": "{}"}')
+    await storage.write_path(path, RECORD)
     file = tmp_path / path
     whole = file.read_bytes()
     for at in range(len(whole)):
@@ -39,7 +43,7 @@ async def test_a_record_that_changed_is_another_ones_or_has_no_hash_is_named(
         changed[at] ^= 1
         file.write_bytes(changed)
         try:
-            assert await storage.read_path(path) == b'{"metadata": {}, "result": "{}"}'
+            assert await storage.read_path(path) == READ
         except CorruptFileError:
             continue
     other = tmp_path / "a/iterations/000001/results/rollout.json"
@@ -47,7 +51,7 @@ async def test_a_record_that_changed_is_another_ones_or_has_no_hash_is_named(
     other.write_bytes(whole)
     with pytest.raises(CorruptFileError, match=r"was written as iterations/000000/results/rollout\.json"):
         await storage.read_path("a/iterations/000001/results/rollout.json")
-    other.write_bytes(b'{"metadata": {}, "result": "{}"}')
+    other.write_bytes(RECORD)
     with pytest.raises(CorruptFileError, match="lacks the hash that it was written with"):
         await storage.read_path("a/iterations/000001/results/rollout.json")
 

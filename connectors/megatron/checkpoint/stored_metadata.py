@@ -1,0 +1,101 @@
+"""A checkpoint is data: what a stored file names is looked up in a list, and nothing else is imported or called.
+
+PyTorch keeps a checkpoint's table of contents as a pickle, and unpickles objects among the tensors. Owns the list, and what
+a table of contents may say. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.serialization import _get_layout
+
+from millrace.core.errors import CorruptFileError
+
+NAME = ".metadata"
+LOAD_ANOTHER = "load another, or remove this one and start the run again from the one before"
+CLASSES = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+)
+KNOWN: dict[tuple[str, str], Any] = {
+    **{(each.__module__, each.__qualname__): each for each in CLASSES},
+    # the folder that it was written to, which is not read
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+    ("torch.serialization", "_get_layout"): _get_layout,
+    **{
+        ("torch", name): value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype | torch.layout)
+    },
+}
+WRONG = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds what a table of contents is made of."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """What is listed. Raises UnpicklingError for any other name, and imports nothing."""
+        if (module, name) not in KNOWN:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+        return KNOWN[module, name]
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """A checkpoint's table of contents. files: names of its files.
+
+    Raises CorruptFileError if it names what no checkpoint is made of, or another file.
+    """
+    path = folder / NAME
+    try:
+        read = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except WRONG as error:
+        raise _refused(path, str(error)) from error
+    if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
+        raise _refused(path, "it is no table of contents")
+    for place in read.storage_data.values():
+        name = place.relative_path if isinstance(place, filesystem._StorageInfo) else place
+        if name not in files:
+            raise _refused(path, f"it names {name!r}, which is no file of the checkpoint")
+    return read
+
+
+def as_data(stored: io.BytesIO) -> io.BytesIO:
+    """An object of a checkpoint, stored anew: of tensors, plain values and what megatron-core has declared safe.
+
+    Raises UnpicklingError for any other.
+    """
+    again = io.BytesIO()
+    torch.save(torch.load(stored, map_location="cpu", weights_only=True), again)
+    again.seek(0)
+    return again
+
+
+def _refused(path: Path, reason: str) -> CorruptFileError:
+    return CorruptFileError(f"it is not read: {reason}", where=str(path), remedy=LOAD_ANOTHER)
