@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-TEACHER, ENGINE, BUCKET, STORED = "http://teacher.invalid", "http://127.0.0.1:30000", "s3://bucket", "stored"
-"""Stand-ins for what a run gets when it starts: a served teacher, an engine outside, a bucket, another run's name."""
+TEACHER, ENGINE, STORED = "http://teacher.invalid", "http://127.0.0.1:30000", "stored"
+BUCKET, WEIGHTS = "s3://bucket", "s3://weights"
+"""Stand-ins for what a run gets when it starts: a served teacher, an engine outside, another run's name, and two buckets."""
+TOP_P, MEMORY_MB = 0.9, 2048
 OWN = "pair_functions"  # the user's module
 ITERATIONS, PROMPTS, SAMPLES, LONGEST = 4, 4, 2, 24
 BASE: Mapping[str, Any] = MappingProxyType(
@@ -104,7 +106,7 @@ ROLLOUTS = {
     ),
     "flush": Feature({"rollout.flush_tokens": 16}),
     "stops": Feature({"rollout.sampling.stop_regex": ["[0-9]{2}"], "rollout.sampling.stop": ["="]}),
-    "top_p": Feature({"rollout.sampling.top_p": 0.9}),
+    "top_p": Feature({"rollout.sampling.top_p": TOP_P}),
     "buffer": Feature({"rollout.buffer.share": 0.25, "rollout.buffer.choose": "prioritised"}, CORRECTION),
     "buffer_filter": Feature(
         {"rollout.buffer.share": 0.25, "rollout.buffer.buffer_filter": f"{OWN}:newest"}, CORRECTION
@@ -206,7 +208,7 @@ GROUPS = {
             "data.sources": [{"name": "graded", "path": "graded.jsonl"}],
         }
     ),
-    "remote_limits": Feature({"reward.memory_mb": 2048, "reward.max_processes": 64}),
+    "remote_limits": Feature({"reward.memory_mb": MEMORY_MB, "reward.max_processes": 64}),
     "mixture": Feature(
         {
             "data.sources": [
@@ -300,7 +302,7 @@ ENGINES = {
     "broadcast": Feature({"sync.kind": "broadcast", "sync.bucket_mib": 1}),
     "verified_sync": Feature({"sync.verify": True}, {"sync.kind": "broadcast"}),
     "prompt_gap": Feature({"sync.max_prompt_gap": 0.5}),
-    "weights_by_url": Feature({"sync.directory": f"{BUCKET}/weights"}),
+    "weights_by_url": Feature({"sync.directory": WEIGHTS}),
     "sglang": Feature(
         GPU,
         carries=("engines.sglang",),

@@ -12,29 +12,35 @@ from tests.pairs.features import OWN
 MODULE = '''
 """A user's functions, one for each hook that a feature names."""
 
-import random
+import resource
 from pathlib import Path
 
 from millrace import Done, Observation
 
 
+def scored(reward, **parts):
+    """A reward with the megabytes that its process may have; 0 without a limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return {"reward": reward, "memory_mb": 0.0 if most == resource.RLIM_INFINITY else float(most >> 20), **parts}
+
+
 def length(sample):
     """Differs between samples of a prompt, and is never 11 or 12."""
-    return (sample.response_length % 5) / 4
+    return scored((sample.response_length % 5) / 4)
 
 
 def ranks(samples):
     """Of a group at once: the shortest first."""
     order = sorted(range(len(samples)), key=lambda at: samples[at].response_length)
-    return [{"reward": float(order.index(at)), "rank": float(order.index(at))} for at in range(len(samples))]
+    return [scored(float(order.index(at)), rank=float(order.index(at))) for at in range(len(samples))]
 
 
 def eleven(sample):
-    return 11.0 + sample.response_length % 3
+    return scored(11.0 + sample.response_length % 3)
 
 
 def twelve(sample):
-    return -12.0 - sample.response_length % 3
+    return scored(-12.0 - sample.response_length % 3)
 
 
 async def dialogue(session):

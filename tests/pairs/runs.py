@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pyarrow.parquet as pq
 import yaml
 
-from tests.pairs.features import BUCKET, ENGINE, STORED, TEACHER
+from tests.pairs.features import BUCKET, ENGINE, STORED, TEACHER, WEIGHTS
 from tests.pairs.outcomes import together, whole
 from tests.support import mcp_server
 from tests.support.flow_runs import Workplace
@@ -22,11 +24,12 @@ from tests.support.flow_runs import Workplace
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What stand-ins stand for: addresses of servers that run, a bucket's URL."""
+    """What stand-ins stand for: addresses of servers that run, URLs in buckets."""
 
     teacher: str
     engine: str
     bucket: str
+    weights: str
 
     def replaced(self, value: Any) -> Any:
         """A value without stand-ins."""
@@ -41,6 +44,7 @@ class Surroundings:
             TEACHER: self.teacher,
             ENGINE: self.engine,
             BUCKET: self.bucket,
+            WEIGHTS: self.weights,
             **others,
         }.items():
             value = value.replace(name, here)
@@ -55,6 +59,19 @@ class Left:
     features: Sequence[str]
     out: str
     home: Path  # MILLRACE_HOME
+    logs: frozenset[str]  # of processes that it started
+    asked: int  # requests that the engine outside had
+    uploaded: Sequence[str]  # names of objects that were ever in the bucket for weights
+
+    @property
+    def model(self) -> Path:
+        return self.home.parent / "model"
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """run.json."""
+        loaded: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        return loaded
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -109,5 +126,25 @@ def make(place: Workplace, names: Sequence[str], around: Surroundings, root: str
         place.call("train", f"{STORED}.yaml")
     file = f"pair-{uuid.uuid4().hex}.yaml"
     (place.folder / file).write_text(yaml.safe_dump(configuration(names, around, root)))
+    home = place.folder / "home"
+    earlier = set(_logs(home))
     out = place.call("train", file)
-    return Left(local / "a", names, out, place.folder / "home")
+    logs = frozenset(path.name for path in _logs(home) if path not in earlier)
+    return Left(local / "a", names, out, home, logs, _asked(around.engine), _ever_in(around.weights))
+
+
+def _logs(home: Path) -> Iterator[Path]:
+    return home.glob("logs/*/*.log")
+
+
+def _asked(engine: str) -> int:
+    """Requests that an engine has had."""
+    with urllib.request.urlopen(f"{engine}/server_info") as answer:
+        return int(json.load(answer)["counters"]["requests"])
+
+
+def _ever_in(url: str) -> list[str]:
+    """Names of the objects below a URL of a bucket that keeps versions, those that were removed included."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    found = boto3.client("s3").list_object_versions(Bucket=bucket, Prefix=prefix)
+    return [version["Key"] for version in found.get("Versions", [])]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tests.pairs.features import LONGEST, PROMPTS, SAMPLES, SESSION
+import torch
+
+from tests.pairs.features import LONGEST, MEMORY_MB, PROMPTS, SAMPLES, SESSION, TOP_P
 from tests.pairs.runs import Left
+from tests.support.engine_process import reference_logits
 
 Sign = Callable[[Left], bool]
+ROUNDING = 0.01  # of chances, in bfloat16
 
 
 def _figure(name: str, holds: Callable[[float], bool] = lambda value: True) -> Sign:
@@ -67,6 +71,25 @@ def _of_rewards(source: str, holds: Callable[[float], bool]) -> Sign:
     return each
 
 
+def _in_the_nucleus(left: Left) -> bool:
+    """Of each token that the first weights drew, the likelier tokens have no more than the share. Without the limit a tenth have more."""
+    likelier = [
+        float(chances[chances > chances[token]].sum())
+        for row in left.rows("rollouts/part-*")
+        if {span["version"] for span in row["policy_versions"]} == {0}
+        for chances, token in _drawn_tokens(left, row)
+    ]
+    return len(likelier) > 100 and max(likelier) < TOP_P + ROUNDING
+
+
+def _drawn_tokens(left: Left, row: dict[str, Any]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Each token of a row that an engine drew, and the chances of all tokens in its place."""
+    tokens, count = row["tokens"], row["response_length"]
+    chances = reference_logits(left.model, tokens[:-count], tokens[-count:]).softmax(-1)
+    drawn = zip(chances, tokens[-count:], row["loss_mask"], strict=True)
+    return ((each, token) for each, token, on in drawn if on)
+
+
 def _distinct(values: Iterable[Any]) -> int:
     return len(set(values))
 
@@ -90,7 +113,7 @@ SIGNS: dict[str, Sign] = {
     "stops": _rows(
         "rollouts/part-*", lambda row: row["status"] == "completed" and row["response_length"] < LONGEST
     ),
-    "top_p": _rows("rollouts/part-*", lambda row: bool(row["rollout_logprobs"])),
+    "top_p": _in_the_nucleus,
     "buffer": _rows("batch", lambda row: row["reused_from"] is not None),
     "buffer_filter": _rows("batch", lambda row: row["reused_from"] is not None),
     "shards": lambda left: len(left.paths("rollouts/part-*")) > 1,
@@ -151,17 +174,19 @@ SIGNS: dict[str, Sign] = {
         any(found["filter/dropped_group_filter"] > 0 for found in left.figures)
         or not any(sum(map(ord, str(row["prompt"]))) % 4 == 0 for row in left.rows("prompts"))
     ),
-    "group_reward": lambda left: (
-        any(dict(row["reward_parts"] or ()).get("rank") is not None for row in left.rows("rewards/part-*"))
-        or all(row["session_reward"] is not None for row in left.rows("rollouts/part-*"))
-    ),
+    "group_reward": lambda left: bool(_parts(left, "rank")) or _scored_by_rollouts(left),
     "named_rewards": _of_rewards("graded", lambda reward: reward >= 11),
-    "remote_limits": _rows("rewards/part-*", lambda row: row["scoring"] == "scored"),
+    "remote_limits": lambda left: (
+        _parts(left, "memory_mb") == {MEMORY_MB}
+        or (not _parts(left, "memory_mb") and _scored_by_rollouts(left))
+    ),
     "mixture": _of_rewards("second", lambda reward: reward <= -12),
     "levels": _source("growing"),
     "pools": _source("few"),
     "stages": lambda left: {found["curriculum/stage"] for found in left.figures} == {0.0, 1.0},
-    "streamed": lambda left: bool(left.rows("prompts")),
+    "streamed": lambda left: all(
+        source.get("streamed") for source in left.record["data"][-1]["sources"].values()
+    ),
     "row_sampling": lambda left: all(
         sum(row["loss_mask"]) <= 5 * max(1, row["turns"] or 1)
         for row in left.rows("rollouts/part-*")
@@ -193,15 +218,31 @@ SIGNS: dict[str, Sign] = {
     "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
     "bfloat16": _trained_under("numerics", "dtype", value="bfloat16"),
     "two_engines": lambda left: (
-        _distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2 or left.has("router")
-    ),  # which says not where a request went
-    "external": lambda left: bool(left.rows("rollouts/part-*")),
-    "router": lambda left: bool(left.rows("rollouts/part-*")),
+        {"engine-0.log", "engine-1.log"} <= left.logs
+        # through a router no row says where a request went
+        and (_distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2 or left.has("router"))
+    ),
+    "external": lambda left: left.asked > 0 and not any(name.startswith("engine") for name in left.logs),
+    "router": lambda left: (
+        {row["engine_id"] for row in left.rows("rollouts/part-*")} == {"sglang-router"}
+        and "router.log" in left.logs
+    ),
     "broadcast": _figure("time/sync_transfer_s", lambda seconds: seconds > 0),
     "verified_sync": _figure("time/sync_verify_s"),
     "prompt_gap": _figure("sync/prompt_gap"),
-    "weights_by_url": lambda left: "s3://" in left.out or bool(left.steps),
+    "weights_by_url": lambda left: any(name.endswith(".safetensors") for name in left.uploaded),
 }
+
+
+def _parts(left: Left, name: str) -> set[float]:
+    """What the rewards of the run have as a part."""
+    found = [dict(row["reward_parts"] or ()) for row in left.rows("rewards/part-*")]
+    return {parts[name] for parts in found if name in parts}
+
+
+def _scored_by_rollouts(left: Left) -> bool:
+    """Whether each rollout gives its own reward, so that no reward function is called."""
+    return all(row["session_reward"] is not None for row in left.rows("rollouts/part-*"))
 
 
 def _budget(left: Left) -> int:

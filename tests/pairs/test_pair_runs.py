@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 import s3fs
 
 from tests.pairs import place as files
-from tests.pairs.features import ITERATIONS
+from tests.pairs.features import ITERATIONS, WEIGHTS
 from tests.pairs.idle import idle
 from tests.pairs.runs import Left, Surroundings, make
 from tests.pairs.signs import SIGNS
@@ -30,10 +31,20 @@ def pair_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     place.call("server", "stop")
 
 
-def made(place: Workplace, names: list[str], bucket: str, tmp_path: Path) -> Left:
+@pytest.fixture(scope="module")
+def versions_bucket(s3_bucket: str) -> str:
+    """Another bucket, which keeps what is removed."""
+    client = boto3.client("s3")
+    name = WEIGHTS.removeprefix("s3://")
+    client.create_bucket(Bucket=name)
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    return WEIGHTS
+
+
+def made(place: Workplace, names: list[str], bucket: str, weights: str, tmp_path: Path) -> Left:
     """The run of these features, its folder copied here where it lies in a bucket."""
     place.environment |= {name: here for name, here in os.environ.items() if name.startswith("AWS_")}
-    url = f"{bucket}/{uuid.uuid4().hex}"
+    url, own_weights = (f"{each}/{uuid.uuid4().hex}" for each in (bucket, weights))
     on_s3 = "s3" in names
     with (
         embedded_engine(place.folder / "other", "--dtype", "float32", log=tmp_path / "teacher.log") as (
@@ -42,7 +53,7 @@ def made(place: Workplace, names: list[str], bucket: str, tmp_path: Path) -> Lef
         ),
         embedded_engine(place.folder / "model", log=tmp_path / "engine.log") as (engine, _),
     ):
-        around = Surroundings(teacher, engine, url)
+        around = Surroundings(teacher, engine, url, own_weights)
         root = url if on_s3 else str(tmp_path / "root")
         left = make(place, names, around, root, tmp_path / "root")
         verdict = place.call("verify", "a", "--root", root)
@@ -67,9 +78,9 @@ def without_sign(left: Left) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(kept_runs())), ids=lambda number: f"run-{number:02d}")
 def test_features_act_side_by_side(
-    pair_place: Workplace, s3_bucket: str, tmp_path: Path, number: int
+    pair_place: Workplace, s3_bucket: str, versions_bucket: str, tmp_path: Path, number: int
 ) -> None:
-    left = made(pair_place, kept_runs()[number], s3_bucket, tmp_path)
+    left = made(pair_place, kept_runs()[number], s3_bucket, versions_bucket, tmp_path)
     assert f"{ITERATIONS} iterations complete" in left.out
     trained = Counter((row["sample_id"], index) for index, rows in enumerate(left.batches) for row in rows)
     assert trained
