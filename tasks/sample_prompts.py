@@ -77,7 +77,8 @@ def _buffer(ctx: IterationContext) -> Buffer | None:
     if settings is None:
         return None
     since = reach(ctx.index, settings.max_age)
-    return Buffer(settings.max_age, settings.max_uses).extend(ctx.run_folder.history(since))
+    buffer = Buffer(settings.max_age, settings.max_uses, ctx.config.steps_per_iteration)
+    return buffer.extend(ctx.run_folder.history(since))
 
 
 def _reused(ctx: IterationContext, buffer: Buffer) -> list[ReusedGroup]:

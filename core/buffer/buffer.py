@@ -33,9 +33,9 @@ class _Held:
 class Buffer:
     """The groups held after the iterations that were applied."""
 
-    def __init__(self, max_age: int, max_uses: int) -> None:
-        """max_age: weight versions. max_uses: steps of training a group, the first time included."""
-        self.max_age, self.max_uses = max_age, max_uses
+    def __init__(self, max_age: int, max_uses: int, versions: int) -> None:
+        """max_age: weight versions. max_uses: iterations that train a group, the first one included. versions: that an iteration makes."""
+        self.max_age, self.max_uses, self._versions = max_age, max_uses, versions
         self.version = 0  # of the weights that the next iteration trains
         self._held: dict[Place, _Held] = {}
 
@@ -54,21 +54,22 @@ class Buffer:
             held = self._held.get(place)
             if held is not None:
                 self._held[place] = replace(held, group=replace(held.group, uses=held.group.uses + 1))
-        if history.steps:
-            made_by, self.version = min(history.steps) - 1, max(history.steps)
-            for group in history.groups():
-                if group.verdict == "kept":
-                    name = source_and_level(group.source)[0]
-                    found = BufferedGroup(
-                        iteration=history.iteration,
-                        ordinal=group.ordinal,
-                        source=name,
-                        age=0,
-                        uses=1,
-                        reward=group.score,
-                        reward_std=group.std,
-                    )
-                    self._held[history.iteration, group.ordinal] = _Held(found, made_by)
+        made_by = history.iteration * self._versions
+        # not the last step that the history names: later passes, and steps of reused groups alone, make versions too
+        self.version = made_by + self._versions
+        for group in history.groups():
+            if group.verdict == "kept":
+                name = source_and_level(group.source)[0]
+                found = BufferedGroup(
+                    iteration=history.iteration,
+                    ordinal=group.ordinal,
+                    source=name,
+                    age=0,
+                    uses=1,
+                    reward=group.score,
+                    reward_std=group.std,
+                )
+                self._held[history.iteration, group.ordinal] = _Held(found, made_by)
         self._held = {place: held for place, held in self._held.items() if self._may_be_used(held)}
 
     def groups(self) -> list[BufferedGroup]:

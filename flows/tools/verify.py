@@ -243,7 +243,7 @@ def _buffer(folder: RunFolder, record: dict[str, Any], config: RunConfig) -> Ite
     """Fold the history again: each reused group must have been held. Of a branch, what its own settings chose."""
     settings = config.rollout.buffer
     own = (record.get("parent") or {}).get("at", 0)
-    buffer = Buffer(settings.max_age, settings.max_uses) if settings else None
+    buffer = Buffer(settings.max_age, settings.max_uses, config.steps_per_iteration) if settings else None
     for history in folder.history():
         where = f"iteration {iteration_number(history.iteration)}"
         if history.iteration >= own and buffer is None and history.reused:

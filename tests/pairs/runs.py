@@ -24,7 +24,7 @@ from tests.support.flow_runs import Workplace
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What stand-ins stand for: addresses of servers that run, URLs in buckets."""
+    """What stand-ins stand for: addresses of servers that run, empty where nothing asks for one, and URLs in buckets."""
 
     teacher: str
     engine: str
@@ -130,7 +130,8 @@ def make(place: Workplace, names: Sequence[str], around: Surroundings, root: str
     earlier = set(_logs(home))
     out = place.call("train", file)
     logs = frozenset(path.name for path in _logs(home) if path not in earlier)
-    return Left(local / "a", names, out, home, logs, _asked(around.engine), _ever_in(around.weights))
+    asked = _asked(around.engine) if around.engine else 0
+    return Left(local / "a", names, out, home, logs, asked, _ever_in(around.weights))
 
 
 def _logs(home: Path) -> Iterator[Path]:

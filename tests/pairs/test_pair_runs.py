@@ -6,6 +6,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import boto3
@@ -13,12 +14,13 @@ import pytest
 import s3fs
 
 from tests.pairs import place as files
-from tests.pairs.features import ITERATIONS, WEIGHTS
+from tests.pairs.features import FEATURES, ITERATIONS, TEACHER, WEIGHTS
 from tests.pairs.idle import idle
 from tests.pairs.runs import Left, Surroundings, make
 from tests.pairs.signs import SIGNS
 from tests.pairs.table import kept_runs
 from tests.support.engine_process import embedded_engine
+from tests.support.figures_again import differing
 from tests.support.flow_runs import Workplace, make_workplace
 
 
@@ -46,13 +48,16 @@ def made(place: Workplace, names: list[str], bucket: str, weights: str, tmp_path
     place.environment |= {name: here for name, here in os.environ.items() if name.startswith("AWS_")}
     url, own_weights = (f"{each}/{uuid.uuid4().hex}" for each in (bucket, weights))
     on_s3 = "s3" in names
-    with (
-        embedded_engine(place.folder / "other", "--dtype", "float32", log=tmp_path / "teacher.log") as (
-            teacher,
-            _,
-        ),
-        embedded_engine(place.folder / "model", log=tmp_path / "engine.log") as (engine, _),
-    ):
+    with ExitStack() as servers:
+        teacher = engine = ""
+        if any(TEACHER in FEATURES[name].settings.values() for name in names):
+            served = embedded_engine(
+                place.folder / "other", "--dtype", "float32", log=tmp_path / "teacher.log"
+            )
+            teacher, _ = servers.enter_context(served)
+        if "external" in names:
+            served = embedded_engine(place.folder / "model", log=tmp_path / "engine.log")
+            engine, _ = servers.enter_context(served)
         around = Surroundings(teacher, engine, url, own_weights)
         root = url if on_s3 else str(tmp_path / "root")
         left = make(place, names, around, root, tmp_path / "root")
@@ -88,3 +93,4 @@ def test_features_act_side_by_side(
     if not left.has("buffer") and not left.has("buffer_filter"):
         assert len({sample for sample, _ in trained}) == len(trained)
     assert without_sign(left) == []
+    assert differing(left.folder)[0] == []
