@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from millrace.connectors.storage.local import locked
@@ -243,6 +244,13 @@ class Site:
         folder = self.reference(point) / "iterations" / f"{point.iteration:06d}"
         metrics = json.loads((folder / "manifest.json").read_text())["tasks"]["metrics"]
         return float(metrics.get(f"time/{point.task}_s", 0.2))
+
+
+def usual_seconds(run: Path) -> float:
+    """How long an uninterrupted run took, from its first start to its end."""
+    record = json.loads((run / "run.json").read_text())
+    started, completed = record["attempts"][0]["started"], record["completed"]
+    return (datetime.fromisoformat(completed) - datetime.fromisoformat(started)).total_seconds()
 
 
 def _wait_at(point: Point) -> str:

@@ -23,7 +23,7 @@ import yaml
 
 from tests.soak import jobs, promises
 from tests.soak.forms import FORMS
-from tests.soak.harness import Site
+from tests.soak.harness import Site, usual_seconds
 from tests.soak.jobs import FELL, HELD, NAMED, Try
 from tests.soak.points import Point
 from tests.soak.starts import overrides
@@ -94,7 +94,6 @@ class StoreSite:
         self._upstream = variables["AWS_ENDPOINT_URL"]
         self._place = site.place
         self._place.environment |= variables
-        self._usual_s = 0.0
         self._fs = s3fs.S3FileSystem(
             endpoint_url=self._upstream, key="test", secret="test", use_listings_cache=False
         )
@@ -115,7 +114,7 @@ class StoreSite:
         odds = Odds(**draw.rates, only=draw.only, seed=number)
         try:
             with late_s3(self._upstream, odds) as endpoint:
-                named = self._starts(draw, root, kept, endpoint)
+                named = self._starts(draw, root, kept, endpoint, usual_seconds(reference))
             if not named:
                 named = self._compare(draw, root, kept, reference)
             verdict = named if named else (HELD, "")
@@ -130,18 +129,17 @@ class StoreSite:
             self._fs.rm(f"{BUCKET}/{number}", recursive=True)
         return verdict
 
-    def _starts(self, draw: Draw, root: str, kept: Path, endpoint: str) -> tuple[str, str] | None:
+    def _starts(
+        self, draw: Draw, root: str, kept: Path, endpoint: str, usual: float
+    ) -> tuple[str, str] | None:
         """Start, kill, start again until the run is complete; None then, else the error that it keeps naming."""
         said: list[str] = []
         kills = [*draw.kills]
         for number in range(STARTS):
             log = kept / f"start-{number + 1}.log"
-            kill_after = kills.pop(0) * (self._usual_s or 30.0) if kills else None
-            begun = time.monotonic()
+            kill_after = kills.pop(0) * usual if kills else None
             code = self._start(draw, root, log, endpoint, kill_after)
             if code == 0:
-                if not draw.kills:
-                    self._usual_s = time.monotonic() - begun
                 return None
             text = log.read_text()
             assert "Traceback" not in text, f"a traceback in {log}"

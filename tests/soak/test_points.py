@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import islice, product
 from pathlib import Path
 
 import pytest
 
+from tests.soak import draws, jobs, stores
 from tests.soak.__main__ import judge
 from tests.soak.forms import FORMS
 from tests.soak.harness import Outcome, Site
@@ -29,6 +35,7 @@ from tests.soak.points import (
 )
 from tests.soak.rollouts import SESSIONS
 from tests.support.flow_runs import Workplace
+from tests.support.late_s3 import Odds
 from tests.support.reward_server import FAILING, fails
 
 
@@ -119,3 +126,64 @@ def test_a_point_that_a_machine_cannot_try_is_named_and_does_not_count(
     assert "1 of 2 points held" in said
     assert "skipped: namespace-in-reward-1-sync: no PID namespaces here" in said
     assert judge([Outcome(Point("driver", "reward", "in"))]) == 0
+
+
+def test_the_draws_of_strikes_have_every_form_part_and_blow() -> None:
+    made = [draws.drawn(0, number) for number in range(1000)]
+    assert {(draw.form, draw.dynamic) for draw in made} == {("", False), ("", True)} | {
+        (form, False) for form in FORMS
+    }
+    strikes = [strike for draw in made for strike in draw.strikes]
+    ray = {"gcs", "raylet", "ray"}  # its processes
+    assert {strike.part for strike in strikes} == ({*VICTIMS, *OWN_VICTIMS} - {"terminal", "node"}) | ray
+    assert {strike.blow for strike in strikes} == set(draws.BLOWS)
+    assert all(strike.part in draws.parts_of(draw.form) for draw in made for strike in draw.strikes)
+    only = [draws.drawn(0, number, ["shard"], ["shards"]) for number in range(20)]
+    assert {(draw.form, strike.part) for draw in only for strike in draw.strikes} == {("shards", "shard")}
+    assert made[7] == draws.drawn(0, 7)
+
+
+def test_the_draws_of_failing_stores_have_every_fault_and_each_has_late_listings() -> None:
+    made = [stores.drawn(0, number) for number in range(500)]
+    assert {kind for draw in made for kind in draw.rates} == set(stores.RATES)
+    assert {*stores.RATES} == {field.name for field in fields(Odds) if field.type == "float"}
+    assert all({"stale", "hidden"} & {*draw.rates} for draw in made)
+    assert {draw.form for draw in made} == {"", *stores.COMPARED}
+    assert {len(draw.kills) for draw in made} == {0, 1, 2}
+    assert made[7] == stores.drawn(0, 7)
+
+
+def test_tries_are_spread_over_jobs_and_one_that_falls_ends_the_command_with_1(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = jobs.parser_of("x", "").parse_args(
+        [
+            "--runs",
+            "5",
+            "--jobs",
+            "2",
+            "--folder",
+            str(tmp_path / "here"),
+            "--out",
+            str(tmp_path / "out.json"),
+        ]
+    )
+    assert jobs.spread(falling_site, arguments) == 1
+    said = capfd.readouterr().out
+    assert "5 tries: 3 held, 1 named error, 1 FELL" in said
+    tries = json.loads((tmp_path / "out.json").read_text())
+    assert {(each["number"], each["verdict"]) for each in tries} == {
+        (0, jobs.HELD),
+        (1, jobs.HELD),
+        (2, jobs.HELD),
+        (3, jobs.NAMED),
+        (4, jobs.FELL),
+    }
+
+
+@contextlib.contextmanager
+def falling_site(_folder: Path, _arguments: argparse.Namespace) -> Iterator[Callable[[int], jobs.Try]]:
+    """Where the fourth try ends with an error that is named, and the fifth falls."""
+    yield lambda number: jobs.Try(
+        number, "drawn", {3: jobs.NAMED, 4: jobs.FELL}.get(number, jobs.HELD), "", 0.0
+    )
