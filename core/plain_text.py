@@ -42,21 +42,38 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", whole(text))
 
 
+def printable_json(value: Any, **options: Any) -> str:
+    """JSON to be printed: `json_text` with the control characters as escapes that JSON leaves alone. It is read again as the same."""
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text(value, **options))
+
+
 def json_text(value: Any, **options: Any) -> str:
     """JSON with letters of every language as they are. Half a character keeps its escape: it is read again as what it was."""
     return whole(json.dumps(value, ensure_ascii=False, **options))
 
 
 def take_any_text() -> None:
-    """From now on, stdout, stderr and the log of this process take any text: what they could not write is escaped there."""
+    """From now on, stdout, stderr and the log of this process take any text: what they could not write is escaped there.
+
+    So are control characters in lines of the log, which a terminal would act on.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    logging.setLogRecordFactory(_WholeLine)
+    logging.setLogRecordFactory(_PrintableLine)
 
 
-class _WholeLine(logging.LogRecord):
-    """A line of the log, which Prefect's server has as JSON."""
+class _PrintableLine(logging.LogRecord):
+    """A line of the log, which a terminal shows, and Prefect's server has as JSON."""
 
     def getMessage(self) -> str:
-        return whole(super().getMessage())
+        return printable(super().getMessage())
+
+    # a formatter keeps the traceback here, with the words of the error
+    @property
+    def exc_text(self) -> str | None:
+        return self.__dict__.get("_exc_text")
+
+    @exc_text.setter
+    def exc_text(self, text: str | None) -> None:
+        self.__dict__["_exc_text"] = text and printable(text)

@@ -17,13 +17,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from millrace.connectors.storage.local import keep_fonts_at_home
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.core.config import RunConfig
 from millrace.core.config.reading.load import load_config
+from millrace.flows.plain_console import PlainConsole, write_line
 from millrace.flows.tools.ending import ending
 
 HELD_OUT = 200
@@ -48,7 +48,9 @@ GPU_WARM_UP = [
 ]
 
 
-def run_quickstart(root: str, seed: int, iterations: int | None, name: str | None, console: Console) -> None:
+def run_quickstart(
+    root: str, seed: int, iterations: int | None, name: str | None, console: PlainConsole
+) -> None:
     """Make model and data, warm up, train, and print what was learnt. Called again, it resumes or only prints."""
     from millrace.connectors.prefect.server import ensure_server, login_hint, ui_url
 
@@ -58,15 +60,13 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
         server = pool.submit(ensure_server)  # its database is prepared while the model is made
         make_files(config)
         page = ui_url(server.result())
-    console.print(f"[bold]1/3[/] Prefect answers at {page}{login_hint()}", soft_wrap=True)
+    console.print(f"1/3 Prefect answers at {page}{login_hint()}", soft_wrap=True)
     _warm_up(config, [])
-    console.print(f"[bold]2/3[/] warmed-up model and prompts are in {FILES / f'seed-{seed}'}")
+    console.print(f"2/3 warmed-up model and prompts are in {FILES / f'seed-{seed}'}")
 
     from millrace.flows.train import train
 
-    console.print(
-        f"[bold]3/3[/] GRPO, {config.run.iterations} iterations; watch {page} (flow run {config.run.name})"
-    )
+    console.print(f"3/3 GRPO, {config.run.iterations} iterations; watch {page} (flow run {config.run.name})")
     asyncio.run(train(config))
 
     run = RunFolder(root, config.run.name)
@@ -75,10 +75,10 @@ def run_quickstart(root: str, seed: int, iterations: int | None, name: str | Non
     longer = f"--iterations {2 * config.run.iterations} --name {config.run.name}-longer"
     more = [f"longer   millrace quickstart --seed {seed} {longer}", "stop     millrace server stop"]
     for line in [*ending(config), *more]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     before, after = points[min(points)], points[max(points)]
     seconds = time.perf_counter() - started
-    print(f"quickstart: accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s (seed {seed})")
+    write_line(f"quickstart: accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s (seed {seed})")
 
 
 def prepare(config: RunConfig) -> None:
@@ -225,7 +225,7 @@ def held_out_accuracy(run: RunFolder) -> dict[int, float]:
     return points
 
 
-def show(console: Console, run: RunFolder, points: dict[int, float]) -> None:
+def show(console: PlainConsole, run: RunFolder, points: dict[int, float]) -> None:
     """Print the held-out curve as a table and keep it as a plot in the run folder."""
     keep_fonts_at_home()
     from matplotlib.figure import Figure

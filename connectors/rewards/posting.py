@@ -20,6 +20,15 @@ LATER = {408, 425, 429, 500, 502, 503, 504}  # statuses of a server that may ans
 LONGEST_PAUSE_S = 30.0
 EXCERPT = 200
 LARGEST = 1 << 20  # bytes of an answer
+CHARSETS = (
+    "utf-8",
+    "utf8",
+    "us-ascii",
+    "ascii",
+    "iso-8859-1",
+    "latin-1",
+    "windows-1252",
+)  # Python has slow and failing ones too
 
 
 class RemoteRewardError(MillraceError):
@@ -79,7 +88,8 @@ async def _attempt(session: aiohttp.ClientSession, url: str, body: Any, asker: s
             data = await answer.content.read(largest + 1)
             while len(data) <= largest and (more := await answer.content.read(largest)):
                 data += more
-            text = data[:largest].decode(answer.charset or "utf-8", "replace")
+            text = data[:largest].decode("utf-8", "replace")
+            charset = answer.charset or "utf-8"
             if answer.status >= 300:
                 raise RefusedError(
                     f"it answered with status {answer.status}: {text[:EXCERPT].strip()}",
@@ -97,11 +107,15 @@ async def _attempt(session: aiohttp.ClientSession, url: str, body: Any, asker: s
             where=url,
             remedy="start the server, or correct the url",
         ) from error
+    if charset.lower() not in CHARSETS:
+        raise UnreadableError(
+            f"its answer is in the charset {charset[:EXCERPT]!r}", where=url, remedy="have it answer in UTF-8"
+        )
     if len(data) > largest:
         raise UnreadableError(
             f"its answer is longer than {largest} bytes", where=url, remedy="have it answer with less"
         )
-    return read_json(text, url)
+    return read_json(data.decode(charset, "replace"), url)
 
 
 def read_json(text: str, url: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from millrace.core.config.parts.paths import READS
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import NAME, Section
 from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
 from millrace.core.config.rollout import Sampling
 from millrace.core.contracts.rows.trained_messages import LossOn
@@ -16,7 +16,7 @@ from millrace.core.contracts.rows.trained_messages import LossOn
 class EvalSet(Section):
     """One held-out set."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the set in metrics and files.")
+    name: str = Field(pattern=NAME, description="Name of the set in metrics and files.")
     path: Annotated[str, READS] = Field(description="Files of the set, as `data.sources[].path` takes them.")
     prompt_key: str = Field("prompt", description="Column with the prompt; dotted for a part of it.")
     label_key: str | None = Field("label", description="Column with the reference answer.")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from millrace.core.config.parts.restart import ANY_START, in_a_branch
+from millrace.core.config.parts.section import NAME
 from millrace.core.config.parts.user_function import UserFunction, listed
 
 REWARD_PATH = r"^(?:slime:[A-Za-z_][\w.]*\.[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
@@ -31,7 +32,7 @@ class RewardFunction(UserFunction):
 class NamedReward(RewardFunction):
     """A reward that rows choose by its name, in their metadata as `reward`. Rows without it keep their source's reward."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="Name of the reward in the rows' metadata.")
+    name: str = Field(pattern=NAME, description="Name of the reward in the rows' metadata.")
 
 
 class Reward(RewardFunction):

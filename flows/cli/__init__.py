@@ -5,14 +5,13 @@ Heavy imports happen inside commands, so that a wrong configuration is answered 
 
 from __future__ import annotations
 
-import typer
-
 from millrace.connectors.storage.local import keep_private
 from millrace.core.own_addresses import reach_own_directly
 from millrace.core.plain_text import take_any_text
 from millrace.flows.cli import evaluate, look, run, score, server, start, tools
+from millrace.flows.cli.terminal import CommandLine
 
-app = typer.Typer(
+app = CommandLine(
     help="LLM reinforcement-learning post-training as resumable Prefect flows.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

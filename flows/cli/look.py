@@ -59,17 +59,28 @@ def ledger(
     accounts = guarded(lambda: accounts_of_run(root, run, at))
     print_listing(accounts.listing, json, csv, newest)
     for problem in accounts.problems:
-        errors.print(problem, markup=False, highlight=False, soft_wrap=True)
+        errors.print(problem, soft_wrap=True)
     raise SystemExit(1 if accounts.problems else 0)
 
 
 def sql(
-    run: str, query: str, root: RootOption = "runs", json: JsonOption = False, csv: CsvOption = False
+    run: str,
+    query: str,
+    root: RootOption = "runs",
+    allow_files: Annotated[
+        bool,
+        typer.Option(
+            "--allow-files",
+            help="Let the query read and write other files, load extensions and ask addresses, as you may.",
+        ),
+    ] = False,
+    json: JsonOption = False,
+    csv: CsvOption = False,
 ) -> None:
     """Ask DuckDB about a run: views prompts, samples, turns, rewards, verdicts, batches, steps, evaluations, metrics."""
     from millrace.flows.tools.sql import answer
 
-    print_listing(guarded(lambda: answer(root, run, query)), json, csv)
+    print_listing(guarded(lambda: answer(root, run, query, allow_files=allow_files)), json, csv)
 
 
 def plan(

@@ -44,7 +44,7 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
     def work() -> tuple[RunConfig, DriveResult]:
         found = _checked(config, overrides)
         if warning := run_elsewhere(found):
-            errors.print(warning, markup=False, highlight=False, soft_wrap=True)
+            errors.print(warning, soft_wrap=True)
         return found.config, _run_flow(found.config)
 
     resolved, result = _interruptible(work)
@@ -62,9 +62,9 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     found = _checked(config, overrides)
     width = console.width if console.is_terminal else None
     text = plan_text(make_plan(found.located), found, width)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
     for sentence in unchecked(found.config, found.model.whole):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
 
 
 def quickstart(
@@ -138,7 +138,7 @@ def _checked(path: Path, overrides: list[str] | None) -> Checked:
         found = checked(reading.config, reading.problems) if reading.config else None
     problems = found.problems if found else reading.problems
     if problems or found is None:
-        errors.print(render_problems(problems), markup=False, highlight=False, soft_wrap=True)
+        errors.print(render_problems(problems), soft_wrap=True)
         raise SystemExit(2)
     found.file = path
     return found

@@ -10,13 +10,13 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from millrace.core.plain_text import printable
 from millrace.flows.cli.terminal import console
+from millrace.flows.plain_console import PlainConsole
 from millrace.flows.tools.listing import Listing
 
 UNLIMITED = 1_000_000  # columns
@@ -44,10 +44,10 @@ def print_listing(listing: Listing, as_json: bool, as_csv: bool, newest: int = 0
     if console.is_terminal:
         _print_table(shown, console, LONGEST)
     else:
-        _print_table(shown, Console(file=console.file, width=UNLIMITED), None)
+        _print_table(shown, PlainConsole(file=console.file, width=UNLIMITED), None)
 
 
-def _print_table(listing: Listing, out: Console, longest: int | None) -> None:
+def _print_table(listing: Listing, out: PlainConsole, longest: int | None) -> None:
     """longest: characters of a cell; None for all."""
     if listing.facts:
         facts = Table(show_header=False, box=None, pad_edge=False)
@@ -71,7 +71,7 @@ def _print_table(listing: Listing, out: Console, longest: int | None) -> None:
         out.print(table)
 
 
-def _print_records(listing: Listing, cells: list[list[str]], out: Console) -> None:
+def _print_records(listing: Listing, cells: list[list[str]], out: PlainConsole) -> None:
     """A line a value, for rows that are wider than the terminal."""
     for number, row in enumerate(cells, 1):
         record = Table(

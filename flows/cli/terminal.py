@@ -7,24 +7,24 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
-from rich.console import Console
 
 from millrace.connectors.storage.local import library_log
 from millrace.core.errors import MillraceError, StorageError, first_error
-from millrace.core.plain_text import printable
+from millrace.flows.plain_console import PlainConsole, write_line
 
 T = TypeVar("T")
 STDERR = 2
 LINE = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(name)s - %(message)s"  # as Prefect's console has it
 RAY_THREAD = "ray_"  # how the names of Ray's threads begin
 
-console = Console()
-errors = Console(stderr=True)
+console = PlainConsole()
+errors = PlainConsole(stderr=True)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="YAML file with the configuration.")]
 Overrides = Annotated[
@@ -40,9 +40,7 @@ def guarded(call: Callable[[], T]) -> T:
     except BaseException as error:
         cause = first_error(error)
         if isinstance(cause, MillraceError):
-            errors.print(
-                printable(f"{type(cause).__name__}: {cause}"), markup=False, highlight=False, soft_wrap=True
-            )
+            errors.print(f"{type(cause).__name__}: {cause}", soft_wrap=True)
             sys.exit(2)
         raise
 
@@ -50,7 +48,19 @@ def guarded(call: Callable[[], T]) -> T:
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines as they are, however long: paths and commands in them are to be pasted."""
     for line in lines:
-        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+
+
+class CommandLine(typer.Typer):
+    """Typer, whose last words on an error of our own are printable: a traceback holds what was raised."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command that was typed."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - this process ends with it
+            errors.print(traceback.format_exc(), soft_wrap=True)
+            sys.exit(1)
 
 
 class Terminal:
@@ -68,7 +78,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """Print a line, silent or not."""
-        print(line, file=self._stream, flush=True)
+        write_line(line, self._stream)
 
     def log(self) -> Path | None:
         """The log, if anything was written to it since `silence`."""
@@ -105,7 +115,7 @@ def libraries_kept_off_terminal() -> Iterator[Terminal]:
             yield terminal
         except BaseException:
             if os.fstat(log.fileno()).st_size > size:
-                errors.print(f"What libraries wrote meanwhile is in {path}", markup=False, soft_wrap=True)
+                errors.print(f"What libraries wrote meanwhile is in {path}", soft_wrap=True)
             raise
         finally:
             sys.stdout, sys.stderr = out, err

@@ -24,11 +24,11 @@ def verify(run: str, root: RootOption = "runs") -> None:
         f"{verdict.checkpoints} checkpoints looked at" + (f"; open: {', '.join(opened)}" if opened else "")
     )
     for problem in verdict.problems:
-        console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {problem}", soft_wrap=True)
     if verdict.strangers:
         console.print(f"{len(verdict.strangers)} files that no manifest names; nothing reads them:")
         for path in verdict.strangers[:SHOWN]:
-            console.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  {path}", soft_wrap=True)
         if len(verdict.strangers) > SHOWN:
             console.print(f"  and {len(verdict.strangers) - SHOWN} more")
     console.print("nothing is wrong" if not verdict.problems else f"{len(verdict.problems)} problems")
@@ -98,6 +98,4 @@ def stop(
     """End a run that works on this host, as Ctrl-C does, or what a killed one left. Files stay; train goes on."""
     from millrace.flows.tools.stop import stop_left, stop_run
 
-    console.print(
-        guarded(lambda: stop_left() if run is None else stop_run(root, run)), markup=False, soft_wrap=True
-    )
+    console.print(guarded(lambda: stop_left() if run is None else stop_run(root, run)), soft_wrap=True)

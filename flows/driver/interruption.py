@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, NoReturn, Protocol, TypeVar
 
+from millrace.flows.plain_console import write_line
+
 T = TypeVar("T")
 
 DEADLINE_S = 8.0
@@ -58,7 +60,7 @@ class _OfPython:
         logging.disable(logging.CRITICAL)
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        write_line(line, sys.stderr)
 
     def log(self) -> Path | None:
         return None

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 from millrace.connectors.storage.iteration_files import IterationFiles
@@ -15,6 +14,7 @@ from millrace.core.account.account import FATES, Account
 from millrace.core.config import RunConfig
 from millrace.core.contracts.ids import iteration_number
 from millrace.core.errors import ConfigError, StorageError, of_run
+from millrace.flows.plain_console import PlainConsole
 from millrace.flows.tools.browse import run_record, settings_of
 from millrace.flows.tools.listing import Listing
 from millrace.tasks.samples.account import open_account, stored_account
@@ -56,7 +56,7 @@ def accounts_of_run(root: str, run: str, at: int | None = None) -> Accounts:
         rows: list[Sequence[Any]] = [[row[name] for name in PARTS] for row in account.rows()]
         return Accounts(Listing(PARTS, rows, _facts(account)), account.problems())
     total, lines, problems = Account(), [], []
-    shown = Console(stderr=True)  # the listing may be piped
+    shown = PlainConsole(stderr=True)  # the listing may be piped
     for index in track(indices, description=f"reading {run}", transient=True, console=shown):
         account = _account(folder, index, committed)
         lines.append(_row(index, account))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from millrace.core.plain_text import json_text, whole
+from millrace.core.plain_text import printable, printable_json
+
+FORMULA = ("=", "+", "-", "@", "\t")  # how a cell begins that a spreadsheet computes
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,28 @@ class Listing:
         """A list with an object a row; with facts, an object that holds them and, as `rows`, that list."""
         rows = [dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows]
         content: Any = {**self.facts, "rows": rows} if self.facts else rows
-        return json_text(content, indent=1, default=str)
+        return printable_json(content, indent=1, default=str)
 
     def as_json_lines(self) -> str:
         """An object a row, each on its line."""
         rows = (dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows)
-        return "".join(f"{json_text(row, default=str)}\n" for row in rows)
+        return "".join(f"{printable_json(row, default=str)}\n" for row in rows)
 
     def as_csv(self) -> str:
-        """A header, then a line a row; null is empty."""
+        """A header, then a line a row; null is empty. Texts are printable, and none is a formula to a spreadsheet."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
-        return whole(text.getvalue())
+        writer.writerow(map(_cell, self.columns))
+        writer.writerows(map(_cell, row) for row in self.rows)
+        return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A value as CSV has it. A text that a spreadsheet would compute has an apostrophe before it, as one types it there."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = printable(str(value))
+    return f"'{text}" if text.startswith(FORMULA) and not NUMBER.fullmatch(text) else text
 
 
 def _plain(value: Any) -> Any:

@@ -50,6 +50,10 @@ class RewardServer:
             return web.Response(status=307, headers={"Location": "/number"})
         if kind == "words":
             return web.Response(text="well done")
+        if kind.startswith("charset-"):
+            return web.Response(
+                body=b"0.25", headers={"Content-Type": f"text/plain; charset={kind.removeprefix('charset-')}"}
+            )
         if kind == "long":
             return web.Response(text="1" * (2 << 20))
         if kind == "mapping":

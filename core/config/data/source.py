@@ -9,7 +9,7 @@ from pydantic import Field
 from millrace.core.config.data.curriculum import Levels, Pools
 from millrace.core.config.parts.paths import READS
 from millrace.core.config.parts.restart import ANY_START
-from millrace.core.config.parts.section import Section
+from millrace.core.config.parts.section import NAME, Section
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.reward import AS_THE_REWARD, RewardFunction
 from millrace.core.contracts.rows.trained_messages import LossOn
@@ -18,9 +18,7 @@ from millrace.core.contracts.rows.trained_messages import LossOn
 class Source(Section):
     """One set of prompts."""
 
-    name: str = Field(
-        "default", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the source in metrics and lineage."
-    )
+    name: str = Field("default", pattern=NAME, description="Name of the source in metrics and lineage.")
     path: Annotated[str, ANY_START, READS] = Field(
         "",
         description="JSONL or Parquet file, a folder of them, a pattern (data/*.jsonl) or a folder of `save_to_disk`; path or fsspec URL. `@[first:last]` after it takes a slice of the rows. Or leave it out, and name a function in `rows`.",

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+# of what files, figures and folders are named after: dots alone would name a folder above
+NAME = r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$"
+
 
 class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys and numbers that are not finite are refused."""

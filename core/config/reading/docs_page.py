@@ -22,7 +22,7 @@ from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.from_preset import THE_PRESETS, is_from_preset
 from millrace.core.config.parts.menu import Menu, menu_of, variants
 from millrace.core.config.parts.restart import Restart, restart_of
-from millrace.core.config.parts.section import models
+from millrace.core.config.parts.section import NAME, models
 from millrace.core.config.parts.user_function import UserFunction
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.references import WHOLE
@@ -104,7 +104,7 @@ algorithm:
 BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "at least {} long"}
 PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "lower-case name, 63 characters at most",
-    r"^[A-Za-z0-9._-]+$": "name",
+    NAME: "name",
     WHOLE: "`${env:NAME}` or `${prefect:BLOCK}`",
     r"^https?://": "a URL",
     r"^[A-Za-z0-9_-]*$": "name",

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from millrace.core.config.parts.menu import menu_of, variants
 from millrace.core.config.parts.problems import Problem
-from millrace.core.config.parts.section import models
+from millrace.core.config.parts.section import NAME, models
 from millrace.core.config.reading.stored import NEW_FIELDS
 from millrace.core.config.run_config import RunConfig
 from millrace.core.contracts.references import WHOLE
@@ -36,7 +36,7 @@ REASONS = {
 }
 NAMES = {
     r"^[a-z0-9][a-z0-9._-]{0,62}$": "use lower-case letters, digits, dots, hyphens and underscores, 63 at most",
-    r"^[A-Za-z0-9._-]+$": "use letters, digits, dots, hyphens and underscores",
+    NAME: "use letters, digits, dots, hyphens and underscores, and not dots alone",
     WHOLE: "export the secret under a name of yours and write ${env:NAME}, or ${prefect:BLOCK} for a Secret block of Prefect",
 }
 

@@ -2,7 +2,7 @@
 
 Owns the views: prompts, samples, rewards, verdicts, batches, logprobs, steps, evaluations, metrics. Reads what manifests and
 records name, checked, and what a task of an open iteration has written that has no record; changes nothing. Iterations
-count from 1.
+count from 1. A query reads the views and nothing else, unless its caller opens files to it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ VIEWS = {
 }
 MAY_BE_EMPTY = ("turns", "logprobs")  # many runs have none
 ALL = (*VIEWS, "steps", "evaluations", "metrics")
+EXCERPT = 60  # characters of a statement in a message
 METRICS = pa.schema([("iteration", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
 
 
@@ -45,8 +46,12 @@ class QueryError(MillraceError):
     """DuckDB rejected the query."""
 
 
-def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBPyConnection:
+def connect(
+    root: str, run: str, views: Collection[str] = ALL, *, allow_files: bool = False
+) -> duckdb.DuckDBPyConnection:
     """A DuckDB connection with these of the run's views. Their files are checked first, against what committed them.
+
+    allow_files: the connection may read and write other files too, load extensions and ask addresses.
 
     Raises StorageError if there is no such run, or a file is gone or changed.
     """
@@ -61,6 +66,7 @@ def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBP
     opened = open_iterations(folder)
     iterations = [IterationFiles(folder, index) for index in (*range(committed), *opened)]
     known = [(files, _entries(files)) for files in iterations]
+    read: list[str] = []
     for view, prefix in VIEWS.items():
         if view not in views:
             continue
@@ -70,10 +76,10 @@ def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBP
             for entry in entries
             if entry.path == prefix or (prefix.endswith("/") and entry.path.startswith(prefix))
         ]
-        _view(connection, view, named, columns_of(view, settings, committed))
+        read += _view(connection, view, named, columns_of(view, settings, committed))
     if "evaluations" in views:
         shown = columns_of("evaluations", settings, committed)
-        _view(connection, "evaluations", _evaluations(folder, committed, opened), shown)
+        read += _view(connection, "evaluations", _evaluations(folder, committed, opened), shown)
     steps = [
         {
             "iteration": iteration_number(files.index),
@@ -86,13 +92,17 @@ def connect(root: str, run: str, views: Collection[str] = ALL) -> duckdb.DuckDBP
         connection.register("steps", pa.Table.from_pylist(steps))
     if "metrics" in views:
         connection.register("metrics", _metrics(folder))
+    if not allow_files:
+        _close(connection, read)
     return connection
 
 
-def answer(root: str, run: str, query: str) -> Listing:
-    """The answer of a query. Raises QueryError with DuckDB's message."""
+def answer(root: str, run: str, query: str, *, allow_files: bool = False) -> Listing:
+    """The answer of a query. allow_files: as of `connect`. Raises QueryError with DuckDB's message, or if the query only reads by files."""
     try:
-        connection = connect(root, run, _views_of(query))
+        if not allow_files:
+            _check_reads(query)
+        connection = connect(root, run, _views_of(query), allow_files=allow_files)
         found: Any = connection.sql(query)
         return Listing(found.columns, found.fetchall()) if found is not None else Listing([], [])
     except duckdb.Error as error:
@@ -137,16 +147,49 @@ def _evaluations(folder: RunFolder, committed: int, opened: Sequence[int]) -> li
     return [(folder.store, entry) for entry in entries]
 
 
+def _check_reads(query: str) -> None:
+    """Raise QueryError for a statement that does more than read: some, such as COPY, may write over a view's file."""
+    for statement in duckdb.extract_statements(query):
+        # of PIVOT DuckDB says no more than that it is several statements; so it says of a COPY of one
+        first = statement.query.split(maxsplit=1)[:1]
+        if statement.type != duckdb.StatementType.SELECT and not (
+            statement.type == duckdb.StatementType.MULTI
+            and first[0].lower() in ("pivot", "from", "select", "with")
+        ):
+            raise QueryError(
+                "does more than read the run's views",
+                where=statement.query.strip()[:EXCERPT],
+                remedy="ask by SELECT, DESCRIBE, SHOW, SUMMARIZE or PIVOT; --allow-files lets a query do everything DuckDB does",
+            )
+
+
+def _close(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> None:
+    """From now on the connection reads these files and no others, writes none, and asks no address. Nothing opens it again."""
+    listed = ", ".join(map(quoted, files))
+    for setting in (
+        f"allowed_paths = [{listed}]",
+        "python_enable_replacements = false",
+        "autoinstall_known_extensions = false",
+        "autoload_known_extensions = false",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"SET {setting}")
+
+
 def _view(
     connection: duckdb.DuckDBPyConnection, name: str, files: list[tuple[Store, FileEntry]], columns: str
-) -> None:
+) -> list[str]:
+    """Make the view; returns the files that it reads."""
     in_threads(lambda file: file[0].verify(file[1]), files)
-    listed = ", ".join(quoted(store.url_of(entry.path)) for store, entry in files)
+    read = [store.url_of(entry.path) for store, entry in files]
+    listed = ", ".join(map(quoted, read))
     if listed:
         rows = f"read_parquet([{listed}], union_by_name=true, filename=true)"
         connection.execute(f"CREATE VIEW {name} AS SELECT {columns} FROM {rows}")
     elif name in MAY_BE_EMPTY:
         connection.register(name, schema.schema(name).empty_table())
+    return read
 
 
 def _views_of(query: str) -> Collection[str]:

@@ -56,6 +56,10 @@ async def test_a_busy_server_is_asked_again_with_longer_pauses(server: RewardSer
         ("moved", RefusedError, "status 307", 1),
         ("words", UnreadableError, "not JSON: 'well done'", 1),
         ("long", UnreadableError, "longer than 1048576 bytes", 1),
+        *[
+            (f"charset-{name}", UnreadableError, f"in the charset '{name}'", 1)
+            for name in ("no-such", "rot13", "undefined", "idna", "base64")
+        ],
         ("hangs", UnreachableError, "no answer in time", 2),
     ],
 )

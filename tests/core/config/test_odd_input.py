@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -159,3 +160,26 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
             load_config(str(tmp_path / name))
         assert "cannot be read" in raised.value.reason
         assert raised.value.remedy == remedy
+
+
+NAMES = sorted(
+    path
+    for path, field in all_fields().items()
+    if path.split(".")[-1].removesuffix("[]") in ("name", "rollouts_from")
+)
+NO_NAMES = (".", "..", "...", "", "a/b", "../a", "a\\b", "a\n", "a\x1b[2J", "a b")
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_a_name_is_no_folder_above_and_no_path(path: str) -> None:
+    """Files and folders are named after it: a held-out set named `..` wrote its rows beside the run."""
+    (pattern,) = (kept.pattern for kept in all_fields()[path].metadata if hasattr(kept, "pattern"))
+    assert re.fullmatch(pattern, "a")
+    assert [name for name in NO_NAMES if name and re.fullmatch(pattern, name)] == []
+
+
+def test_there_are_names() -> None:
+    assert len(NAMES) >= 5
+    sets = {"sets": [{"name": "..", "path": "h.jsonl"}]}
+    (problem,) = validate({**yaml.safe_load(GOOD), "evaluation": sets})[1]
+    assert "not dots alone" in problem.remedy
