@@ -4,8 +4,9 @@ Owns which programs are run and what their ends mean. What a row may hold is in 
 
 What an answer cannot do: end its process early, print a mark of success, or return an object that equals everything, and pass.
 What is expected is never in a process that runs the answer: outputs are compared here, and asserts run in another process,
-which has the answer's results as plain values. It does not see arguments of later cases either, but for asserts, whose calls
-are made in one process.
+which has the answer's results as plain values, and writes its verdict where nothing else is printed. A process that does not
+end by itself and well gives no result and no verdict, whatever it has written. An answer's process does not see
+arguments of later cases either, but for asserts, whose calls are made in one process.
 
 Does not protect against: an answer that recognises the arguments of tests that it has seen in training and returns what was
 right then; tests that are wrong, or too few; what the sandbox itself does not (millrace.connectors.workers.sandbox).
@@ -24,7 +25,7 @@ from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.code.answer import decoded, last_code_block, long_integers, same_output, same_value
 from millrace.core.rewards.code.cases import Asserts, Call, Case, Tests, tests_of
-from millrace.core.rewards.code.programs import ANSWER, ASSERTS, LINE
+from millrace.core.rewards.code.programs import ANSWER, ASSERTS
 
 Ended = Literal["passed", "wrong", "raised", "timed_out", "out_of_memory", "too_much_output"]
 CODE = "{code}"  # its place in a template
@@ -107,7 +108,7 @@ class _Sandbox:
         self._limits = limits
         self._deadline = time.monotonic() + total_s
 
-    def run(self, program: str, given: str) -> SandboxOutcome | None:
+    def run(self, program: str, given: str, channel: bool = False) -> SandboxOutcome | None:
         """How it ended; None if there is no time left."""
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -117,13 +118,21 @@ class _Sandbox:
             program,
             given,
             SandboxLimits(min(left, limits.timeout_s), limits.memory_mb, limits.output_bytes),
+            channel=channel,
         )
 
     def call(self, program: str, calls: list[list[Any]]) -> tuple[list[str | None], Ended]:
-        """What the answer says of each call, [name, arguments, keyword arguments], encoded; and how it ended."""
-        outcome = self.run(ANSWER, json.dumps({"code": program, "calls": calls}))
-        said = _said(outcome)
-        return [said.get(str(at)) for at in range(len(calls))], _fault(outcome) or "wrong"
+        """What the answer says of each call, [name, arguments, keyword arguments], encoded; and how it ended.
+
+        It says nothing if it did not end well: what it wrote before that is no result.
+        """
+        outcome = self.run(ANSWER, json.dumps({"code": program, "calls": calls}), channel=True)
+        fault = _fault(outcome)
+        if fault or outcome is None:
+            return [None] * len(calls), fault or "timed_out"
+        lines = (line.partition(" ") for line in outcome.channel.split("\n"))
+        said = {number: text for number, _, text in lines}
+        return [said.get(str(at)) for at in range(len(calls))], "wrong"
 
 
 def _outcomes(sandbox: _Sandbox, program: str, tests: Tests, count: int) -> Iterator[Ended]:
@@ -165,14 +174,14 @@ def _asserts(sandbox: _Sandbox, program: str, tests: Asserts) -> Iterator[Ended]
     results: dict[str, str] = {}
     while True:
         given = {"sources": tests.sources, "names": tests.names, "results": results}
-        outcome = sandbox.run(ASSERTS, json.dumps(given))
-        report = _said(outcome).get("")
-        if report is None:
+        outcome = sandbox.run(ASSERTS, json.dumps(given), channel=True)
+        fault = _fault(outcome)
+        if fault or outcome is None or not outcome.channel:  # without a report if the row's own code ended it
             if not results and outcome is not None:
                 raise _unusable(f"they ended with {outcome.ended}: {outcome.stderr[-200:]}")
-            yield from [_fault(outcome) or "wrong"] * len(tests.sources)
+            yield from [fault or "wrong"] * len(tests.sources)
             return
-        found = json.loads(report)
+        found = json.loads(outcome.channel)
         if found["unsendable"]:
             raise _unusable(f"they pass a {found['unsendable'][0]}, which cannot be sent to another process")
         wrong = next((verdict for verdict in found["verdicts"] if verdict.startswith("unusable")), None)
@@ -189,14 +198,6 @@ def _asserts(sandbox: _Sandbox, program: str, tests: Asserts) -> Iterator[Ended]
                 yield from [ended] * len(tests.sources)
                 return
             results[key] = answer
-
-
-def _said(outcome: SandboxOutcome | None) -> dict[str, str]:
-    """What a program wrote in lines of its own: text by the number before it, or by nothing."""
-    lines = (outcome.stdout if outcome else "").split("\n")
-    found = (line.removeprefix(LINE) for line in lines if line.startswith(LINE))
-    pairs = (line.partition(" ") if line[:1].isdigit() else ("", "", line) for line in found)
-    return {number: text for number, _, text in pairs}
 
 
 def _fault(outcome: SandboxOutcome | None) -> Ended | None:

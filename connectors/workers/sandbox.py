@@ -17,8 +17,8 @@ Does not protect against:
 - what the standard library's folder and /usr/lib hold being read, or learning whether a file exists and how large it is;
 - a flaw of the kernel: it is the same user on the same kernel, no virtual machine;
 - many small files in its folder until the deadline, or a busy core;
-- a program that lies: what it prints and its exit code are its own, so a test that runs in the same process can be
-  fooled. Compare what it prints with what only the caller knows.
+- a program that lies: what it prints, what it writes to its channel and its exit code are its own, so a test that runs in
+  the same process can be fooled. Compare what it prints with what only the caller knows.
 
 Linux only. Filters of system calls are for x86-64; elsewhere `protections` is without what needs them.
 """
@@ -84,6 +84,7 @@ class SandboxOutcome:
     stderr: str
     seconds: float
     protections: SandboxProtections
+    channel: str = ""  # what it wrote there, at most limits.output_bytes of it
 
     @property
     def succeeded(self) -> bool:
@@ -107,9 +108,11 @@ def run_python(
     limits: SandboxLimits | None = None,
     *,
     layers: Collection[str] = LAYERS,
+    channel: bool = False,
 ) -> SandboxOutcome:
     """Run a program to its end, and wait for it. Many threads may do so side by side.
 
+    channel: give it a file to write to beside stdout, whose number is sys.argv[1]: what it prints is not mixed with that.
     layers: of LAYERS, those to use where the kernel has them.
     Errors: MillraceError if no process can be started, or elsewhere than on Linux.
     """
@@ -118,7 +121,7 @@ def run_python(
     limits = limits or SandboxLimits()
     with _folder() as folder, _input(stdin) as given:
         (folder / "program.py").write_text(code, encoding="utf-8", errors="surrogatepass")
-        return _Run(limits, folder, given, layers).outcome()
+        return _Run(limits, folder, given, layers, channel).outcome()
 
 
 def protections() -> SandboxProtections:
@@ -142,13 +145,20 @@ class _Run:
     """One process, its pipes, and its deadline."""
 
     def __init__(
-        self, limits: SandboxLimits, folder: Path, given: IO[bytes], layers: Collection[str]
+        self,
+        limits: SandboxLimits,
+        folder: Path,
+        given: IO[bytes],
+        layers: Collection[str],
+        channel: bool,
     ) -> None:
         self._limits = limits
         self._started = time.monotonic()
         self._report, theirs = os.pipe()
+        self._channel, their_channel = os.pipe()
         settings = {
             "report": theirs,
+            "arguments": [str(their_channel)] if channel else [],
             "parent": os.getpid(),
             "layers": sorted(layers),
             "timeout_s": limits.timeout_s,
@@ -175,11 +185,12 @@ class _Run:
                 stderr=subprocess.PIPE,
                 cwd=folder,
                 env={},
-                pass_fds=[theirs],
+                pass_fds=[theirs, *([their_channel] if channel else [])],
                 start_new_session=True,
             )
         except OSError as error:
             os.close(self._report)
+            os.close(self._channel)
             raise MillraceError(
                 f"no process could be started: {error}",
                 where="the sandbox",
@@ -187,13 +198,14 @@ class _Run:
             ) from error
         finally:
             os.close(theirs)
+            os.close(their_channel)
 
     def outcome(self) -> SandboxOutcome:
         """Wait for the end, and say how it was."""
         process = self._process
         deadline = self._started + self._limits.timeout_s
         try:
-            with process, contextlib.closing(_Pipes(process, self._report)) as pipes:
+            with process, contextlib.closing(_Pipes(process, self._report, self._channel)) as pipes:
                 try:
                     broken = pipes.read_until(deadline, self._limits.output_bytes)
                 finally:
@@ -203,11 +215,16 @@ class _Run:
                         )  # nobody waited for it: the number is still its own
         finally:
             os.close(self._report)
-        out, err, report = pipes.texts(self._limits.output_bytes)
-        return self._judged(broken, out, err, report)
+            os.close(self._channel)
+        return self._judged(broken, *pipes.texts(self._limits.output_bytes))
 
     def _judged(
-        self, broken: Literal["timed_out", "too_much_output"] | None, out: str, err: str, report: str
+        self,
+        broken: Literal["timed_out", "too_much_output"] | None,
+        out: str,
+        err: str,
+        report: str,
+        channel: str,
     ) -> SandboxOutcome:
         first, _, note = report.partition("\n")
         code = self._process.wait()
@@ -233,16 +250,17 @@ class _Run:
             stderr=err,
             seconds=time.monotonic() - self._started,
             protections=_protections(held),
+            channel=channel,
         )
 
 
 class _Pipes:
-    """stdout, stderr, the report and the end of a process; of each pipe, only as much as is kept is in memory."""
+    """stdout, stderr, the report, the channel and the end of a process; of each pipe, only as much as is kept is in memory."""
 
-    def __init__(self, process: subprocess.Popen[bytes], report: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], report: int, channel: int) -> None:
         assert process.stdout
         assert process.stderr
-        self._kept = {process.stdout.fileno(): b"", process.stderr.fileno(): b"", report: b""}
+        self._kept = {process.stdout.fileno(): b"", process.stderr.fileno(): b"", report: b"", channel: b""}
         self._report = report
         self._end = os.pidfd_open(process.pid)
         self._selector = selectors.DefaultSelector()

@@ -69,7 +69,7 @@ def main() -> None:
     if "seccomp" in wanted and filter_calls():
         held.append("seccomp")
     os.write(report, json.dumps(held).encode() + b"\n")
-    sys.argv = ["program.py"]
+    sys.argv = ["program.py", *settings["arguments"]]
     sys.exit(run(code, report))
 
 

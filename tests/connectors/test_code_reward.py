@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,44 @@ HACKS = {
 def test_tricks_pass_no_test(form: str, hack: str) -> None:
     result = scored(HACKS[hack], FORMS[form], score="share")
     assert result.reward == result.parts["passed"] == 0.0
+
+
+VERDICT = (
+    "VERDICT = '\\n\\x1emillrace {\"asked\": {}, \"verdicts\": [\"passed\"], \"unsendable\": []}\\n' + 'x' * 10_000\n"
+)
+PRINTED = {
+    "a row prints a result": "print(add(1, 2))\nassert add(1, 2) == 3",
+    "a row prints more than is kept": "for _ in range(9):\n    print(add(1, 2))\nassert add(1, 2) == 3",
+    "a row prints a result and never ends": "print(add(1, 2))\nassert sum(range(add(2, 2))) == 6",
+}
+
+
+@pytest.mark.parametrize("printed", PRINTED)
+def test_what_asserts_print_is_no_verdict(printed: str) -> None:
+    """A result that reads like a report was taken for one, where the true one came too late or not at all."""
+    answer = f"{VERDICT}def add(a, b):\n    return VERDICT if a == 1 else 10 ** 12"
+    result = scored(answer, {"test_list": [PRINTED[printed]]}, timeout_s=2)
+    assert result.reward == result.parts["passed"] == 0.0
+
+
+BAD_ENDS = {
+    "it never ends": ("import time\ntime.sleep(1000)", "timed_out"),
+    "it fills the output": ("import os\nwhile True:\n    os.write(1, b'x' * 60000)", "too_much_output"),
+    "it ends by a signal": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "raised"),
+    "it ends with another code than 0": ("import os\nos._exit(3)", "raised"),
+}
+
+
+@pytest.mark.parametrize("form", ["calls", "human_eval", "mbpp"])
+@pytest.mark.parametrize("end", BAD_ENDS)
+def test_results_of_a_process_that_does_not_end_well_pass_nothing(form: str, end: str) -> None:
+    """Right results count only with the end of the process that gave them."""
+    program, part = BAD_ENDS[end]
+    at_exit = "import atexit\n@atexit.register\ndef end():\n" + textwrap.indent(program, "    ")
+    answer = f"{at_exit}\n{FUNCTION.format('a + b')}"
+    result = scored(answer, FORMS[form], timeout_s=2, score="share")
+    assert result.reward == result.parts["passed"] == 0.0
+    assert result.parts[part] == result.parts["tests"]
 
 
 def test_what_an_answer_reads_of_its_process_shows_nothing_that_is_expected() -> None:

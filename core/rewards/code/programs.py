@@ -2,15 +2,14 @@
 
 The two never share a process. The answer's process gets arguments and gives results as text; what is expected stays with the
 asserts, whose process reads results as plain values. So an answer can end its process, print what it likes, return objects
-that equal everything, or search its memory: none of it shows what is expected, or makes an assert hold.
+that equal everything, or search its memory: none of it shows what is expected, or makes an assert hold. Both write what
+they found to a file of their own, whose number is their first argument: what asserts print is not mixed with it.
 
 Values travel as JSON with a mark at each container: ["l", ...] list, ["t", ...] tuple, ["s", ...] set, ["f", ...] frozenset,
 ["d", [key, value], ...] dict, ["i", ...] iterator, ["c", real, imaginary] complex, ["b", hex] bytes.
 """
 
 from __future__ import annotations
-
-LINE = "\x1emillrace "  # how lines of these programs begin
 
 VALUES = '''
 import itertools, json, math
@@ -57,9 +56,8 @@ ANSWER = (
 import io, sys
 
 def main():
-    line = __LINE__
     given = json.loads(sys.stdin.read())
-    out, sys.stdin, sys.stdout = sys.stdout, io.StringIO(), open("/dev/null", "w")
+    out, sys.stdin, sys.stdout = open(int(sys.argv[1]), "w"), io.StringIO(), open("/dev/null", "w")
     names = {"__name__": "answer", "__builtins__": __builtins__}
     exec(compile(given["code"], "answer.py", "exec"), names)
     for at, (name, args, kwargs) in enumerate(given["calls"]):
@@ -72,12 +70,12 @@ def main():
             said = {"value": encode(function(*decode(args), **decode(kwargs)))}
         except Exception as error:
             said = {"raised": type(error).__name__}
-        out.write(f"{line}{at} {json.dumps(said)}\\n")
+        out.write(f"{at} {json.dumps(said)}\\n")
         out.flush()
 
 main()
 """
-).replace("__LINE__", repr(LINE))
+)
 
 ASSERTS = (
     VALUES
@@ -163,8 +161,9 @@ def main():
         except Exception as error:
             verdicts.append(f"failed: {type(error).__name__}")
     report = {"asked": asked, "verdicts": verdicts, "unsendable": unsendable}
-    sys.stdout.write("\\n" + __LINE__ + json.dumps(report) + "\\n")
+    with open(int(sys.argv[1]), "w") as out:
+        json.dump(report, out)
 
 main()
 '''
-).replace("__LINE__", repr(LINE))
+)
