@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.parts import list_parts, read_parts
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
@@ -122,7 +122,7 @@ class IterationContext:
     def read_prompts(self, columns: list[str] | None = None) -> pa.Table:
         """The groups that were drawn, in their order. Raises CorruptFileError if they are not those that were recorded."""
         record = self.records.get("sample_prompts")
-        named = {file["path"]: FileEntry.model_validate(file) for file in record["files"]} if record else {}
+        named = {entry.path: entry for entry in recorded(record["files"], self.folder.url)} if record else {}
         return self.folder.read_table(PROMPTS, "prompts", named.get(PROMPTS), columns).sort_by("ordinal")
 
     def start_parts(self, folder: str) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from prefect import task
 
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, manifest_from_records
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.parts import read_parts
@@ -208,7 +208,7 @@ def _parts(
     ctx: IterationContext, kind: str, record: RolloutRecord | RewardRecord, columns: list[str]
 ) -> pa.Table:
     """The parts that a record names; those of an earlier release's record are all in the folder."""
-    entries = [FileEntry.model_validate(file) for file in record["files"]] if "files" in record else None
+    entries = recorded(record["files"], ctx.folder.url) if "files" in record else None
     return read_parts(ctx.folder, kind, kind, columns=columns, entries=entries)
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from prefect import Task
 
 from millrace.connectors.prefect.record_storage import kept_at
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, record_path, way_out
 from millrace.connectors.storage.local import library_log
 from millrace.core.errors import (
@@ -110,4 +110,4 @@ def _check_found(ctx: IterationContext, task: str) -> None:
         return
     if record:
         named = [*record.get("files", ()), *([record["batch"]] if "batch" in record else [])]
-        files.check([FileEntry.model_validate(file) for file in named])
+        files.check(recorded(named, files.folder.url))

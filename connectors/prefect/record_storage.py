@@ -52,6 +52,7 @@ class RecordStorage(WritableFileSystem):
     async def read_path(self, path: str) -> bytes:
         """A record's bytes, with the result as plain JSON. Raises CorruptFileError if they are not those that were written."""
         store = Store(self.root)
+        store.walls = f"{store.root}/{path.split('/', 1)[0]}"
         content = await asyncio.to_thread(store.read_sealed, path)
         result = content.get("result")
         if not isinstance(result, str):
@@ -66,7 +67,7 @@ class RecordStorage(WritableFileSystem):
             return  # what a failed task raised, under a name of Prefect's: the server has its message, and nothing reads it
         name, place = path.split("/", 1)
         run = Store(self.root).child(name)
-        run.fence = self._fence
+        run.fence, run.walls = self._fence, run.root
         await asyncio.to_thread(run.write_sealed, place, json.loads(content), run=self._run_id)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from millrace.connectors.storage.files import FileEntry
-from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.files import FileEntry, recorded
+from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.run_folder import ASIDE, COMPLETE, RunFolder, numbers_of
 from millrace.core.errors import CorruptFileError
 
@@ -51,7 +51,9 @@ def _recorded(run_folder: RunFolder, done: int) -> FileEntry | None:
         record = IterationFiles(run_folder, index).record("checkpoint") or {}
         for name, marker in (("saved", "marker"), ("committed", "committed_marker")):
             if record.get(name) == wanted and marker in record:
-                return FileEntry.model_validate(record[marker])
+                return recorded(
+                    [record[marker]], run_folder.iteration(index).url_of(record_path("checkpoint"))
+                )[0]
         if index == done - 1 and "begun" not in record:
             return None
     return None
@@ -63,8 +65,8 @@ def checkpoint_files(run_folder: RunFolder, done: int, version: int | None = Non
     Earlier versions put them into a bucket behind a second slash: there their paths begin with one.
     """
     marker = check_marker(run_folder, done, version)
-    entries = [FileEntry.model_validate(file) for file in marker["files"]]
     store = run_folder.store.child(run_folder.checkpoint_path(done))
+    entries = recorded(marker["files"], store.url_of(COMPLETE))
     first = next((f"/{entry.path}" for entry in entries), None)
     if store.local or first is None or not store.exists(first):
         return entries

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import fsspec
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from millrace.connectors.storage import local
 from millrace.connectors.storage.changes import CHANGES
 from millrace.connectors.storage.exclusive import conditional
 from millrace.connectors.storage.faults import retried
+from millrace.core.contracts.relative_path import inside, leaves
 from millrace.core.contracts.task_records import FileRecord
-from millrace.core.errors import MissingFileError, StorageError
+from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 
 BLOCK = 8 << 20
 THREADS = 8
@@ -47,11 +48,34 @@ class FileEntry(BaseModel):
     rows: int | None = None
     table: str | None = None
 
+    @field_validator("path")
+    @classmethod
+    def _is_inside(cls, path: str) -> str:
+        """Below a folder: a reader of a record reads and writes nowhere else."""
+        return inside(path)
+
     def record(self) -> FileRecord:
         """The entry as a task keeps it in its record."""
         return FileRecord(
             path=self.path, sha256=self.sha256, size=self.size, rows=self.rows, table=self.table
         )
+
+
+def recorded(files: Iterable[Any], where: str) -> list[FileEntry]:
+    """The entries of files as a record, a marker or an index holds them. where: its URL.
+
+    Raises CorruptFileError, naming it, for what is no entry or is no path of a file below its folder.
+    """
+    try:
+        return [FileEntry.model_validate(file) for file in files]
+    except ValidationError as error:
+        reason = error.errors()[0]
+        at = ".".join(map(str, reason["loc"]))
+        raise CorruptFileError(
+            f"a file that it names has no place: {at}: {reason['msg']}",
+            where=where,
+            remedy="restore it from a copy",
+        ) from error
 
 
 class Fence(Protocol):
@@ -75,11 +99,14 @@ class Files:
     """A folder on a local disk or an object store; paths are relative and use slashes.
 
     With a `fence`, which children inherit, every change raises LeaseHeldError once another process has taken the lease.
+    No path leads out of the folder. With `walls`, which children inherit, no link does either: on a local disk they are a folder,
+    and every path must lie in it, wherever links on the way lead.
     """
 
     def __init__(self, root: str) -> None:
         self.fence: Fence | None = None
         self.attempt = 0  # of the shard that writes here
+        self.walls: str | None = None
         head, separator, rest = root.partition("://")
         self.protocol = head if separator else "file"
         self.local = self.protocol in ("file", "local")
@@ -109,7 +136,8 @@ class Files:
         return os.path.realpath(self.root) if self.local else self.url
 
     def url_of(self, path: str) -> str:
-        """URL of a path under the root."""
+        """URL of a path under the root. Raises StorageError for one that leads out of it."""
+        self._check_inside(path)
         return f"{self.url}/{path}" if path else self.url
 
     def write(self, path: str, data: bytes, *, unique: bool = False) -> FileEntry:
@@ -159,12 +187,12 @@ class Files:
         """The entry of a file of any size, without rows and kind."""
         if self.local:
             sha256, size = self._retried("read", path, lambda: local.sha256(Path(self._full(path))))
-            return FileEntry(path=path, sha256=sha256, size=size)
+            return FileEntry.model_construct(path=path, sha256=sha256, size=size)
         hashed, size = hashlib.sha256(), 0
         for block in self.blocks(path):
             hashed.update(block)
             size += len(block)
-        return FileEntry(path=path, sha256=hashed.hexdigest(), size=size)
+        return FileEntry.model_construct(path=path, sha256=hashed.hexdigest(), size=size)
 
     def exists(self, path: str) -> bool:
         """Whether the file or folder exists."""
@@ -239,7 +267,23 @@ class Files:
             raise StorageError(reason, where=f"{field} = {self.url}", remedy=error.remedy) from error
 
     def _full(self, path: str) -> str:
+        self._check_inside(path)
         return f"{self.root}/{path}" if path else self.root
+
+    def _check_inside(self, path: str) -> None:
+        if leaves(path):
+            raise StorageError(
+                f"the path {path!r} leads out of the folder", where=self.url, remedy="restore what names it"
+            )
+        if self.walls is None or not self.local:
+            return
+        walls, reached = os.path.realpath(self.walls), os.path.realpath(f"{self.root}/{path}")
+        if reached != walls and not reached.startswith(f"{walls.rstrip('/')}/"):
+            raise StorageError(
+                f"{path or 'it'} leads to {reached} by a link, out of the run's folder",
+                where=self.root,
+                remedy="put the files themselves there; a run whose storage.root is on another disk needs no links",
+            )
 
     def _range(self, path: str, start: int, end: int) -> bytes:
         data: bytes = self.fs.cat_file(self._full(path), start=start, end=end)
@@ -386,7 +430,7 @@ class HashedBlocks:
 
 
 def entry_of(path: str, data: bytes) -> FileEntry:
-    return FileEntry(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+    return FileEntry.model_construct(path=path, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
 
 
 def file_blocks(file: Path) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.files import FileEntry, in_threads, recorded
 from millrace.connectors.storage.manifests.manifest import Manifest
 from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.manifests.summaries import SUMMARY, has_summary
@@ -61,9 +61,10 @@ class IterationFiles:
         if self.manifest:
             return {entry.path: entry for entry in self.manifest.files}
         named: dict[str, FileEntry] = {}
-        for record in in_threads(self.record, self.recorded_tasks()):
-            for file in (record or {}).get("files", ()):
-                named[file["path"]] = FileEntry.model_validate(file)
+        tasks = self.recorded_tasks()
+        for task, record in zip(tasks, in_threads(self.record, tasks), strict=True):
+            entries = recorded((record or {}).get("files", ()), self.folder.url_of(record_path(task)))
+            named |= {entry.path: entry for entry in entries}
         return named
 
     def recorded_tasks(self) -> list[str]:

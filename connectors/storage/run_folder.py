@@ -93,6 +93,7 @@ class RunFolder:
     def __init__(self, root: str, run: str) -> None:
         self.name = run
         self.store = Store(root).child(run)
+        self.store.walls = self.store.root
         self.owner = Owner(self.store)
         self._hashes: dict[int, bytes] = {}  # of the committed manifests that were read, by iteration
         self._newest: Manifest | None = None  # of those

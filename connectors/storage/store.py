@@ -26,6 +26,7 @@ from millrace.connectors.storage.files import (
     write_blocks,
 )
 from millrace.connectors.storage.sealed import check_seal, sealed
+from millrace.core.contracts.relative_path import inside
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError
 from millrace.core.plain_text import json_text
 
@@ -42,7 +43,7 @@ class Store(Files):
     def child(self, *parts: str) -> Store:
         """The store of a folder below this one."""
         child = Store(self.url_of("/".join(parts)))
-        child.fence = self.fence
+        child.fence, child.walls = self.fence, self.walls
         return child
 
     # JSON and tables
@@ -132,7 +133,7 @@ class Store(Files):
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
             size = handle.tell()
             handle.seek(0)
-            yield handle, FileEntry(path=path, sha256=digest, size=size)
+            yield handle, FileEntry.model_construct(path=path, sha256=digest, size=size)
 
     # entries
 
@@ -168,16 +169,29 @@ class Store(Files):
         )
 
     def download_dir(self, path: str, folder: str, only: Names | None = None) -> None:
-        """Copy a folder from here to a local folder, or `only` these files of it. Raises MissingFileError if it is empty."""
+        """Copy a folder from here to a local folder, or `only` these files of it. Raises MissingFileError if it is empty.
+
+        Raises CorruptFileError for a name that leads out of the local folder, before anything is copied.
+        """
         names = self.list(path) if only is None else [f"{path}/{name}" if path else name for name in only]
         if not names:
             raise MissingFileError(f"{self.url_of(path)}: no such folder, or it is empty; correct the path")
         here = Path(folder)
+        targets = [self._target(name.removeprefix(f"{path}/"), path) for name in names]
 
-        def fetch(name: str) -> None:
-            local.write_whole(here / name.removeprefix(f"{path}/"), self.blocks(name))
+        def fetch(copy: tuple[str, str]) -> None:
+            local.write_whole(here / copy[1], self.blocks(copy[0]))
 
-        in_threads(fetch, names)
+        in_threads(fetch, zip(names, targets, strict=True))
+
+    def _target(self, name: str, path: str) -> str:
+        """Where a file of a folder goes, relative to the local one. Earlier releases put a second slash before names in a bucket."""
+        try:
+            return inside(name if self.local else name.removeprefix("/"))
+        except ValueError as error:
+            raise CorruptFileError(
+                f"{error}", where=self.url_of(path), remedy="remove that file, or restore what names it"
+            ) from error
 
     def _upload(self, file: Path, path: str) -> FileEntry:
         if self.local:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.architecture import Architecture
+from millrace.core.contracts.relative_path import inside
 from millrace.core.errors import ConfigError, remedy_of
 from millrace.core.model_folder.config_file import WHOLE
 
@@ -158,6 +159,8 @@ def _weight_map(folder: Path, where: str) -> dict[str, str]:
         listed: Any = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         if not listed or not all(isinstance(file, str) for file in listed.values()):
             raise ValueError("weight_map is empty, or names no files")
+        for file in sorted(set(listed.values())):
+            inside(file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"its {INDEX} cannot be read: {error}", where=where, remedy=remedy_of(error, WHOLE)

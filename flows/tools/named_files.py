@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.iteration_files import (
     OF_SOME,
     PUBLISH,
@@ -40,12 +40,13 @@ def named_by_records(folder: RunFolder, index: int) -> Iterator[FileEntry]:
     """
     files = IterationFiles(folder, index)
     for task in ("evaluate_before", "evaluate", "held_out_loss_before", "held_out_loss"):
-        for held_out in (files.record(task) or {"sets": {}})["sets"].values():
-            yield FileEntry.model_validate(held_out["file"])
+        sets = (files.record(task) or {"sets": {}})["sets"].values()
+        yield from recorded((held_out["file"] for held_out in sets), files.folder.url_of(record_path(task)))
     saved = files.record("checkpoint") or {}
-    for file in saved.get("export_files", ()):
-        entry = FileEntry.model_validate(file)
-        yield entry.model_copy(update={"path": f"{saved['exported']}/{entry.path}"})
+    where = files.folder.url_of(record_path("checkpoint"))
+    entries = recorded(saved.get("export_files", ()), where)
+    placed = ({**entry.record(), "path": f"{saved['exported']}/{entry.path}"} for entry in entries)
+    yield from recorded(placed, where)
 
 
 def check_file(path: Path) -> None:

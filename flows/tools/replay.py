@@ -16,8 +16,8 @@ from typing import Any
 from millrace.connectors.ray import actors, client, cluster, placement
 from millrace.connectors.storage.checkpoint_files import check_marker
 from millrace.connectors.storage.driven_runs import forget_driven, note_driven
-from millrace.connectors.storage.files import FileEntry, in_threads
-from millrace.connectors.storage.iteration_files import IterationFiles
+from millrace.connectors.storage.files import in_threads, recorded
+from millrace.connectors.storage.iteration_files import IterationFiles, record_path
 from millrace.connectors.storage.own_folders import temporary_folder
 from millrace.connectors.storage.run_folder import RunFolder
 from millrace.connectors.storage.store import Store
@@ -151,7 +151,9 @@ def export_folder(folder: RunFolder, last: int, into: Path) -> None:
     """The export after an iteration. Raises CorruptFileError for a file that is not as the checkpoint task recorded it."""
     export = folder.store.child(f"exports/{last:06d}")
     record = IterationFiles(folder, last - 1).record("checkpoint") or {}
-    entries = [FileEntry.model_validate(file) for file in record.get("export_files", ())]
+    entries = recorded(
+        record.get("export_files", ()), folder.iteration(last - 1).url_of(record_path("checkpoint"))
+    )
     in_threads(export.verify, entries)
     # an earlier release recorded no files: then the whole folder counts
     export.download_dir("", str(into), [entry.path for entry in entries] or None)

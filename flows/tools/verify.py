@@ -13,7 +13,7 @@ import pyarrow as pa
 from rich.progress import track
 
 from millrace.connectors.storage.checkpoint_files import checkpoint_files
-from millrace.connectors.storage.files import FileEntry, in_threads
+from millrace.connectors.storage.files import FileEntry, in_threads, recorded
 from millrace.connectors.storage.iteration_files import IterationFiles, check_newest
 from millrace.connectors.storage.manifests.outcomes import JOINED
 from millrace.connectors.storage.parts import check_note, list_notes
@@ -136,8 +136,9 @@ def _problems_of_records(folder: RunFolder, record: dict[str, Any], verdict: Ver
         verdict.problems += _file_problems(folder.store, entries)
         yield from entries
     if record.get("quarantine"):
-        entry = FileEntry.model_validate(record["quarantine"])
-        verdict.problems += _file_problems(folder.store, [entry])
+        where, named = folder.store.url_of("run.json"), list[FileEntry]()
+        verdict.problems += _problems(lambda: named.extend(recorded([record["quarantine"]], where)))
+        verdict.problems += _file_problems(folder.store, named)
 
 
 def _lineage(folder: RunFolder, config: RunConfig, index: int, verdict: Verdict) -> list[str]:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import recorded
 from millrace.connectors.storage.parts import read_parts
 from millrace.core.contracts.sample import EvaluatedSample
 from millrace.core.pipeline.sharding import in_shards
@@ -63,6 +63,6 @@ class ShardedEvaluation:
         return made_of(await asyncio.to_thread(self._stored), evaluation.version, failed=True)
 
     def _stored(self) -> list[EvaluatedSample]:
-        entries = [FileEntry.model_validate(file) for file in self._ctx.parts[KIND]]
+        entries = recorded(self._ctx.parts[KIND], self._ctx.folder.url)
         table = read_parts(self._ctx.folder, KIND, KIND, entries=entries)
         return [EvaluatedSample(**row) for row in table.to_pylist()]

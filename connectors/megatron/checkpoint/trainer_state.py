@@ -27,7 +27,7 @@ from millrace.connectors.megatron.checkpoint.stored_metadata import LOAD_ANOTHER
 from millrace.connectors.megatron.checkpoint.writer import SynchronousSave
 from millrace.connectors.megatron.learner import Learner
 from millrace.connectors.megatron.patches import checkpoints_read_as_data
-from millrace.connectors.storage.files import FileEntry
+from millrace.connectors.storage.files import FileEntry, recorded
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, MissingFileError, StorageError, TrainerError
 
@@ -166,7 +166,7 @@ def load(learner: Learner, url: str) -> Loaded:
             raise TrainerError(
                 f"was saved without a {part}, which the algorithm needs", where=url, remedy=LOAD_ANOTHER
             )
-    files = [FileEntry(**file) for file in marker["files"]]
+    files = recorded(marker["files"], store.url_of(COMPLETE))
     with read_folder(store, files) as folder, torch.no_grad():
         try:
             state = _read_state(learner, folder, {file.path for file in files})
