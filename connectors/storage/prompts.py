@@ -10,13 +10,13 @@ from itertools import islice
 from typing import NamedTuple
 
 from millrace.connectors.storage.faults import retried
-from millrace.connectors.storage.sources.formats import Item, count_rows, lines, rows_of
+from millrace.connectors.storage.sources.formats import Item, count_rows, line_of, lines, rows_of
 from millrace.connectors.storage.sources.locate import DataFiles, Located, located, where
+from millrace.connectors.storage.sources.unpacked import LARGEST_ROW
 from millrace.core.contracts.rows.prompts import (
     PromptRow,
     Quarantined,
     SourceFingerprint,
-    parse_line,
     require_labels,
 )
 from millrace.core.errors import DataError, MissingFileError
@@ -61,7 +61,7 @@ def first_rows(source: Located, count: int, size: int) -> FirstRows:
     def head() -> list[Item]:
         nonlocal total, exact
         if files.one and files.path.whole and files.names[0].endswith((".jsonl", ".json")):
-            total, items = _first_lines(source, files, count, size)
+            total, exact, items = _first_lines(source, files, count, size)
             return items
         counts, exact = _counts(source, files, size)
         total = len(files.path.rows_of(sum(counts)))
@@ -77,18 +77,24 @@ def first_rows(source: Located, count: int, size: int) -> FirstRows:
     return FirstRows(rows, refused, total, whole)
 
 
-def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tuple[int, list[Item]]:
-    """About how many lines a file has, and the first of them."""
+def _first_lines(source: Located, files: DataFiles, count: int, size: int) -> tuple[int, bool, list[Item]]:
+    """How many lines a file has, whether that is exact, and the first of them."""
     path = f"{files.store.root}/{files.names[0]}"
     held = files.store.fs.size(path)
     data: bytes = files.store.fs.cat_file(path, start=0, end=min(held, size)) if held else b""
-    while len(data) < held and b"\n" not in data:  # a row larger than that is read whole
+    while (
+        len(data) < min(held, LARGEST_ROW + 1) and b"\n" not in data
+    ):  # a row larger than that is read whole
         data += files.store.fs.cat_file(path, start=len(data), end=min(held, 2 * len(data)))
     found = list(lines([data]))
     if len(data) < held and len(found) > 1:
         found = found[:-1]  # the last one is cut
     total = round(len(found) * held / max(1, len(data)))
-    return total, [parse_line(line, number, source) for number, line in enumerate(found[:count])]
+    return (
+        total,
+        len(data) == held,
+        [line_of(line, number, source) for number, line in enumerate(found[:count])],
+    )
 
 
 def _counts(source: Located, files: DataFiles, most: int | None = None) -> tuple[list[int], bool]:

@@ -169,7 +169,8 @@ def _epoch(found: Checked, rows: Rows, weights: float) -> str:
     assert isinstance(rows.source, Source)
     usable = rows.total - len(rows.unusable) if rows.complete else rows.total
     drawn = found.config.rollout.prompts * rows.source.weight / weights
-    return f", an epoch of them is {_whole(usable / drawn)} iterations"
+    about = "" if rows.whole else "about "
+    return f", an epoch of them is {about}{_whole(usable / drawn)} iterations"
 
 
 def _whole(number: float) -> str:

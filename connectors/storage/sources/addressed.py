@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.files import in_threads
 from millrace.connectors.storage.own_folders import own_folder
-from millrace.connectors.storage.sources.formats import MARK, Item, batches_of, parse_batch
+from millrace.connectors.storage.sources.formats import MARK, Item, batches_of, line_of, parse_batch
 from millrace.connectors.storage.sources.locate import DataFiles, Located, located, where
-from millrace.core.contracts.rows.prompts import parse_line
 from millrace.core.errors import DataError
 
 NEWLINE = 10
@@ -96,7 +95,7 @@ class _Lines:
             "read", url, lambda: store.fs.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
         )
         return [
-            parse_line(self._checked(data.removesuffix(b"\n"), row), row + first, self.source)
+            line_of(self._checked(data.removesuffix(b"\n"), row), row + first, self.source)
             for row, data in zip(rows, found, strict=True)
         ]
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from millrace.connectors.storage.sources.locate import DataFiles, Located, where
+from millrace.connectors.storage.sources.unpacked import (
+    LARGEST_ROW,
+    TooLargeError,
+    Unpacking,
+    parquet_batches,
+)
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts.rows.prompts import (
     PromptRow,
@@ -24,7 +30,6 @@ from millrace.core.contracts.rows.prompts import (
 )
 from millrace.core.errors import DataError, MissingColumnError
 
-BATCH_ROWS = 1024
 HEAD = 1 << 20
 MARK = b"\xef\xbb\xbf"  # that some editors put at the start of a file
 Item = PromptRow | Quarantined
@@ -47,6 +52,15 @@ def count_rows(source: Located, files: DataFiles, number: int, size: int, most: 
     """Rows of a file, and whether that is exact: the lines of one larger than `most` bytes are estimated."""
     name = files.names[number]
     return _Reader(source, files.store, name, files.one).count(size, most)
+
+
+def line_of(line: bytes, number: int, source: Located) -> Item:
+    """The row that a line of JSONL is; one of more than LARGEST_ROW bytes is refused unread."""
+    if len(line) > LARGEST_ROW:
+        return refuse(
+            source, number, f"too long: more than {LARGEST_ROW} bytes", line[:80].decode("utf-8", "replace")
+        )
+    return parse_line(line, number, source)
 
 
 def batches_of(source: Located, files: DataFiles, name: str) -> Iterator[pa.RecordBatch]:
@@ -132,27 +146,31 @@ class _Reader:
 
     def _jsonl(self, first: int) -> Iterator[Item]:
         for number, line in enumerate(lines(self._store.blocks(self._name)), first):
-            yield parse_line(line.removeprefix(MARK) if number == first else line, number, self._source)
+            yield line_of(line.removeprefix(MARK) if number == first else line, number, self._source)
 
-    def _read(self, data: IO[bytes], buffered: int) -> Iterator[pa.RecordBatch]:
-        """Batches of the wanted columns, of at most BATCH_ROWS rows."""
+    def _read(self, data: Any, buffered: int) -> Iterator[pa.RecordBatch]:
+        """Batches of the wanted columns, each of a few rows. Raises DataError if they unpack to far more than the file holds."""
+        unpacking = Unpacking(data.size() if isinstance(data, pa.NativeFile) else data.size)
         try:
             if self._name.endswith(".parquet"):
-                file = pq.ParquetFile(data, buffer_size=buffered)
-                columns = self._columns(file.schema_arrow.names)
-                yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+                columns = self._columns(pq.ParquetFile(data, buffer_size=buffered).schema_arrow)
+                for batch in parquet_batches(data, buffered, columns):
+                    yield from unpacking.batches(batch)
                 return
             stream = pa.ipc.open_stream(data)
-            columns = self._columns(stream.schema.names)
+            columns = self._columns(stream.schema)
             for batch in stream:
-                for at in range(0, batch.num_rows, BATCH_ROWS):
-                    yield batch.select(columns).slice(at, BATCH_ROWS)
+                yield from unpacking.batches(batch.select(columns))
         except (pa.ArrowException, OSError) as error:
             raise self._torn(error) from error
+        except TooLargeError as error:
+            raise DataError(
+                str(error), where=self._where, remedy="leave such rows out, or write them as JSONL"
+            ) from error
 
-    def _columns(self, names: list[str]) -> list[str]:
-        """The columns that are read. Raises MissingColumnError without that of the prompt."""
-        source = self._source
+    def _columns(self, schema: pa.Schema) -> list[str]:
+        """The columns that are read. Raises MissingColumnError without that of the prompt, DataError for two of one name."""
+        source, names = self._source, schema.names
         own = (source.tools_key, source.chat_template_kwargs_key, source.sampling_key, *source.extra_keys)
         keys = (source.prompt_key, source.label_key, source.metadata_key, *own)
         wanted = {column_of(key, names) for key in keys if key}
@@ -164,6 +182,11 @@ class _Reader:
                 where=self._where,
                 remedy="set the source's prompt_key",
             )
+        for column in columns:
+            if twice := _twice(schema, column):
+                raise DataError(
+                    f"has two columns named {twice}", where=self._where, remedy="leave out one of them"
+                )
         return columns
 
     def _checked(self, call: Callable[[], Any]) -> Any:
@@ -177,12 +200,30 @@ class _Reader:
         return DataError(f"not a whole {kind} file: {error}", where=self._where, remedy="write it again")
 
 
+def _twice(schema: pa.Schema, column: str) -> str:
+    """A name that stands twice among the columns, or among the fields of one; empty if there is none."""
+    if schema.names.count(column) > 1:
+        return column
+    fields = [(column, schema.field(column).type)]
+    while fields:
+        name, kind = fields.pop()
+        inner = [kind.field(number) for number in range(kind.num_fields)]
+        names = [field.name for field in inner]
+        if twice := next((part for part in names if names.count(part) > 1), ""):
+            return f"{name}.{twice}"
+        fields += [(f"{name}.{field.name}", field.type) for field in inner]
+    return ""
+
+
 def lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines of a file that is read in blocks. Text after the last newline is a line too."""
+    """Lines of a file that is read in blocks. Text after the last newline is a line too. Of a line that is too long, its start."""
     rest: list[bytes] = []
+    held = 0
     for block in blocks:
         first, *others = block.split(b"\n")
-        rest.append(first)
+        if held <= LARGEST_ROW:
+            rest.append(first)
+        held = len(others[-1]) if others else held + len(first)
         if others:
             yield b"".join(rest)
             yield from others[:-1]

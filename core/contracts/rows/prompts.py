@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -180,13 +181,33 @@ def parse_line(line: bytes, row: int, keys: Keys) -> PromptRow | Quarantined:
     text = text.removeprefix("\ufeff") if row == 0 else text
     if not text.strip():
         return refuse(keys, row, "empty line", "")
+    twice: list[str] = []
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        twice[:] = _repeated(pairs) if len(values) < len(pairs) else []  # those of the row come last
+        return values
+
     try:
-        values = json.loads(text, parse_constant=_not_json)
+        values = json.loads(text, parse_constant=_not_json, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         return refuse(keys, row, f"not JSON: {error}", text)
     if not isinstance(values, Mapping):
         return refuse(keys, row, f"not an object: {type(values).__name__}", text)
+    if read := sorted(set(twice) & {column_of(key, values) for key in _keys(keys)}):
+        return refuse(keys, row, f"two values: the key {read[0]} stands twice", text)
     return parse_row(values, row, keys)
+
+
+def _repeated(pairs: Iterable[tuple[str, Any]]) -> list[str]:
+    counts = Counter(name for name, _ in pairs)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def _keys(keys: Keys) -> list[str]:
+    """The keys of a row that are read."""
+    own = (keys.tools_key, keys.chat_template_kwargs_key, keys.sampling_key, *keys.extra_keys)
+    return [key for key in (keys.prompt_key, keys.label_key, keys.metadata_key, *own) if key]
 
 
 def parse_row(values: Mapping[str, Any], row: int, keys: Keys) -> PromptRow | Quarantined:
