@@ -114,10 +114,10 @@ class StoreSite:
         odds = Odds(**draw.rates, only=draw.only, seed=number)
         try:
             with late_s3(self._upstream, odds) as endpoint:
-                named = self._starts(draw, root, kept, endpoint, usual_seconds(reference))
-            if not named:
-                named = self._compare(draw, root, kept, reference)
-            verdict = named if named else (HELD, "")
+                complete, named = self._starts(draw, root, kept, endpoint, usual_seconds(reference))
+            said = f"{len(named)} starts named an error: {named[-1]}" if named else ""
+            broken = self._compare(root, kept, reference) if complete else []
+            verdict = (FELL, "; ".join(broken)) if broken else (HELD if complete else NAMED, said)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             verdict = FELL, f"{error}; see {kept}"
         if verdict[0] == FELL:
@@ -131,8 +131,8 @@ class StoreSite:
 
     def _starts(
         self, draw: Draw, root: str, kept: Path, endpoint: str, usual: float
-    ) -> tuple[str, str] | None:
-        """Start, kill, start again until the run is complete; None then, else the error that it keeps naming."""
+    ) -> tuple[bool, list[str]]:
+        """Start, kill, start again until the run is complete, or not; the errors that starts named."""
         said: list[str] = []
         kills = [*draw.kills]
         for number in range(STARTS):
@@ -140,13 +140,13 @@ class StoreSite:
             kill_after = kills.pop(0) * usual if kills else None
             code = self._start(draw, root, log, endpoint, kill_after)
             if code == 0:
-                return None
+                return True, said
             text = log.read_text()
             assert "Traceback" not in text, f"a traceback in {log}"
             if code != -9:
                 assert code == 2, f"{log} ended with {code}"
                 said.append(text.strip().splitlines()[-1])
-        return NAMED, said[-1]
+        return False, said
 
     def _start(self, draw: Draw, root: str, log: Path, endpoint: str, kill_after: float | None) -> int:
         """Exit code of one start; -9 if its driver was killed."""
@@ -172,8 +172,8 @@ class StoreSite:
                 raise AssertionError(f"{log} does not end")
         return process.returncode
 
-    def _compare(self, draw: Draw, root: str, kept: Path, reference: Path) -> tuple[str, str] | None:
-        """What differs from the run on a local disk, and what commands find; None if nothing does."""
+    def _compare(self, root: str, kept: Path, reference: Path) -> list[str]:
+        """What differs from the run on a local disk, and what commands find."""
         problems = []
         for command in ("verify", "ledger"):
             process = self._place.start(command, NAME, "--root", root)
@@ -185,7 +185,7 @@ class StoreSite:
         problems += promises.different_numbers(reference, run)
         if promises.final_weights(run) != promises.final_weights(reference):
             problems.append("the final weights differ")
-        return (FELL, f"{'; '.join(problems)}; see {kept}") if problems else None
+        return [f"{text}; see {kept}" for text in problems]
 
 
 @contextlib.contextmanager

@@ -61,11 +61,17 @@ class Odds:
         return b"" if concerned and self.drawn("hidden") else entry[0]
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Nothing is printed: processes that are killed hang up."""
+
+
 @contextlib.contextmanager
 def late_s3(upstream: str, odds: Odds) -> Iterator[str]:
     """Endpoint of the proxy before the server at a URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(upstream, odds))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), _handler(upstream, odds))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

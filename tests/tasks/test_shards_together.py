@@ -10,7 +10,11 @@ from typing import Any, cast
 import pytest
 
 from millrace.connectors.sglang.dispatcher import Dispatcher
-from millrace.connectors.storage.parts import list_parts, read_parts
+from millrace.connectors.storage.lease import Lease
+from millrace.connectors.storage.parts import list_parts, read_parts, write_part
+from millrace.connectors.storage.run_folder import RunFolder
+from millrace.connectors.storage.takeovers import take_over
+from millrace.core.contracts import schema
 from millrace.core.contracts.ids import sample_id
 from millrace.core.errors import ActorLostError, BudgetError, EngineError
 from millrace.core.staleness import Ahead, VersionRange
@@ -18,6 +22,7 @@ from millrace.tasks.shards.board import ShardCall, ShardReplacedError
 from millrace.tasks.shards.sharded import ShardedIteration
 from tests.support.local_board import LocalBoard
 from tests.support.shards_here import GROUPS, SAMPLES, VERSION, Engine, Place, rows, until
+from tests.support.stored_samples import drawn_group, sample_of
 
 EVERY = {sample_id(f"g{group}", index) for group in range(GROUPS - 1) for index in range(SAMPLES)}
 
@@ -72,6 +77,35 @@ async def test_a_shard_that_dies_is_started_again_and_finds_its_parts(
     assert place.stored() == Counter(EVERY)
     assert place.starts == {0: 2, 1: 1}
     assert "shard 0 of rollout: its process died; starting it again" in caplog.text
+
+
+async def test_a_part_of_a_dead_shard_that_shows_after_its_samples_were_made_again_counts_for_no_later_driver(
+    make_shards: Callable[..., Place], engines: tuple[list[Engine], list[str]]
+) -> None:
+    place, first = make_shards(), list[int]()
+    for engine in engines[0]:
+        engine.hold = asyncio.Event()
+
+    def dies(call: ShardCall) -> bool:
+        first.append(call.writer.attempt)
+        return call.writer.shard == 0 and place.starts[0] == 1
+
+    place.dies = dies
+    working = asyncio.create_task(place.rollout(place.ctx, len(EVERY)))
+    await until(lambda: place.starts[0] == 2)
+    for engine in engines[0]:
+        engine.let_go()
+    await working
+    unseen = place.context().folder
+    unseen.attempt = min(first)  # of shard 0, which was started first
+    row = sample_of(drawn_group(0), 0, "another answer")
+    write_part(unseen, "rollouts", schema.to_table([row], "rollouts"), "rollouts")
+    run = RunFolder(place.config.storage.root, place.config.run.name)
+    assert isinstance(place.runtime.run_folder.store.fence, Lease)
+    place.runtime.run_folder.store.fence.release()
+    run.store.fence = Lease.take(run.store)
+    take_over(run)
+    assert place.stored() == Counter(EVERY)
 
 
 async def test_a_shard_that_dies_again_and_again_ends_the_task(make_shards: Callable[..., Place]) -> None:
