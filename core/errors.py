@@ -97,6 +97,10 @@ class LeaseHeldError(MillraceError):
     """Another process drives this run."""
 
 
+class TrackerError(MillraceError):
+    """A tracker does not take what it is given. The run goes on, and gives it again."""
+
+
 class EngineError(MillraceError):
     """An engine cannot do what was asked of it."""
 

@@ -80,7 +80,5 @@ def _copy(source: Store, ctx: IterationContext, entry: FileEntry) -> bool:
         ctx.folder.verify(entry)
         return False
     except (MissingFileError, CorruptFileError):
-        data = source.read(entry.path)
-        source.check(entry.path, data, entry)
-        ctx.folder.write(entry.path, data)
+        ctx.folder.write(entry.path, source.read_named(entry.path, entry))
         return True

@@ -11,18 +11,26 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, cast
 
 from millrace.connectors.mlflow.server import SQLITE, local_page
 from millrace.connectors.storage.local import home, locked
 from millrace.connectors.storage.own_folders import temporary_folder
+from millrace.core.contracts.progress import waiting
 from millrace.core.contracts.tracker import flat
-from millrace.core.errors import MillraceError
+from millrace.core.errors import MillraceError, TrackerError
 from millrace.core.metric_names import portable_name
 from millrace.core.plain_text import whole
 
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+LOCKED = "database is locked"  # as SQLite says it
+LOCKED_S, POLL_S = 600.0, 1.0
 PARAM_LIMIT = 500  # characters of a parameter's value
 PARAM_BATCH = 100
 METRIC_BATCH = 1000
@@ -53,6 +61,26 @@ CURVES = (
 )
 
 
+def _taken(
+    call: Callable[Concatenate[MlflowTracker, P], None],
+) -> Callable[Concatenate[MlflowTracker, P], None]:
+    """A call whose failure at the store is raised as TrackerError, naming the store."""
+
+    @wraps(call)
+    def taken(self: MlflowTracker, *args: P.args, **kwargs: P.kwargs) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            call(self, *args, **kwargs)
+        except (MlflowException, OSError) as error:
+            raise TrackerError(
+                f"MLflow's store does not take what it is given: {str(error).partition(chr(10))[0]}",
+                where=f"tracking.uri = {self.uri}",
+            ) from error
+
+    return cast("Callable[Concatenate[MlflowTracker, P], None]", taken)
+
+
 class MlflowTracker:
     """A started or resumed MLflow run."""
 
@@ -72,15 +100,31 @@ class MlflowTracker:
 
         A copied or moved folder brings the id of a run that is its original's: it gets one of its own. So does a run that
         begins again in a folder that was deleted.
-        Raises MillraceError naming tracking.uri if the store cannot be reached.
+        Waits while another process has locked the store's database. Raises MillraceError naming tracking.uri if the store cannot
+        be reached.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("DO_NOT_TRACK", "1")
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each table that it creates
+        # it logs the traceback of each error of its database that it raises
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+        where, until = uri or default_uri(), time.monotonic() + LOCKED_S
+        with waiting(log, f"MLflow's store ({where})"):
+            while True:
+                try:
+                    return cls._start(where, experiment, name, folder, identity, run_id)
+                except MillraceError as error:
+                    if LOCKED not in str(error) or time.monotonic() > until:
+                        raise
+                    time.sleep(POLL_S)
+
+    @classmethod
+    def _start(
+        cls, where: str, experiment: str, name: str, folder: str, identity: str, run_id: str | None
+    ) -> MlflowTracker:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs each table that it creates
-        where = uri or default_uri()
         try:
             with made_once(where):
                 client = MlflowClient(tracking_uri=where)
@@ -96,10 +140,9 @@ class MlflowTracker:
             raise _unreachable(where, error) from error
         return cls(client, where, experiment_id, run_id)
 
+    @_taken
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one point per metric. Leaves out values that are not finite, and a step that was logged before."""
-        import time
-
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -119,6 +162,7 @@ class MlflowTracker:
             if point.key in self._curves:
                 self._curves[point.key][step] = point.value
 
+    @_taken
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log nested values as flat parameters. Parameters that exist already keep their values."""
         from mlflow.entities import Param
@@ -132,6 +176,7 @@ class MlflowTracker:
         for at in range(0, len(params), PARAM_BATCH):
             self._client.log_batch(self.run_id, params=params[at : at + PARAM_BATCH])
 
+    @_taken
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
         from mlflow.entities import RunTag
@@ -140,6 +185,7 @@ class MlflowTracker:
             self.run_id, tags=[RunTag(name, whole(value)[:TAG_LIMIT]) for name, value in tags.items()]
         )
 
+    @_taken
     def log_artifact(self, data: bytes, name: str) -> None:
         """Store bytes as a file of the run; `name` may contain folders."""
         target = PurePosixPath(name)
@@ -180,6 +226,7 @@ class MlflowTracker:
         )
         self._monitor.start()
 
+    @_taken
     def finish(self) -> None:
         """Mark the run finished."""
         self.close()

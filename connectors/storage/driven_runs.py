@@ -19,7 +19,7 @@ from millrace.connectors.storage.exclusive.process_identity import ProcessIdenti
 from millrace.connectors.storage.exclusive.recorded_processes import read_record
 from millrace.connectors.storage.local import home, write_whole
 from millrace.connectors.storage.store import Store
-from millrace.core.errors import MissingFileError, StorageError
+from millrace.core.errors import LeaseHeldError, MissingFileError, StorageError, of_run
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,20 @@ def driven_runs() -> list[DrivenRun]:
             log.warning("%s is no record of a driven run: removed", path)
             path.unlink(missing_ok=True)
     return sorted(found, key=lambda run: (run.name, run.url))
+
+
+def check_none_driven() -> None:
+    """Raise LeaseHeldError if a driver of this home lives, or may live in another container, naming each with its run."""
+    driven = [run for run in driven_runs() if run.driver.lives() is not False]
+    if driven:
+        raise LeaseHeldError(
+            "runs are driven and need the servers: "
+            + ", ".join(f"{run.name} ({run.url}) by {run.driver}" for run in driven),
+            where="millrace server stop",
+            remedy="end them first: "
+            + "; ".join(f"millrace stop {of_run(run.name, run.url)}" for run in driven)
+            + ". Or add --force: a run whose servers end starts them again",
+        )
 
 
 def _folder() -> Path:

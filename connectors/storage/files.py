@@ -31,6 +31,7 @@ BLOCK = 8 << 20
 THREADS = 8
 CONNECT_TIMEOUT_S = 2
 READ_TIMEOUT_S = 60
+RESTORE = "restore the file"
 Names = list[str]  # inside Files, `list` is a method
 
 Item = TypeVar("Item")
@@ -172,13 +173,28 @@ class Files:
         """Whether the store refuses to create a file twice. An object store is tried once in this process."""
         return self.local or self._conditions()[0]
 
-    def read(self, path: str) -> bytes:
-        """The whole file. Raises MissingFileError or StorageError."""
+    def read(self, path: str, most: int | None = None) -> bytes:
+        """The whole file. Raises MissingFileError or StorageError, also for one of more than `most` bytes."""
+        size = self.local_size(path)
+        if size is not None and most is not None and size > most:
+            raise CorruptFileError(
+                f"has {size} bytes, and at most {most} are read", where=self.url_of(path), remedy=RESTORE
+            )
         data: bytes = self._retried("read", path, lambda: self.fs.cat_file(self._full(path)))
         return data
 
+    def local_size(self, path: str) -> int | None:
+        """Bytes of a file on a local disk; None in an object store, whose objects are what they are.
+
+        Raises as `read` does, and StorageError for a pipe or a device, which would be read for ever.
+        """
+        if not self.local:
+            return None
+        return self._retried("read", path, lambda: local.size_of(Path(self._full(path))))
+
     def blocks(self, path: str, size: int = BLOCK) -> Iterator[bytes]:
         """The file, one block at a time, so that it need not fit in memory."""
+        self.local_size(path)
         length = int(self._retried("read", path, lambda: self.fs.size(self._full(path))))
         for start in range(0, length, size):
             yield self._retried("read", path, partial(self._range, path, start, min(start + size, length)))

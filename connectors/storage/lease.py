@@ -18,6 +18,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from millrace.connectors.storage import local
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
+from millrace.connectors.storage.faults import retried
 from millrace.connectors.storage.store import Store
 from millrace.core.errors import CorruptFileError, LeaseHeldError, MissingFileError, StorageError
 
@@ -127,11 +129,14 @@ class PassedLease:
             self.check()
             yield
 
-    def _locked(self, alone: bool) -> contextlib.AbstractContextManager[bool]:
+    @contextlib.contextmanager
+    def _locked(self, alone: bool) -> Iterator[bool]:
         if not self._store.local:
-            return contextlib.nullcontext(True)
-        lock = Path(self._store.root) / LOCK
-        return local.shared_or_alone(lock, alone=alone, patience_s=LOCK_PATIENCE_S)
+            yield True
+            return
+        lock = local.shared_or_alone(Path(self._store.root) / LOCK, alone=alone, patience_s=LOCK_PATIENCE_S)
+        with contextlib.ExitStack() as held:
+            yield retried("write", self._store.url_of(LOCK), partial(held.enter_context, lock))
 
     def _lost(self, holder: _Claim | None) -> NoReturn:
         raise LeaseHeldError(

@@ -17,12 +17,19 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from millrace.core.errors import ConfigError, StalledError
 
 ASIDE = ".aside-"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+NO_FILES = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 LOCK_POLL_S = 0.01
 LOCKED_S = 600.0
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
@@ -78,8 +85,27 @@ def create_whole(target: Path, data: bytes) -> bool:
     return True
 
 
+def size_of(file: Path) -> int:
+    """Bytes of a file, by whatever links it is reached. Raises NoFileError for what would be read for ever."""
+    state = file.stat()
+    kind = next((name for test, name in NO_FILES if test(state.st_mode)), None)
+    if kind:
+        raise NoFileError(errno.EINVAL, f"{kind} is in its place")
+    return state.st_size
+
+
+def opened(file: Path) -> BinaryIO:
+    """A file, open to be read."""
+    return open(file, "rb")
+
+
+class NoFileError(OSError):
+    """Something else than a file is where one is to be read."""
+
+
 def sha256(file: Path) -> tuple[str, int]:
     """The hash of a file of any size, and its bytes. The lock of the interpreter is free meanwhile: files hash in parallel."""
+    size_of(file)
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest(), handle.tell()
 
@@ -197,6 +223,8 @@ def shared_or_alone(path: Path, *, alone: bool, patience_s: float) -> Iterator[b
     On a file system that has no locks it yields True at once.
     """
     make_folder(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        size_of(path)
     kind, deadline = fcntl.LOCK_EX if alone else fcntl.LOCK_SH, time.monotonic() + patience_s
     with path.open("a") as file:
         while True:

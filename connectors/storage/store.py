@@ -32,6 +32,7 @@ from millrace.core.plain_text import json_text
 
 HASH_IN_NAME = re.compile(r"\.([0-9a-f]{16})\.parquet$")
 
+LARGEST_JSON = 1 << 30  # bytes of a document that is read
 LARGE = 64 << 20  # bytes of a table that is not read whole where it need not be
 
 Entries = list[FileEntry]
@@ -50,9 +51,7 @@ class Store(Files):
 
     def read_json(self, path: str, entry: FileEntry | None = None) -> Any:
         """Parsed JSON. Raises CorruptFileError if the file is not JSON or, given its entry, is another file."""
-        data = self.read(path)
-        if entry:
-            self._check(path, entry_of(path, data), entry)
+        data = self.read_named(path, entry) if entry else self.read(path, LARGEST_JSON)
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -105,6 +104,8 @@ class Store(Files):
 
         Raises MissingFileError or CorruptFileError, naming file and remedy.
         """
+        if entry:
+            self._check_size(path, entry)
         with self.opened(path) as (data, found):
             actual = self._check_name(found)
             if entry:
@@ -123,13 +124,13 @@ class Store(Files):
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[tuple[bytes | BinaryIO, FileEntry]]:
         """A file's content and entry; a large file on a local disk stays there, open, so that only what is asked of it is read."""
-        full = Path(self._full(path)) if self.local else None
-        if full is None or not full.is_file() or full.stat().st_size < LARGE:
+        size = self.local_size(path)
+        if size is None or size < LARGE:
             data = self.read(path)
             yield data, entry_of(path, data)
             return
-        handle = self._retried("read", path, lambda: full.open("rb"))
-        with handle:
+        with self._retried("read", path, lambda: local.opened(Path(self._full(path)))) as handle:
+            tables.check_ends(handle, self.url_of(path))  # a hole of any size is named before it is hashed
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
             size = handle.tell()
             handle.seek(0)
@@ -152,11 +153,19 @@ class Store(Files):
 
     def verify(self, entry: FileEntry) -> None:
         """Compare a file with its entry. Raises MissingFileError or CorruptFileError, naming file and difference."""
+        self._check_size(entry.path, entry)
         self._check(entry.path, self.entry(entry.path), entry)
 
     def check(self, path: str, data: bytes, entry: FileEntry) -> None:
         """Compare a file's content, which was read, with its entry. Raises CorruptFileError, naming file and difference."""
         self._check(path, entry_of(path, data), entry)
+
+    def read_named(self, path: str, entry: FileEntry) -> bytes:
+        """The whole file, as its entry says. Raises MissingFileError or CorruptFileError, naming file and difference."""
+        self._check_size(path, entry)
+        data = self.read(path)
+        self._check(path, entry_of(path, data), entry)
+        return data
 
     # folders
 
@@ -220,6 +229,12 @@ class Store(Files):
                     where=self.url_of(path),
                     remedy="restore the file",
                 )
+
+    def _check_size(self, path: str, wanted: FileEntry) -> None:
+        """Of a file on a local disk, before any of it is read: it may have any length by now."""
+        size = self.local_size(path)
+        if size is not None:
+            self._check(path, FileEntry(path=path, sha256=wanted.sha256, size=size), wanted)
 
     def _check_name(self, entry: FileEntry) -> FileEntry:
         """The entry, checked against the first digits of the hash if the name contains them, as parts' names do."""

@@ -17,6 +17,7 @@ from millrace.core.contracts import schema
 from millrace.core.errors import CorruptFileError
 
 REMEDY = "restore the file"
+MAGIC = b"PAR1"
 
 
 def encode(table: pa.Table, kind: str) -> bytes:
@@ -118,6 +119,18 @@ def describe(data: bytes | BinaryIO, name: str) -> tuple[int, str | None]:
     except (pa.ArrowException, OSError, EOFError) as error:
         raise CorruptFileError(f"not a whole Parquet file: {error}", where=name, remedy=REMEDY) from error
     return file.metadata.num_rows, _kind(file.schema_arrow) or None
+
+
+def check_ends(file: BinaryIO, name: str) -> None:
+    """Raise CorruptFileError if an open file does not begin and end as Parquet does; leaves it at its beginning."""
+    first = file.read(len(MAGIC))
+    file.seek(-len(MAGIC), io.SEEK_END)
+    last = file.read(len(MAGIC))
+    file.seek(0)
+    if (first, last) != (MAGIC, MAGIC):
+        raise CorruptFileError(
+            "not a whole Parquet file: it does not begin and end as one", where=name, remedy=REMEDY
+        )
 
 
 def _without(wanted: pa.Schema, columns: list[str]) -> pa.Schema:

@@ -58,6 +58,7 @@ from millrace.flows.driver.iteration_slots import IterationSlot, begin_subflows,
 from millrace.flows.driver.named_model import ModelHere, model_here
 from millrace.flows.driver.run_record import (
     finish_run_record,
+    is_complete,
     open_run_record,
     record_end,
     record_verdict,
@@ -156,7 +157,7 @@ async def _drive(
     runtime, started = Runtime(here.config, memory), time.perf_counter()
     first = await asyncio.to_thread(runtime.run_folder.first_open_iteration, strict=False)
     runtime.recovery.add(find=time.perf_counter() - started)
-    if first >= config.run.iterations:
+    if first >= config.run.iterations and await asyncio.to_thread(is_complete, runtime.run_folder.store):
         # this run's own, if its driver was killed after the last iteration
         for sentence in await in_own_thread(join_and_end_orphans):
             log.warning("%s", sentence)
@@ -193,7 +194,11 @@ async def _drive(
             await record_verdict(runtime, error)
             raise
         await finish_run_record(runtime)
-    return {"run": config.run.name, "iterations": config.run.iterations, "did": config.run.iterations - first}
+    return {
+        "run": config.run.name,
+        "iterations": config.run.iterations,
+        "did": max(0, config.run.iterations - first),
+    }
 
 
 async def _prepare(config: RunConfig) -> ModelHere:

@@ -40,6 +40,7 @@ from millrace.flows.driver.same_run import check_branch, check_resume, hashed_in
 from millrace.flows.driver.taken_up import branched_fields, check_same_model, taken_up
 from millrace.flows.tools.browse import ahead_of, check_no_run, spans_of
 from millrace.tasks import report
+from millrace.tasks.kill_points import kill_point
 from millrace.tasks.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,14 @@ def run_id(store: Store) -> str:
     except MissingFileError:
         record = {}
     return str(record.get("id") or uuid.uuid4().hex)
+
+
+def is_complete(store: Store) -> bool:
+    """Whether run.json marks the run complete, or there is none to mark it."""
+    try:
+        return bool(store.read_sealed("run.json").get("completed"))
+    except MissingFileError:
+        return True
 
 
 async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, commit: str | None) -> None:
@@ -117,6 +126,7 @@ async def open_run_record(runtime: Runtime, attempt: int, asked: RunConfig, comm
     record["code_revision"] = code_revision()
     if record["attempts"] and (stall := record["attempts"][-1].get("stalled")):
         log.warning("the start before ended by a stall: %s: %s", stall["waited_for"], stall["reason"])
+    record.pop("completed", None)  # it goes on: more iterations are wanted
     record["attempts"].append(
         {
             "number": attempt,
@@ -168,14 +178,17 @@ def _note_floor(record: dict[str, Any], runtime: Runtime) -> None:
 
 
 async def finish_run_record(runtime: Runtime) -> None:
-    """Mark the run complete in run.json and in MLflow."""
-    store = runtime.run_folder.store
+    """Mark the run complete in its trackers, and last in run.json: a start that finds no mark there does all of it again."""
+    store, last = runtime.run_folder.store, runtime.config.run.iterations
+    await kill_point(last, "finish", "before")
+    await report.close_tracking(runtime)
+    await kill_point(last, "finish", "in")
     record = await asyncio.to_thread(store.read_sealed, "run.json")
     _note_floor(record, runtime)
     record["completed"] = datetime.now(UTC).isoformat()
     record["attempts"][-1]["recovery"] = runtime.recovery.seconds  # seconds until it worked, by phase
     await asyncio.to_thread(store.write_sealed, "run.json", record)
-    await report.close_tracking(runtime)
+    await kill_point(last, "finish", "after")
     await asyncio.to_thread(_settle_earlier, record["attempts"], settle_late_tasks)
 
 

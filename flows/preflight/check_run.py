@@ -31,6 +31,7 @@ from millrace.flows.driver.weights_type import DType
 from millrace.flows.tools.browse import check_no_run
 
 HASHED = 16 << 20  # bytes of a source that is compared by its hash; a larger one by its size
+PLACES = ("iterations", "checkpoints", "lease")  # where a run writes
 ANOTHER = "give the new run another run.name"
 
 
@@ -64,11 +65,22 @@ def _of_run(config: RunConfig, stored: StoredRun) -> list[Problem]:
         stored.committed = _committed(folder)
         complete = folder.complete_checkpoints()
         stored.checkpoint = max((done for done in complete if done <= stored.committed), default=0)
+        if stored.committed < config.run.iterations:
+            _check_writable(folder)
         return list(_refused(config, record, stored))
     except (StorageError, ConfigError) as error:
         return [
             Problem("run.name", name, str(error).removesuffix(f"; {error.remedy}"), error.remedy or ANOTHER)
         ]
+
+
+def _check_writable(folder: RunFolder) -> None:
+    """Raise StorageError if what is to go on can be read and not written. An object store has no rights by folder."""
+    if not folder.store.local:
+        return
+    for store in (folder.store, *map(folder.store.child, PLACES)):
+        if store.exists(""):
+            store.check_writable("run.name")
 
 
 def _committed(folder: RunFolder) -> int:

@@ -85,7 +85,5 @@ def _files(source: RunFolder, at: int) -> Iterator[tuple[str, FileEntry | None]]
 
 
 def _copy(source: RunFolder, target: RunFolder, path: str, entry: FileEntry | None) -> None:
-    data = source.store.read(path)
-    if entry:
-        source.store.check(path, data, entry)
+    data = source.store.read_named(path, entry) if entry else source.store.read(path)
     target.store.write(path, data)

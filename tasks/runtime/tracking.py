@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,10 +18,16 @@ from millrace.connectors.tensorboard.tracker import TensorboardTracker
 from millrace.connectors.wandb.tracker import WandbTracker
 from millrace.core.config import RunConfig
 from millrace.core.config.tracking import TrackerName
+from millrace.core.contracts.progress import waiting
 from millrace.core.contracts.tracker import Tracker
+from millrace.core.errors import TrackerError
 from millrace.tasks.pages.curves import Curves
 
+log = logging.getLogger(__name__)
+
 PICTURE_EVERY_S = 10.0
+FINISH_S, POLL_S = 120.0, 2.0
+MOST = 1000  # calls that wait for a tracker
 FROM_THE_START = ("reward/mean", "train/loss", "train/grad_norm", "eval/")  # where 0 says something
 
 
@@ -29,6 +38,7 @@ class Tracking:
         self.config = config
         self.curves = Curves()
         self.trackers: dict[TrackerName, Tracker] = {}
+        self._backlogs: dict[TrackerName, Backlog] = {}
         self._page: RunPage | None = None
         self._pictured_at = -math.inf
 
@@ -49,6 +59,7 @@ class Tracking:
         }
         for name in settings.trackers:
             self.trackers[name] = await asyncio.to_thread(starts[name])
+            self._backlogs[name] = Backlog(name, self.trackers[name])
         mlflow = self.mlflow
         if mlflow and settings.system_metrics:
             await asyncio.to_thread(mlflow.watch_system)
@@ -89,12 +100,23 @@ class Tracking:
         return time.monotonic() - self._pictured_at > PICTURE_EVERY_S
 
     def finish(self) -> None:
-        """Mark the run complete in every tracker."""
+        """Mark the run complete in every tracker. One that takes nothing is waited for, a while: the run is complete without it."""
         self._each(lambda tracker: tracker.finish())
+        until = time.monotonic() + FINISH_S
+        for name, backlog in self._backlogs.items():
+            with waiting(log, f"{name}, which does not take what it is given"):
+                while backlog.left and time.monotonic() < until:
+                    time.sleep(POLL_S)
+                    backlog.give()
+            if backlog.left:
+                log.warning(
+                    "the run is complete, and %s lacks the newest of it: the run's folder has all", name
+                )
 
     def close(self) -> None:
         """Let go of the trackers."""
-        self._each(lambda tracker: tracker.close())
+        for tracker in self.trackers.values():
+            tracker.close()
 
     def links(self) -> dict[TrackerName, str]:
         """Where the curves are to be seen."""
@@ -111,8 +133,36 @@ class Tracking:
         return self._page
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in self.trackers.values():
-            call(tracker)
+        for backlog in self._backlogs.values():
+            backlog.give(call)
+
+
+class Backlog:
+    """What one tracker is to keep, in order. What it does not take waits and is given again: a tracker never ends a run."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.left: deque[Callable[[Tracker], None]] = deque(maxlen=MOST)  # the oldest goes first
+        self._name, self._tracker = name, tracker
+        self._told = False
+        self._one = threading.Lock()
+
+    def give(self, call: Callable[[Tracker], None] | None = None) -> None:
+        """Give the tracker what waits, and then this."""
+        with self._one:
+            if call:
+                self.left.append(call)
+            while self.left:
+                try:
+                    self.left[0](self._tracker)
+                except (TrackerError, OSError) as error:
+                    if not self._told:
+                        log.warning("%s: %s. The run goes on, and gives it again", self._name, error)
+                    self._told = True
+                    return
+                self.left.popleft()
+            if self._told:
+                log.info("%s takes what it is given again, and has all of it", self._name)
+            self._told = False
 
 
 def _log(metrics: Mapping[str, float], step: int, picture: bytes | None, tracker: Tracker) -> None:

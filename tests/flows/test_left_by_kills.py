@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.support.flow_runs import Patience, Workplace, output_of, wait_until
 
@@ -35,10 +37,10 @@ def actors_of(home: Path) -> set[int]:
     return pids
 
 
-def kill_amid_rollout(place: Workplace, root: Path) -> set[int]:
-    """Start the run `a` and `kill -9` its driver amid its first rollout; returns the actors of the home, which it leaves."""
+def kill_amid(place: Workplace, root: Path, point: str = "0/rollout/in") -> set[int]:
+    """Start the run `a` and `kill -9` its driver, amid its first rollout; returns the actors of the home, which it leaves."""
     held = root / "held"
-    points = {"MILLRACE_KILL_POINT": "0/rollout/in", "MILLRACE_KILL_POINT_FILE": str(held)}
+    points = {"MILLRACE_KILL_POINT": point, "MILLRACE_KILL_POINT_FILE": str(held)}
     driver = place.start("train", "run.yaml", f"storage.root={root}", *SHORT, **points)
     wait_until(lambda: held.exists() or driver.poll() is not None)
     assert driver.poll() is None, driver.communicate()[0]
@@ -63,9 +65,9 @@ def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_sho
 ) -> None:
     home = workplace.folder / "home"
     before = actors_of(home)
-    of_moved = kill_amid_rollout(workplace, tmp_path) - before
+    of_moved = kill_amid(workplace, tmp_path) - before
     (tmp_path / "a").rename(tmp_path / "b")
-    of_removed = kill_amid_rollout(workplace, tmp_path) - before - of_moved
+    of_removed = kill_amid(workplace, tmp_path) - before - of_moved
     assert of_removed
     assert not of_moved & actors_of(home)  # ended by the second start
     shutil.rmtree(tmp_path / "a")
@@ -75,7 +77,7 @@ def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_sho
     assert "no such run" in workplace.call("stop", "a", "--root", str(tmp_path), expect=2)
     assert "nothing was left by killed drivers" in workplace.call("stop")
 
-    kill_amid_rollout(workplace, tmp_path)
+    kill_amid(workplace, tmp_path)
     assert "killed after its start" in workplace.call("runs", "--root", str(tmp_path))
     out = workplace.train(tmp_path, *SHORT)
     assert "which a killed driver left" not in out  # its own actors were taken over
@@ -88,6 +90,43 @@ def test_what_killed_drivers_left_ends_at_the_next_start_or_stop_and_prefect_sho
     assert any("The run goes on as flow run a" in message for message in messages)
     assert actors_of(home) == before
     assert "complete" in workplace.call("runs", "--root", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["1/finish/before", "1/finish/in", "1/finish/after"])
+def test_a_driver_killed_as_it_marks_its_run_complete_leaves_nothing_after_the_same_command(
+    workplace: Workplace, tmp_path: Path, point: str
+) -> None:
+    """The same command said that the run is complete, and left engine and trainer, and MLflow at RUNNING."""
+    from mlflow.tracking import MlflowClient
+
+    home = workplace.folder / "home"
+    before = actors_of(home)
+    assert kill_amid(workplace, tmp_path, point) - before
+    out = workplace.train(tmp_path, *SHORT)
+    assert "run a: 1 iterations complete, 0 of them now" in out
+    assert actors_of(home) == before
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert record["completed"]
+    client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
+    assert client.get_run(record["mlflow_run_id"]).info.status == "FINISHED"
+    names = {"name": {"like_": "a"}}
+    assert at_work(workplace, "flow_runs", {"flow_runs": {**names, **RUNNING}}) == []
+    assert "complete" in workplace.call("runs", "--root", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_moved_run_that_goes_on_ends_the_actors_that_it_left_where_it_was(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    home, moved = workplace.folder / "home", tmp_path / "moved"
+    before = actors_of(home)
+    left = kill_amid(workplace, tmp_path) - before
+    assert left
+    moved.mkdir()
+    (tmp_path / "a").rename(moved / "a")
+    assert "1 iterations complete" in workplace.train(moved, *SHORT, MILLRACE_LEASE_S="6")
+    assert actors_of(home) == before
 
 
 def test_runs_and_show_say_that_a_start_failed_and_why(workplace: Workplace, tmp_path: Path) -> None:

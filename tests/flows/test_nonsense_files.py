@@ -6,6 +6,7 @@ The rows are the files of a stored run that are JSON, by the contents that an ed
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from millrace.connectors.storage.parts import list_notes, take_over_parts
 from millrace.connectors.storage.run_folder import CUT, RunFolder
 from millrace.connectors.storage.store import Store
 from millrace.core.config import RunConfig
+from millrace.core.errors import StorageError
 from millrace.flows.driver.named_model import _commit
 from millrace.flows.driver.run_record import run_id
 from millrace.flows.driver.weights_type import settled
@@ -30,6 +32,7 @@ from millrace.flows.tools.browse import run_listing, runs_listing
 from millrace.flows.tools.ledger import accounts_of_run
 from millrace.flows.tools.sql.query import answer
 from millrace.flows.tools.verify import verify_run
+from tests.support.permissions import modes_hold
 from tests.support.run_readers import TASKS
 from tests.support.stored_run import CONFIG, write_run
 from tests.support.tampering import KINDS, outcome
@@ -166,6 +169,74 @@ def test_what_holds_nonsense_is_named_with_what_helps(
         for name, reader in READERS.items():
             check(f"{name} of {path}", path, reader, str(tmp_path), expected[name])
         shutil.rmtree(tmp_path / "a")
+
+
+def pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def endless(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def hole(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 1 << 40)
+
+
+def folder(file: Path) -> None:
+    file.mkdir()
+
+
+NO_FILES = (pipe, endless, hole, folder)
+
+
+@pytest.mark.parametrize(
+    ("put", "each"),
+    [
+        pytest.param(put, each, marks=[pytest.mark.slow] * each, id=f"{put.__name__}{' in each' * each}")
+        for put in NO_FILES
+        for each in (False, True)
+    ],
+)
+def test_what_is_no_file_or_has_no_end_is_named_with_what_helps(
+    stored: Path, tmp_path: Path, expected: dict[str, Any], put: Callable[[Path], None], each: bool
+) -> None:
+    """A reader waited for ever for a pipe, and took the memory of the host for what has no end. The rows are all files of the run."""
+    place = NO_FILES.index(put)
+    files = sorted(path.relative_to(stored).as_posix() for path in stored.rglob("*") if path.is_file())
+    for number, path in enumerate(files):
+        if not each and path != "run.json" and number % len(NO_FILES) != place:
+            continue
+        shutil.copytree(stored, tmp_path / "a")
+        file = tmp_path / "a" / path
+        file.unlink()
+        put(file)
+        for name, reader in READERS.items():
+            check(f"{name} of {path}", path, reader, str(tmp_path), expected[name])
+        shutil.rmtree(tmp_path / "a")
+
+
+@pytest.mark.parametrize("closed", ["", "iterations", "lease"])
+def test_a_run_that_can_be_read_and_not_written_is_read_and_its_start_is_refused_by_name(
+    stored: Path, tmp_path: Path, expected: dict[str, Any], closed: str
+) -> None:
+    """A start ended with a traceback of a PermissionError."""
+    shutil.copytree(stored, tmp_path / "a")
+    places = list((tmp_path / "a" / closed).rglob("*"))
+    for place in (*places, tmp_path / "a" / closed):
+        place.chmod(0o500 if place.is_dir() else 0o400)
+    with modes_hold():
+        for name, reader in READERS.items():
+            if name != "check":
+                assert reader(str(tmp_path)) == expected[name], name
+        refused = [line for line in problems(str(tmp_path)) if line not in expected["check"]]
+        assert any(f"{tmp_path}/a" in line and "permissions" in line for line in refused), refused
+        if closed != "iterations":
+            with pytest.raises(StorageError, match=f"{tmp_path}/a.*cannot write.*permissions"):
+                Lease.take(Store(str(tmp_path / "a")))
+    for place in (tmp_path / "a" / closed, *places):
+        place.chmod(0o700)
 
 
 def check(case: str, path: str, reader: Callable[[str], Any], root: str, before: Any) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.manifests.manifest import Manifest
-from millrace.connectors.storage.store import Store
+from millrace.connectors.storage.store import LARGEST_JSON, Store
 from millrace.core.contracts.history import IterationHistory
 from millrace.core.errors import CorruptFileError, MissingFileError
 
@@ -110,7 +110,7 @@ class Summaries:
     def check(self, index: int) -> None:
         """Raise CorruptFileError if the summary of an iteration does not say what the manifests say."""
         folder = self._folder_of(index)
-        if self._entry(index) and folder.read(SUMMARY) != self._content(index):
+        if self._entry(index) and folder.read(SUMMARY, LARGEST_JSON) != self._content(index):
             raise CorruptFileError(
                 "does not say what the manifests say", where=folder.url_of(SUMMARY), remedy="restore the file"
             )
@@ -132,7 +132,7 @@ def has_summary(index: int) -> bool:
 
 
 def _read(store: Store, index: int, sha256: str) -> Summary:
-    data = store.read(SUMMARY)
+    data = store.read(SUMMARY, LARGEST_JSON)
     store.check(SUMMARY, data, FileEntry(path=SUMMARY, sha256=sha256, size=len(data)))
     try:
         summary = Summary.model_validate_json(data)

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from millrace.connectors.storage.driven_runs import DrivenRun, driven_runs, forget_driven, note_driven
 from millrace.connectors.storage.exclusive.process_identity import ProcessIdentity
 from millrace.connectors.storage.store import Store
+from millrace.flows.cli.server import server
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +87,27 @@ def test_records_are_kept_by_identity_whatever_it_holds_and_broken_ones_go(
         assert [run.identity for run in driven_runs()] == names[:1]
     assert caplog.text.count("is no record of a driven run") == 2
     assert len(list((home / "driven").iterdir())) == 1
+
+
+def test_servers_stop_under_no_driven_run_unless_asked_twice(tmp_path: Path, dead: ProcessIdentity) -> None:
+    """`server stop` ended Prefect and Ray from under a run, which started Ray again."""
+    elsewhere = dead.model_copy(update={"namespaces": "of a container"})
+    note_driven(driven(tmp_path / "a", dead, identity="of a killed one"))
+    assert CliRunner().invoke(server_commands(), ["stop"]).exit_code == 0
+    for driver in (ProcessIdentity.own(), elsewhere):
+        note_driven(driven(tmp_path / "a", driver))
+        refused = CliRunner().invoke(server_commands(), ["stop"])
+        assert refused.exit_code == 2
+        said = refused.output
+        assert f"a ({tmp_path}/a) by {driver}" in said
+        assert f"millrace stop a --root {tmp_path}" in said
+        assert "Prefect server" not in said
+    done = CliRunner().invoke(server_commands(), ["stop", "--force"])
+    assert done.exit_code == 0
+    assert "Ray head: none runs" in done.output
+
+
+def server_commands() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(server)
+    return app
