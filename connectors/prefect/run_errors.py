@@ -10,6 +10,7 @@ import logging
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from millrace.connectors.storage.local import home, is_full
 from millrace.core.errors import MillraceError, first_error
 
 TASK_RUNS, FLOW_RUNS = "prefect.task_runs", "prefect.flow_runs"
@@ -32,6 +33,9 @@ class _ErrorsOnce(logging.Filter):
             if record.name == TASK_RUNS:  # its remedy may not be whole yet
                 return False
             record.msg, record.args = "%s: %s", (type(error).__name__, error)
+            record.exc_info = record.exc_text = None
+        elif is_full(home()):  # the command says so; of what libraries raise then the first line is enough
+            record.msg, record.args = "%s: %s", (type(error).__name__, str(error).partition("\n")[0])
             record.exc_info = record.exc_text = None
         logged_by: list[object] = vars(error).setdefault(LOGGED_BY, [])
         run = getattr(record, "flow_run_id", None)

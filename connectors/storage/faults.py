@@ -21,6 +21,7 @@ from tenacity import (
 )
 
 from millrace.connectors.storage.injected import injected
+from millrace.connectors.storage.local import FULL
 from millrace.core.errors import MissingFileError, StorageError
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 8
 PROBE_S = 1.0
 LONGEST_WAIT_S = 5.0
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FINAL = (
     *FULL,
     errno.EROFS,

@@ -16,10 +16,10 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
-from millrace.core.errors import ConfigError, StalledError
+from millrace.core.errors import ConfigError, StalledError, StorageError
 
 ASIDE = ".aside-"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -31,6 +31,8 @@ NO_FILES = (
     (stat.S_ISSOCK, "a socket"),
 )
 LOCK_POLL_S = 0.01
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PROBE = 1 << 20  # bytes: what databases want at once
 LOCKED_S = 600.0
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 PRIVATE_UMASK = OTHERS = 0o077
@@ -94,7 +96,7 @@ def size_of(file: Path) -> int:
     return state.st_size
 
 
-def opened(file: Path) -> BinaryIO:
+def opened(file: Path) -> BufferedReader:
     """A file, open to be read."""
     return open(file, "rb")
 
@@ -241,6 +243,37 @@ def shared_or_alone(path: Path, *, alone: bool, patience_s: float) -> Iterator[b
                     raise
             yield True
             return
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has no room: a small file cannot be written there."""
+    probe = folder / f"{ASIDE}{uuid.uuid4().hex}"
+    try:
+        _write_synced(probe, [bytes(PROBE)], "wb")
+    except OSError as error:
+        return error.errno in FULL
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return False
+
+
+@contextlib.contextmanager
+def room_at_home() -> Iterator[None]:
+    """Within, servers and libraries write to MILLRACE_HOME. Raises StorageError where they fail and its disk is full.
+
+    Each of them raises something else then, and most say nothing of a disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full(home()):
+            raise
+        raise StorageError(
+            "the disk is full",
+            where=f"MILLRACE_HOME = {home()}",
+            remedy="free space there, and start the same command again; nothing committed is lost",
+        ) from error
 
 
 def library_log() -> Path:

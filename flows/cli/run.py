@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from millrace.connectors.storage.local import library_log
+from millrace.connectors.storage.local import library_log, room_at_home
 from millrace.core.contracts.progress import waiting
 from millrace.core.errors import MillraceError
 from millrace.flows.cli.terminal import (
@@ -45,7 +45,8 @@ def train(config: ConfigArgument, overrides: Overrides = None) -> None:
         found = _checked(config, overrides)
         if warning := run_elsewhere(found):
             errors.print(warning, soft_wrap=True)
-        return found.config, _run_flow(found.config)
+        with room_at_home():
+            return found.config, _run_flow(found.config)
 
     resolved, result = _interruptible(work)
     did, total = result["did"], result["iterations"]
