@@ -176,10 +176,7 @@ SIGNS: dict[str, Sign] = {
     ),
     "group_reward": lambda left: bool(_parts(left, "rank")) or _scored_by_rollouts(left),
     "named_rewards": _of_rewards("graded", lambda reward: reward >= 11),
-    "remote_limits": lambda left: (
-        _parts(left, "memory_mb") == {MEMORY_MB}
-        or (not _parts(left, "memory_mb") and _scored_by_rollouts(left))
-    ),
+    "remote_limits": lambda left: _parts(left, "memory_mb") == {MEMORY_MB},
     "mixture": _of_rewards("second", lambda reward: reward <= -12),
     "levels": _source("growing"),
     "pools": _source("few"),
