@@ -92,16 +92,22 @@ def main() -> None:
     from prefect.server.api.server import create_app
 
     from millrace.connectors.prefect.garbage import collect_between_requests
-    from millrace.connectors.prefect.retention import keep_newest
+    from millrace.connectors.prefect.patches import look_for_work_less_often
+    from millrace.connectors.prefect.retention import bound_page_caches, keep_newest
     from millrace.connectors.prefect.server import kept_iterations
+    from millrace.core.garbage import use_few_heaps
 
     setup_logging()
+    use_few_heaps()
+    bound_page_caches()
+    look_for_work_less_often()
     kept = kept_iterations()
-    config = uvicorn.Config(RetryRefused(create_app(final=True)), log_level="error")
+    server = uvicorn.Server(uvicorn.Config(RetryRefused(create_app(final=True)), log_level="error"))
 
     async def serve() -> None:
-        beside = [asyncio.create_task(work) for work in (keep_newest(kept), collect_between_requests())]
-        await uvicorn.Server(config).serve(sockets=[listener])
+        works = (keep_newest(kept), collect_between_requests(lambda: server.started))
+        beside = [asyncio.create_task(work) for work in works]
+        await server.serve(sockets=[listener])
         for task in beside:
             task.cancel()
 

@@ -1,14 +1,17 @@
-"""The bound of the local server's database: of each run only the newest finished iterations stay in it.
+"""The bounds of the local server's database and of what SQLite holds of it in memory.
 
-The run folder keeps every iteration; the server's copy is for its web page. Finished runs go as a whole by Prefect's own
-vacuum (prefect.toml). What is deleted is used again by SQLite: the file stays as large as it was at most.
+Of each run only the newest finished iterations stay, and of all events only the newest. The run folder keeps every
+iteration; the server's copy is for its web page. Finished runs go as a whole by Prefect's own vacuum (prefect.toml).
+What is deleted is used again by SQLite: the file stays as large as it was at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import sqlite3
 from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
@@ -21,32 +24,56 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
 BATCH = 50  # iterations deleted in one transaction, which other writers wait for
+EVENTS = 2000  # of all runs; each takes 7 KiB, and a short iteration has 34: two thirds of its share of the database
+EVENTS_BATCH = 500  # deleted in one transaction
+PAGE_CACHES = 32 * 2**20  # bytes
+
+
+def bound_page_caches() -> None:
+    """Let all of this process's connections to SQLite hold so much of their databases in memory.
+
+    Prefect gives each of up to 15 connections 80 MB, so that memory grew with the database.
+    """
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute(f"PRAGMA soft_heap_limit = {PAGE_CACHES}")
 
 
 async def keep_newest(kept: int, every_s: float = EVERY_S) -> None:
-    """Delete older iterations now and then; runs until cancelled."""
+    """Delete older iterations and events now and then; runs until cancelled. kept: iterations of a run; 0: all, with all events."""
     while kept:
         await asyncio.sleep(every_s)
         try:
             await delete_older(kept)
+            await delete_older_events(EVENTS)
         except sa.exc.SQLAlchemyError as error:  # such as a database that is locked: the next time is soon
             log.warning("older iterations stay in Prefect's database for now: %s", error)
 
 
 async def delete_older(kept: int) -> int:
-    """Delete all but the newest `kept` finished iterations of each run, and what hangs on them; returns how many.
-
-    Events that are older than an iteration that goes, whatever they are about, go with it.
-    """
+    """Delete all but the newest `kept` finished iterations of each run, and what hangs on them; returns how many."""
     db = provide_database_interface()
     older = await _older(db, kept)
     for first in range(0, len(older), BATCH):
         batch = older[first : first + BATCH]
         await _delete(db, [row.id for row in batch], [row.parent_task_run_id for row in batch])
         await asyncio.sleep(0)
-    if older:
-        await _delete_events(db, max(row.end_time for row in older))
     return len(older)
+
+
+async def delete_older_events(kept: int) -> int:
+    """Delete all but the newest `kept` events, of whatever they are about; returns how many."""
+    db = provide_database_interface()
+    oldest_first = sa.select(db.Event.id).order_by(db.Event.occurred, db.Event.id)
+    async with db.session_context() as session:
+        surplus = await session.scalar(sa.select(sa.func.count()).select_from(db.Event)) - kept
+        ids = (await session.execute(oldest_first.limit(max(surplus, 0)))).scalars().all()
+    for first in range(0, len(ids), EVENTS_BATCH):
+        batch = ids[first : first + EVENTS_BATCH]
+        async with db.session_context(begin_transaction=True, with_for_update=True) as session:
+            await session.execute(sa.delete(db.EventResource).where(db.EventResource.event_id.in_(batch)))
+            await session.execute(sa.delete(db.Event).where(db.Event.id.in_(batch)))
+        await asyncio.sleep(0)
+    return len(ids)
 
 
 async def _older(db: PrefectDBInterface, kept: int) -> list[Any]:
@@ -80,9 +107,3 @@ async def _delete(db: PrefectDBInterface, iterations: Sequence[UUID], stand_ins:
         )
         await session.execute(sa.delete(db.FlowRun).where(db.FlowRun.id.in_(iterations)))
         await session.execute(sa.delete(db.TaskRun).where(db.TaskRun.id.in_(stand_ins)))
-
-
-async def _delete_events(db: PrefectDBInterface, before: Any) -> None:
-    async with db.session_context(begin_transaction=True, with_for_update=True) as session:
-        await session.execute(sa.delete(db.EventResource).where(db.EventResource.occurred < before))
-        await session.execute(sa.delete(db.Event).where(db.Event.occurred < before))

@@ -1,4 +1,4 @@
-"""A Prefect database with a run of ten finished iterations and one at work, trimmed to the newest three.
+"""A Prefect database with a run of ten finished iterations and one at work, trimmed to the newest three, and to four events.
 
 Run as a module with PREFECT_API_DATABASE_CONNECTION_URL of a new file; prints what is left, as JSON.
 """
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from prefect.server.database import provide_database_interface
 from prefect.server.schemas.states import StateType
 
-from millrace.connectors.prefect.retention import delete_older
+from millrace.connectors.prefect.retention import delete_older, delete_older_events
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 ITERATIONS = 10
@@ -35,7 +35,8 @@ async def main() -> None:
         for number in range(ITERATIONS + 1):
             await _add_iteration(db, session, run, number)
     trimmed = [await delete_older(3), await delete_older(3)]
-    print(json.dumps({"trimmed": trimmed, "left": await _left(db)}))
+    events = [await delete_older_events(4), await delete_older_events(4)]
+    print(json.dumps({"trimmed": trimmed, "events": events, "left": await _left(db)}))
 
 
 async def _add_iteration(db: Any, session: Any, run: Any, number: int) -> None:

@@ -1,0 +1,22 @@
+"""Every assignment into Prefect's objects, each with its version and reason. Called by the local server's process alone."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+
+from docket import Worker
+from prefect.server.api import background_workers
+
+LOOK = timedelta(seconds=1)
+
+
+def look_for_work_less_often() -> None:
+    """Prefect 3.8: the worker of its background services looks for work once a second, not four times.
+
+    The worker takes both intervals as arguments. Prefect passes none and has no setting for them. Its services run every
+    few seconds at most.
+    """
+    background_workers.Worker = functools.partial(  # type: ignore[assignment, misc]  # called, never used as a type
+        Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK
+    )
