@@ -42,6 +42,7 @@ from millrace.core.errors import ActorLostError, MillraceError
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120
+KEPT_CALLS = "RAY_task_events_max_num_task_in_gcs"  # whose states a head keeps for `ray list tasks`
 TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
 LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
 STARTS = 3  # of a head that is killed again and again while it starts, or while a run joins it
@@ -314,6 +315,7 @@ def _start() -> str:
     environment = head_token.added(environment)
     environment.setdefault("RAY_ROTATION_MAX_BYTES", LOG_BYTES)
     environment.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
+    environment.setdefault(KEPT_CALLS, "1000")  # of 100,000, by which the head grew by 22 KiB an iteration
     environment["RAY_prestart_worker_first_driver"] = "0"
     environment["RAY_enable_worker_prestart"] = "0"
     record: HeadRecord = {"address": "", "pids": [], "created": [], "folder": str(folder), "token": True}
