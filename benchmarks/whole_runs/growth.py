@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="growth-"))
+    folder = Path(tempfile.mkdtemp(prefix="g-"))  # short: sockets lie in it
     place = make_workplace(folder)
     (folder / "tmp").mkdir()
     place.environment |= {"TMPDIR": str(folder / "tmp"), "RAY_TMPDIR": str(folder)}
@@ -121,6 +121,8 @@ def _figures(place: Workplace, driver: int) -> Figures:
     for part in ("driver", "prefect", "trainer", "engine", "ray", "scorer"):
         try:
             found = [psutil.Process(pid) for pid in processes(part, driver, home)]
+            if not found:
+                continue  # it has ended, and the run ends
             pids |= {str(process.pid) for process in found}
             figures[f"{part} MiB"] = sum(process.memory_info().rss for process in found) / 2**20
             figures[f"{part} descriptors"] = sum(process.num_fds() for process in found)

@@ -17,6 +17,5 @@ def look_for_work_less_often() -> None:
     The worker takes both intervals as arguments. Prefect passes none and has no setting for them. Its services run every
     few seconds at most.
     """
-    background_workers.Worker = functools.partial(  # type: ignore[assignment, misc]  # called, never used as a type
-        Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK
-    )
+    worker = functools.partial(Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK)
+    vars(background_workers)["Worker"] = worker

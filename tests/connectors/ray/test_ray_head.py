@@ -84,6 +84,8 @@ def test_a_head_that_lost_a_part_or_its_record_is_ended_whole_with_its_folder(ho
     (made,) = folder.iterdir()
     assert stat.S_IMODE(made.stat().st_mode) == 0o700  # Ray opens its own folder to every user
     first = _pids(home)
+    (gcs,) = [psutil.Process(pid) for pid in first if psutil.Process(pid).name() == "gcs_server"]
+    assert gcs.environ()[cluster.KEPT_CALLS] == "1000"  # its memory would grow with each call otherwise
     for pid in first:
         if psutil.Process(pid).name() == "raylet":
             os.kill(pid, signal.SIGKILL)
