@@ -17,5 +17,6 @@ def look_for_work_less_often() -> None:
     The worker takes both intervals as arguments. Prefect passes none and has no setting for them. Its services run every
     few seconds at most.
     """
-    worker = functools.partial(Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK)
-    vars(background_workers)["Worker"] = worker
+    background_workers.Worker = functools.partial(  # type: ignore[assignment, attr-defined]
+        Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK
+    )

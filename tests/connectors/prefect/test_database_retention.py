@@ -21,13 +21,13 @@ from millrace.core.errors import ConfigError
 
 SETTINGS = tomllib.loads((Path(server.__file__).parent / "prefect.toml").read_text())["server"]
 LOOKS_EVERY_S = {  # seconds between two looks of each of Prefect's services that look now and then
-    "cancellation_cleanup": 20,  # Prefect's own
-    "cleanup_reconciler": 30,
+    "cancellation_cleanup": 60,
+    "cleanup_reconciler": 60,
     "db_vacuum": 3600,  # Prefect's own
-    "foreman": 30,
-    "late_runs": 30,
-    "pause_expirations": 30,
-    "repossessor": 30,
+    "foreman": 60,
+    "late_runs": 60,
+    "pause_expirations": 60,
+    "repossessor": 60,
     "scheduler": 60,  # Prefect's own
 }
 
@@ -79,7 +79,7 @@ def test_no_service_of_an_idle_server_looks_more_often_than_it_must() -> None:
             if interval == "loop_seconds":
                 looks[name] = SETTINGS["services"].get(name, {}).get(interval, of_prefect.default)
     assert looks == LOOKS_EVERY_S
-    assert SETTINGS["services"]["scheduler"]["recent_deployments_loop_seconds"] == 30
+    assert SETTINGS["services"]["scheduler"]["recent_deployments_loop_seconds"] == 60
 
 
 async def test_the_worker_of_the_servers_services_looks_for_work_once_a_second(
