@@ -74,7 +74,8 @@ def main() -> None:
                 args.out.write_text(json.dumps(looks, indent=0) + "\n")
         idle = idle_percent(place)
     finally:
-        place.call("server", "stop")
+        stop = [*place.command, "server", "stop"]
+        subprocess.run(stop, cwd=folder, env=place.environment, check=True)
     problems = report(looks, idle)
     shutil.rmtree(folder)
     sys.exit(1 if problems else 0)

@@ -8,14 +8,14 @@ from datetime import timedelta
 from docket import Worker
 from prefect.server.api import background_workers
 
-LOOK = timedelta(seconds=1)
+LOOK = timedelta(seconds=3)
 
 
 def look_for_work_less_often() -> None:
-    """Prefect 3.8: the worker of its background services looks for work once a second, not four times.
+    """Prefect 3.8: the worker of its background services looks for work every 3 s, not four times a second.
 
-    The worker takes both intervals as arguments. Prefect passes none and has no setting for them. Its services run every
-    few seconds at most.
+    The worker takes both intervals as arguments. Prefect passes none and has no setting for them. Nothing that the worker
+    does is waited for.
     """
     background_workers.Worker = functools.partial(  # type: ignore[assignment, attr-defined]
         Worker, minimum_check_interval=LOOK, scheduling_resolution=LOOK
