@@ -43,7 +43,7 @@ from millrace.core.pipeline.periodic import evaluates_after
 from millrace.tasks import report
 from millrace.tasks.context import BatchFigures, IterationContext
 from millrace.tasks.kill_points import kill_point
-from millrace.tasks.pages.pictures import prepare_drawing
+from millrace.tasks.pages.pictures import drawn, prepare_drawing
 from millrace.tasks.run_recorded import may_help
 from millrace.tasks.samples.account import carried_to, check_closes
 
@@ -133,7 +133,7 @@ async def count_beside(ctx: IterationContext) -> None:
         ctx.counted = await asyncio.to_thread(_count, ctx)
         await report.batch(ctx, ctx.counted.account)
         ctx.counted.shown = True
-    await asyncio.to_thread(prepare_drawing)
+    await drawn(prepare_drawing)
 
 
 async def draw_beside(ctx: IterationContext) -> None:

@@ -34,7 +34,7 @@ from millrace.core.contracts.task_records import EvaluateRecord, HeldOutRecord
 from millrace.core.contracts.tracker import run_tags
 from millrace.core.retention import due
 from millrace.tasks.context import IterationContext
-from millrace.tasks.pages.pictures import curves_png
+from millrace.tasks.pages.pictures import curves_png, drawn
 from millrace.tasks.pages.sample_groups import samples_text
 from millrace.tasks.pages.texts import account_text, iteration_text, run_text
 from millrace.tasks.runtime.runtime import Runtime
@@ -130,7 +130,7 @@ async def draw_curves(ctx: IterationContext, metrics: Mapping[str, float | None]
     curves = ctx.runtime.tracking.curves
     known = {name: value for name, value in metrics.items() if value is not None}
     curves.add(known, iteration_number(ctx.index))
-    ctx.picture = await asyncio.to_thread(curves_png, curves)
+    ctx.picture = await drawn(curves_png, curves)
 
 
 async def batch(ctx: IterationContext, account: Account) -> None:

@@ -23,7 +23,8 @@ from prefect.server.schemas.states import TERMINAL_STATES
 log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
-BATCH = 50  # iterations deleted in one transaction, which other writers wait for
+SOON_S = 5.0  # after something was deleted: a server for short iterations gets few at a time, and its files stay small
+BATCH = 10  # iterations deleted in one transaction, which other writers wait for
 EVENTS = 2000  # of all runs; each takes 7 KiB, and a short iteration has 34: two thirds of its share of the database
 EVENTS_BATCH = 500  # deleted in one transaction
 PAGE_CACHES = 32 * 2**20  # bytes
@@ -38,13 +39,15 @@ def bound_page_caches() -> None:
         connection.execute(f"PRAGMA soft_heap_limit = {PAGE_CACHES}")
 
 
-async def keep_newest(kept: int, every_s: float = EVERY_S) -> None:
+async def keep_newest(kept: int) -> None:
     """Delete older iterations and events now and then; runs until cancelled. kept: iterations of a run; 0: all, with all events."""
+    wait_s = EVERY_S
     while kept:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(wait_s)
+        wait_s = EVERY_S
         try:
-            await delete_older(kept)
-            await delete_older_events(EVENTS)
+            if await delete_older(kept) + await delete_older_events(EVENTS):
+                wait_s = SOON_S
         except sa.exc.SQLAlchemyError as error:  # such as a database that is locked: the next time is soon
             log.warning("older iterations stay in Prefect's database for now: %s", error)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from millrace.connectors.storage.local import keep_fonts_at_home
 from millrace.tasks.pages.curves import Curves
@@ -18,6 +22,18 @@ PANELS = (
 )
 NOTHING = 1e-6  # a loss that never leaves it says nothing: with one step an iteration it is 0 by construction
 LEGEND_PT = 12  # height of a line of a legend
+
+T = TypeVar("T")
+
+
+async def drawn(draw: Callable[..., T], *arguments: Curves) -> T:
+    """What `draw` makes, in the one thread that draws: matplotlib opens its fonts for each thread, and keeps them open."""
+    return await asyncio.get_running_loop().run_in_executor(_drawer(), draw, *arguments)
+
+
+@functools.cache
+def _drawer() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="drawer")
 
 
 @functools.cache

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
 
 from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
 from millrace.core.metric_names import name_part
 from millrace.tasks.pages.curves import Curves
-from millrace.tasks.pages.pictures import curves_png
+from millrace.tasks.pages.pictures import curves_png, drawn
 from millrace.tasks.pages.sample_groups import LONGEST, by_turns, code_block, samples_text, spread
 from millrace.tasks.pages.texts import iteration_text, run_text
 from millrace.tasks.pages.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
@@ -202,3 +204,17 @@ def test_samples_are_read_by_columns_that_there_are() -> None:
     names = {field.name for field in dataclasses.fields(BatchSample)}
     assert set(KEPT) | set(GENERATED) <= names
     assert set(SCORED) <= set(ScoredSample.__slots__)
+
+
+async def test_pictures_at_once_open_no_font_more_than_one_does() -> None:
+    """matplotlib keeps fonts open for each thread that drew: a long run's descriptors grew with its executor's threads."""
+    curves = Curves()
+    curves.add({"train/loss": 1.0}, 1)
+
+    def fonts() -> int:
+        return sum(file.path.endswith(".ttf") for file in psutil.Process().open_files())
+
+    await drawn(curves_png, curves)
+    opened = fonts()
+    await asyncio.gather(*(drawn(curves_png, curves) for _ in range(4)))
+    assert fonts() == opened > 0
