@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NotRequired
 
@@ -23,7 +24,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from millrace.connectors.ray import client, head_folder, head_token, task_processes
+from millrace.connectors.ray import client, head_folder, head_token, head_watch, task_processes
 from millrace.connectors.storage.exclusive.recorded_processes import (
     find_process,
     is_alive,
@@ -46,6 +47,7 @@ KEPT_CALLS = "RAY_task_events_max_num_task_in_gcs"  # whose states a head keeps 
 TRIES = "RAY_gcs_server_port_wait_time_s"  # that many tries, about one a second where an answer comes at once
 LOG_BYTES = str(16 * 2**20)  # of each of Ray's logs, which otherwise grow to 512 MiB
 STARTS = 3  # of a head that is killed again and again while it starts, or while a run joins it
+RAYLET = "raylet"
 ADDRESS_FILE = "ray_current_cluster"  # where Ray notes a cluster's address, in its folder
 # Keeps Ray from replacing 127.0.0.1 by the address of a network card, and so from listening to the network.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -59,15 +61,17 @@ class HeadRecord(TypedDict):
     created: list[float]
     folder: str
     token: NotRequired[bool]  # whether it asks for the token in MILLRACE_HOME; earlier ones did not
+    ports: NotRequired[list[int]]  # where its raylet answers
 
 
 _record = TypeAdapter(HeadRecord)
+_watch: head_watch.Watch | None = None  # of the local head that this process has joined
 
 
 def start_or_join(address: str | None, namespace: str) -> None:
     """Connect this process to Ray under a namespace; starts the local head if none is configured or running.
 
-    A local head that dies meanwhile is started again.
+    A local head that dies meanwhile, or does not answer, is started again.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -95,13 +99,15 @@ def start_or_join(address: str | None, namespace: str) -> None:
         try:
             with _one_try() if address is None else contextlib.nullcontext():
                 _connect(head, namespace)
+            if record:
+                _watch_head(record)
             return
         except Exception as error:  # noqa: BLE001 - Ray raises many types; whether the head lives decides
             if address is not None or head_lives() or attempt == STARTS:
                 raise
             leave()
             log.warning(
-                "the local Ray head died while the run joined it (%s): starting it again; what Ray printed is in %s",
+                "the local Ray head died or stood still while the run joined it (%s): starting it again; what Ray printed is in %s",
                 type(error).__name__,
                 library_log(),
             )
@@ -163,15 +169,15 @@ def asked(what: str) -> Iterator[None]:
     """Within, Ray is asked for something.
 
     Raises ActorLostError where this process has left its cluster, as to join a new one, or stands outside and is cut off from it,
-    and where its local head has died: Ray would block the thread for a minute, and then end the process.
+    and where its local head has died or does not answer: Ray would block the thread for a minute, and then end the process.
     """
     from ray.exceptions import RaySystemError
 
     left = f"{what}: the Ray cluster was left meanwhile"
     if not joined():
         raise ActorLostError(left)
-    if head_died():
-        raise ActorLostError(f"{what}: the local Ray head died")
+    if head_died() or (_watch and _watch.look()):
+        raise ActorLostError(f"{what}: the local Ray head {_how()}")
     try:
         yield
     except RaySystemError:
@@ -183,9 +189,35 @@ def asked(what: str) -> Iterator[None]:
 
 
 def head_died() -> bool:
-    """Whether this process is connected to a local head that is recorded and has lost a process."""
+    """Whether this process is connected to a local head that is recorded and has lost a process, or answers no more."""
     record = None if client.connection() else _read()
-    return bool(record and record["address"] == gcs_address() and not _alive(record))
+    return bool(record and record["address"] == gcs_address() and not _works(record))
+
+
+def _works(record: HeadRecord) -> bool:
+    """Whether every process of the head that this process has joined lives and answers, as far as was seen until now."""
+    return _alive(record) and not (_watch and _watch.reason)
+
+
+def _how() -> str:
+    """What became of the head that this process had joined, for a message."""
+    return f"does not answer ({_watch.reason})" if _watch and _watch.reason else "died"
+
+
+def _watch_head(record: HeadRecord | None) -> None:
+    """Watch this head from now on, and none before; None: none at all."""
+    global _watch
+    if _watch:
+        _watch.end()
+    _watch = None
+    if record:
+        end = partial(_end_at, record["address"])
+        _watch = head_watch.Watch(_addresses(record), record["pids"], end)
+
+
+def _addresses(record: HeadRecord) -> list[str]:
+    """Where the head is asked whether it answers."""
+    return [record["address"], *(f"127.0.0.1:{port}" for port in record.get("ports", []))]
 
 
 def gcs_address() -> str | None:
@@ -203,7 +235,12 @@ def lost(address: str | None) -> bool:
     if address is not None or not joined():
         return False
     record = _read()
-    return not (record and record["address"] == gcs_address() and _alive(record))
+    return not (record and record["address"] == gcs_address() and _works(record))
+
+
+def what_happened() -> str:
+    """What is told of a local head that was lost: what became of it, and that another one is started."""
+    return f"the local Ray head {_how()}: starting it again; what Ray printed is in {library_log()}"
 
 
 def leave() -> None:
@@ -215,6 +252,7 @@ def leave() -> None:
     import ray
     from ray._private.worker import SCRIPT_MODE, global_worker
 
+    _watch_head(None)
     core = vars(global_worker).pop("core_worker", None) if global_worker.mode == SCRIPT_MODE else None
     with library_log().open("a") as file, contextlib.redirect_stdout(file):
         ray.shutdown()
@@ -223,11 +261,17 @@ def leave() -> None:
 
 
 def local_head() -> str:
-    """Address of the local head, started if it does not run. What an earlier one left ends and goes first."""
+    """Address of the local head, started if it does not run and answer. What an earlier one left ends and goes first."""
     with locked(_path().with_suffix(".lock")):
         record = _read()
         if record and _alive(record):
-            return str(record["address"])
+            reason = head_watch.stays_silent(_addresses(record), record["pids"])
+            if reason is None:
+                return str(record["address"])
+            log.warning(
+                "the local Ray head does not answer (%s): it is ended, and another one starts; what its actors held is built again",
+                reason,
+            )
         _end(record)
         with starting(log, "Ray"):
             for _ in range(STARTS - 1):
@@ -243,9 +287,19 @@ class _HeadDiedError(MillraceError):
 
 
 def head_lives() -> bool:
-    """Whether a local head is recorded and every process of it lives."""
+    """Whether a local head is recorded, every process of it lives, and it answers."""
     record = _read()
-    return bool(record and _alive(record))
+    return bool(
+        record and _alive(record) and head_watch.stays_silent(_addresses(record), record["pids"]) is None
+    )
+
+
+def _end_at(address: str) -> None:
+    """End the local head that does not answer here: Ray goes on waiting for one that stands still."""
+    with locked(_path().with_suffix(".lock")):
+        record = _read()
+        if record and record["address"] == address:
+            _end(record)
 
 
 def stop_local_head() -> bool:
@@ -341,8 +395,22 @@ def _start() -> str:
     record["pids"] = [process.pid for process in found]
     record["created"] = [process.create_time() for process in found]
     record["address"] = (folder / head_folder.RAYS / ADDRESS_FILE).read_text()
+    record["ports"] = [
+        port for process in found for port in _ports(process) if head_watch.answers(f"127.0.0.1:{port}")
+    ]
     _write(record)
     return str(record["address"])
+
+
+def _ports(process: psutil.Process) -> list[int]:
+    """Where a raylet listens."""
+    try:
+        if process.name() != RAYLET:
+            return []
+        open_ = process.net_connections("tcp")
+        return [each.laddr.port for each in open_ if each.status == psutil.CONN_LISTEN]
+    except psutil.Error:  # it died just now, which whoever joins it sees
+        return []
 
 
 def _belongs(process: psutil.Process, mark: str) -> bool:

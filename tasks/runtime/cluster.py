@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from millrace.connectors.ray import actors, cluster, placement
 from millrace.connectors.storage.driven_runs import forget_driven, note_driven
 from millrace.connectors.storage.files import Fence
-from millrace.connectors.storage.local import library_log
 from millrace.core.config import RunConfig
 from millrace.core.errors import ActorLostError, LeaseHeldError
 from millrace.core.waits.deadline import heartbeat, in_own_thread, locked, progressing
@@ -49,7 +48,7 @@ class Cluster:
         self._driven = driven_run(self.config, identity, run_id, flow_run.id)
 
     async def join(self) -> None:
-        """Be connected. A local head that died is started again; the actors it had are lost and rebuilt.
+        """Be connected. A local head that died or answers no more is started again; the actors it had are lost and rebuilt.
 
         Raises CancelledError once the actors were killed: an asyncio.TaskGroup in which one of them fails forgets that it was
         cancelled, and the task of the iteration would be tried again and make new ones.
@@ -60,9 +59,7 @@ class Cluster:
         limit = self.config.run_limit
         async with locked(self._joining, "the Ray cluster, which another task joins", limit):
             if await asyncio.to_thread(cluster.lost, address):
-                log.warning(
-                    "the local Ray head died: starting it again; what Ray printed is in %s", library_log()
-                )
+                log.warning("%s", cluster.what_happened())
             connected = in_own_thread(self._connect)
             await progressing(connected, f"the Ray cluster at {address or 'this host'}", limit, heartbeat)
             cluster.give_back_sigterm()
@@ -109,8 +106,13 @@ class Cluster:
     async def end_actors(self) -> None:
         """End the run's actors, and give back what was reserved for them."""
         if self._reaches_actors():
-            await actors.end()
-            await asyncio.to_thread(placement.release)
+            try:
+                await actors.end()
+                await asyncio.to_thread(placement.release)
+            except ActorLostError:
+                if not cluster.lost(self.config.placement.ray_address):
+                    raise
+                # they ended with their head
             await asyncio.to_thread(forget_driven, self.identity)
 
     async def end_orphans(self) -> None:

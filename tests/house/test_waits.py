@@ -64,6 +64,11 @@ ROWS = {
         "ray.remote": "declares the actor",
         "self._handle.call.remote": "`while_moving` watches it, of one actor or of a group",
     },
+    "connectors/ray/head_watch.py": {
+        "connection.recv": "of a socket that was made with ASK_S as its limit",
+        "self._ended.wait": BACKGROUND,
+        "time.sleep": COUNTED,
+    },
     "connectors/ray/placement.py": {
         "_visible.options(num_gpus=amount, scheduling_strategy=_in(group, bundle)).remote": "ray.get with PROBE_TIMEOUT_S waits for it",
         "ray.remote": "declares the task",
