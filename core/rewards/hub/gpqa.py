@@ -21,6 +21,7 @@ CLAUSE = re.compile(
     rf"[.;!?](?=\s|$)|\n|,\s+(?!{LISTED})|(?<!\ball )(?<!thing )\bbut\b|\bhowever\b|\bwhile\b|\bwhereas\b|\bbecause\b|\bsince\b"
     rf"|(?=\b(?:not|rather than|instead of|unlike)\s+(?:option |choice |answer )?{L})"
 )
+SPACE = re.compile(r"\s+")
 LETTER = re.compile(r"(?<![\w'])([A-Z])(?![\w'])")
 ARTICLE = re.compile(
     r"(?<![\w'(\[{])[AI] (?=[a-z])(?!(?:is|was|as|or|and|can|cannot|would|will|seems?|looks?|must|has|in|fails?|for|with|gives?|because|since)\b)"
@@ -68,8 +69,14 @@ def gpqa(sample: RewardInput, *, letters: str = "ABCD", choices_key: str = "choi
     return RewardResult(float(found == right), answer=found)
 
 
+def _one_space(found: re.Match[str]) -> str:
+    """A run of spaces as one: expressions that allow any number of them, twice in a row, take its square of time."""
+    return "\n" if "\n" in found[0] else " "
+
+
 def settled_on(text: str, letters: str) -> str | None:
     """The letter that a text settles on; empty for none or several, None for a text without a letter."""
+    text = SPACE.sub(_one_space, text)
     boxed = last_boxed(text)
     if boxed is not None:
         inside = _letters(

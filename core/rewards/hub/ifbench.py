@@ -13,7 +13,9 @@ from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.hub.instructions import (
     Instructions,
+    answer_of,
     check_score,
+    follows_nothing,
     instructions_of,
     nltk_data_missing,
 )
@@ -30,6 +32,8 @@ NLTK_DATA = (  # the package downloads what is missing of these when it is impor
 def ifbench(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = "strict") -> RewardResult:
     """1 if the response follows all instructions of the row, else 0; what stands before </think> does not count.
 
+    A response of more than LONGEST characters follows none.
+
     score: `strict`; `loose`, which also tries the response without its first line, its last line, and asterisks; or `share`
     of the instructions, strictly. All three are parts.
     Errors: ConfigError without the extra, for another score, or if nltk's data are missing; DataError of a row that has no
@@ -39,7 +43,9 @@ def ifbench(sample: RewardInput, *, score: Literal["strict", "loose", "share"] =
     evaluate, known = _package()
     asked = instructions_of(sample, known, "IFBench")
     _check_arguments(asked, known)
-    response = sample.response.rpartition("</think>")[2]
+    response = answer_of(sample)
+    if response is None:
+        return follows_nothing(score)
     try:
         _, found = evaluate(response, asked.names, asked.kwargs, asked.prompt, known)
     except LookupError as error:

@@ -10,13 +10,21 @@ from typing import Literal
 
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardInput, RewardResult
-from millrace.core.rewards.hub.instructions import check_score, instructions_of, nltk_data_missing
+from millrace.core.rewards.hub.instructions import (
+    answer_of,
+    check_score,
+    follows_nothing,
+    instructions_of,
+    nltk_data_missing,
+)
 
 WHERE = "ifeval"
 
 
 def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = "strict") -> RewardResult:
     """1 if the response follows all instructions of the row, else 0; what stands before </think> does not count.
+
+    A response of more than LONGEST characters follows none.
 
     score: `strict`; `loose`, which also tries the response without its first line, its last line, and asterisks; or `share`
     of the instructions, strictly. All three are parts.
@@ -37,8 +45,11 @@ def ifeval(sample: RewardInput, *, score: Literal["strict", "loose", "share"] = 
     langdetect.DetectorFactory.seed = 0  # it guesses by random numbers: the same text gets the same answer
     asked = instructions_of(sample, INSTRUCTION_DICT, "IFEval")
     row = {"key": 0, "prompt": asked.prompt, "instruction_id_list": asked.names, "kwargs": asked.kwargs}
+    answer = answer_of(sample)
+    if answer is None:
+        return follows_nothing(score)
     try:
-        found = process_results(row, [sample.response.rpartition("</think>")[2]])
+        found = process_results(row, [answer])
     except LookupError as error:
         raise nltk_data_missing(error, "punkt_tab", WHERE) from error
     followed = found["inst_level_strict_acc"]

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from millrace.core.errors import ConfigError, DataError
-from millrace.core.hooks import RewardInput
+from millrace.core.hooks import RewardInput, RewardResult
 
 NEEDED = ("instruction_id_list", "kwargs")
 SCORES = ("strict", "loose", "share")
+LONGEST = 30_000  # characters that are checked: some checks take the square of them
 
 
 class Instructions(NamedTuple):
@@ -38,6 +39,18 @@ def instructions_of(sample: RewardInput, known: Collection[str], benchmark: str)
         )
     asked = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1].get("content")
     return Instructions(names, [each or {} for each in kwargs], asked)
+
+
+def answer_of(sample: RewardInput) -> str | None:
+    """What a response says after its reasoning; None if that is longer than can be checked, and follows nothing."""
+    answer = sample.response.rpartition("</think>")[2]
+    return answer if len(answer) <= LONGEST else None
+
+
+def follows_nothing(score: str) -> RewardResult:
+    """The verdict on a response that is too long to be checked."""
+    parts = dict.fromkeys(SCORES, 0.0)
+    return RewardResult(parts[score], dict(parts))
 
 
 def check_score(score: str, where: str) -> None:
