@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from millrace.connectors.workers.sandbox import SandboxLimits, SandboxOutcome, run_python
+from millrace.connectors.workers.sandbox import SandboxLimits, SandboxOutcome, check_fence, run_python
 from millrace.core.errors import ConfigError, DataError
 from millrace.core.hooks import RewardInput, RewardResult
 from millrace.core.rewards.code.answer import decoded, last_code_block, long_integers, same_output, same_value
@@ -43,16 +43,18 @@ def code(
     memory_mb: int = 256,
     output_bytes: int = 1 << 16,
     max_tests: int | None = None,
+    unfenced: bool = False,
 ) -> RewardResult:
     """1 if the code passes all tests of the row, else 0; with score="share" the share of tests that it passes.
 
     fenced: the code is the last closed block, whose fences are CommonMark's; else it is the whole response without the space around it. template: the program,
     with {code} where the code stands: imports before it, or a function around it. timeout_s: of one program; total_s: of all
     of them, after which the tests that are left count as timed out. memory_mb, output_bytes: of one program. max_tests: the
-    first of the row's alone.
+    first of the row's alone. unfenced: run programs also where the kernel lacks a layer of the sandbox's fence.
     Parts: `tests`, `no_code` (1 without any), and how many ended in each way; with score="all" the first that does not
     pass is the last that is run.
-    Errors: DataError of a row whose tests cannot be used; ConfigError of options; MillraceError where no sandbox can be started.
+    Errors: DataError of a row whose tests cannot be used; ConfigError of options, and of a host without the fence; MillraceError
+    where no sandbox can be started.
     """
     if score not in ("all", "share"):
         raise ConfigError(
@@ -63,6 +65,11 @@ def code(
             f"it has no place for the code: {template!r}",
             where="options.template of code",
             remedy=f"write {CODE} where the code stands",
+        )
+    if not unfenced:
+        check_fence(
+            "the sandbox of the reward code",
+            "or set its option unfenced: true, and trust the policy with your files",
         )
     with long_integers():
         return _scored(

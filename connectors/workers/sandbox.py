@@ -20,7 +20,7 @@ Does not protect against:
 - a program that lies: what it prints, what it writes to its channel and its exit code are its own, so a test that runs in
   the same process can be fooled. Compare what it prints with what only the caller knows.
 
-Linux only. Filters of system calls are for x86-64; elsewhere `protections` is without what needs them.
+Linux only. Filters of system calls are for x86-64 and aarch64; elsewhere `protections` is without what needs them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
 from millrace.connectors.workers import sandboxed
-from millrace.core.errors import MillraceError
+from millrace.core.errors import ConfigError, MillraceError
 
 LAYERS = ("namespaces", "landlock", "capabilities", "seccomp")
+FENCE = {  # the layers without which a program reads your files, or reaches the network
+    "landlock": "Landlock (Linux 6.2 or later, in the kernel's list of security modules)",
+    "seccomp": "filter of system calls (seccomp, on x86-64 or aarch64)",
+}
 CHUNK = 1 << 16  # bytes of one read
 REPORT_BYTES = 4096
 
@@ -67,6 +72,7 @@ class SandboxProtections:
     network: bool
     processes: bool
     others: bool
+    layers: tuple[str, ...] = ()  # of LAYERS, those that this kernel let the process take on
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,27 @@ def _protections(held: Collection[str]) -> SandboxProtections:
         network=seccomp or "namespaces" in held,
         processes=seccomp or os.getuid() != 0,  # a limit of the kernel, which is not for root
         others=seccomp,
+        layers=tuple(layer for layer in LAYERS if layer in held),
     )
+
+
+@cache
+def missing_layers() -> tuple[str, ...]:
+    """Of the layers that make the fence, those that this host lacks. Asked once in a process."""
+    held = protections().layers
+    return tuple(layer for layer in FENCE if layer not in held)
+
+
+def check_fence(where: str, remedy: str) -> None:
+    """Raise ConfigError, naming what is missing, if a program would run here without the fence. remedy: how to go on without."""
+    missing = missing_layers()
+    if missing:
+        raise ConfigError(
+            f"this host has no {' and no '.join(FENCE[layer] for layer in missing)}: programs of the policy would run as you, without "
+            "the sandbox's fence",
+            where=where,
+            remedy=f"run it on a host, or in a container, whose kernel permits it; {remedy}",
+        )
 
 
 class _Run:

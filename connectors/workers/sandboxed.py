@@ -25,7 +25,7 @@ MEMORY = b"memory\n"  # what the pipe says of a program that asked for more
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
-CAPSET, CAPABILITY_VERSION_3 = 126, 0x20080522
+CAPABILITY_VERSION_3 = 0x20080522
 
 # Landlock: the same numbers on every architecture
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -36,19 +36,43 @@ ALL_BUT_IOCTL = (1 << 15) - 1
 TCP = 0b11  # bind and connect, from ABI 4
 SCOPES = 0b11  # abstract sockets and signals, from ABI 6
 
-# System calls of x86-64 by number. Refused outright:
-REFUSED = {
-    "processes": [56, 57, 58, 59, 322, 435],  # clone, fork, vfork, execve, execveat, clone3
-    "sockets": [41, 53, 425],  # socket, socketpair, io_uring_setup
-    "others": [101, 129, 141, 142, 144, 203, 251, 256, 279, 297, 310, 311, 312, 314, 424, 434, 438, 440, 448],
-    "attributes": [90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466, 469],
-    "memory": [29, 64, 68, 240, 319, 447],  # of no process: shared memory, queues, files without a name
-    "kernel": [155, 161, 165, 166, 248, 249, 250, 272, 298, 304, 308, 321, 323, 428, 429, 430, 432],
+# System calls by number, on x86-64 and on aarch64, which lacks the older ones. Refused outright:
+REFUSED: dict[str, dict[str, tuple[int, int | None]]] = {
+    "processes": {
+        "clone": (56, 220), "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "clone3": (435, 435),
+    },
+    "sockets": {"socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425)},
+    "others": {
+        "ptrace": (101, 117), "rt_sigqueueinfo": (129, 138), "setpriority": (141, 140), "sched_setparam": (142, 118),
+        "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+        "move_pages": (279, 239), "rt_tgsigqueueinfo": (297, 240), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+        "kcmp": (312, 272), "sched_setattr": (314, 274), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
+        "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
+    },
+    "attributes": {
+        "chmod": (90, None), "fchmod": (91, 52), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "utime": (132, None),
+        "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
+        "fremovexattr": (199, 16), "utimes": (235, None), "fchownat": (260, 54), "futimesat": (261, None), "fchmodat": (268, 53),
+        "utimensat": (280, 88), "fchmodat2": (452, 452), "setxattrat": (463, 463), "removexattrat": (466, 466),
+        "file_setattr": (469, 469),
+    },
+    "memory": {  # of no process: shared memory, queues, files without a name
+        "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
+        "memfd_secret": (447, 447),
+    },
+    "kernel": {
+        "pivot_root": (155, 41), "chroot": (161, 51), "mount": (165, 40), "umount2": (166, 39), "add_key": (248, 217),
+        "request_key": (249, 218), "keyctl": (250, 219), "unshare": (272, 97), "perf_event_open": (298, 241),
+        "open_by_handle_at": (304, 265), "setns": (308, 268), "bpf": (321, 280), "userfaultfd": (323, 282), "open_tree": (428, 428),
+        "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
+    },
 }  # fmt: skip
-KILL, TKILL, TGKILL, PRLIMIT, FCNTL = 62, 200, 234, 302, 72
+# Allowed on the process itself, and of fcntl all but who gets a file's signals.
+KILL, TKILL, TGKILL, PRLIMIT, FCNTL = (62, 129), (200, 130), (234, 131), (302, 261), (72, 25)
+CAPSET = (126, 91)
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of these tables, AUDIT_ARCH
 F_SETOWN, F_SETOWN_EX = 8, 15
 X32 = 0x40000000
-AUDIT_ARCH_X86_64 = 0xC000003E
 ALLOW, KILL_PROCESS, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 
@@ -157,36 +181,40 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 def drop_capabilities() -> bool:
     """Keep none of what root may do; user namespaces give all of it inside of them."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-    number = CAPSET if platform.machine() == "x86_64" else 91
-    return bool(libc.syscall(number, header, bytes(24)) == 0)
+    if platform.machine() not in MACHINES:
+        return False
+    return bool(libc.syscall(CAPSET[MACHINES[platform.machine()][0]], header, bytes(24)) == 0)
 
 
 def filter_calls() -> bool:
     """Have the kernel refuse system calls: no process, no socket, no signal or attribute of anything else."""
-    if platform.machine() != "x86_64":
+    if platform.machine() not in MACHINES:
         return False
-    program = b"".join(instructions(os.getpid()))
+    program = b"".join(instructions(os.getpid(), platform.machine()))
     memory = ctypes.create_string_buffer(program)
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(memory))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     return bool(libc.prctl(PR_SET_SECCOMP, 2, header) == 0)
 
 
-def instructions(pid: int) -> list[bytes]:
+def instructions(pid: int, machine: str) -> list[bytes]:
     """The filter: each rule jumps over the return that follows it, unless it applies."""
+    column, architecture = MACHINES[machine]
 
     def step(code: int, value: int, then: int = 0, other: int = 0) -> bytes:
         return struct.pack("HBBI", code, then, other, value)
 
-    made = [step(LOAD, 4), step(EQUAL, AUDIT_ARCH_X86_64, 1), step(RETURN, KILL_PROCESS)]
+    made = [step(LOAD, 4), step(EQUAL, architecture, 1), step(RETURN, KILL_PROCESS)]
     made += [step(LOAD, 0), step(AT_LEAST, X32, 0, 1), step(RETURN, REFUSE)]
-    for number in (number for numbers in REFUSED.values() for number in numbers):
-        made += [step(EQUAL, number, 0, 1), step(RETURN, REFUSE)]
-    for number, own in ((KILL, pid), (TKILL, pid), (TGKILL, pid), (PRLIMIT, 0)):
-        made += [step(EQUAL, number, 0, 4), step(LOAD, 16), step(EQUAL, own, 1), step(RETURN, REFUSE)]
-        made += [step(RETURN, ALLOW)]
+    for numbers in (numbers for calls in REFUSED.values() for numbers in calls.values()):
+        number = numbers[column]
+        if number is not None:
+            made += [step(EQUAL, number, 0, 1), step(RETURN, REFUSE)]
+    for numbers, own in ((KILL, pid), (TKILL, pid), (TGKILL, pid), (PRLIMIT, 0)):
+        made += [step(EQUAL, numbers[column], 0, 4), step(LOAD, 16), step(EQUAL, own, 1)]
+        made += [step(RETURN, REFUSE), step(RETURN, ALLOW)]
     made += [
-        step(EQUAL, FCNTL, 0, 4),
+        step(EQUAL, FCNTL[column], 0, 4),
         step(LOAD, 24),
         step(EQUAL, F_SETOWN, 1),
         step(EQUAL, F_SETOWN_EX, 0, 1),
