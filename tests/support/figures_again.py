@@ -586,9 +586,34 @@ def out_of_band(it: Iteration) -> float | None:
     return of_tokens(lambda found: mean([float(not c["low"] <= ratio(t) <= c["high"]) for t in found]))(it)
 
 
+def token_advantages(it: Iteration, rows: Rows) -> list[list[float]] | None:
+    """Of the trained tokens of each row; with a teacher's part if its log-probabilities are stored. None where they are not known."""
+    if any(row["advantage"] is None for row in rows):
+        return None
+    a = it.config["algorithm"]
+    coef = a["distillation_coef"]
+    server = a["teacher_server"]
+    if not coef or (server is not None and server["top_k"]):  # likeliest tokens make a loss, no advantage
+        return [[row["advantage"]] * sum(mask(row)) for row in rows]
+    ours = {row["sample_id"]: row["trainer_logprobs"] for row in it.rows("logprobs")}
+    teachers = {row["sample_id"]: row["teacher_logprobs"] for row in it.rows("rewards")}
+    if any(found.get(row["sample_id"]) is None for found in (ours, teachers) for row in rows):
+        return None
+    return [
+        [
+            row["advantage"] + coef * (teacher - policy)
+            for teacher, policy, on in zip(
+                teachers[row["sample_id"]], ours[row["sample_id"]], mask(row), strict=True
+            )
+            if on
+        ]
+        for row in rows
+    ]
+
+
 def advantage_mean(it: Iteration, rows: Rows) -> float | None:
-    values = [row["advantage"] for row in rows for on in mask(row) if on]
-    return None if None in values else mean(values)
+    found = token_advantages(it, rows)
+    return None if found is None else mean([value for values in found for value in values])
 
 
 def staleness_max(it: Iteration) -> float:
@@ -596,8 +621,10 @@ def staleness_max(it: Iteration) -> float:
 
 
 def only_step(value: Callable[[Iteration], float | None]) -> Callable[[Iteration], float | None]:
-    """Of an iteration of one step. Later steps have weights whose log-probabilities are not stored."""
-    return lambda it: value(it) if len(it.steps) == 1 else None
+    """Of an iteration of one step whose ratio is to the trainer's own weights. Log-probabilities of later weights are not stored."""
+    return lambda it: (
+        value(it) if len(it.steps) == 1 and it.config["algorithm"]["old_logprobs"] != "rollout" else None
+    )
 
 
 def policy_loss(it: Iteration) -> float | None:
@@ -607,7 +634,8 @@ def policy_loss(it: Iteration) -> float | None:
         return None
     if any(turned(row) for row in it.batch):
         return None
-    return mean([-row["advantage"] * (sum(mask(row)) > 0) for row in it.batch])
+    found = token_advantages(it, it.batch)
+    return None if found is None else mean([-(mean(values) or 0.0) for values in found])
 
 
 def loss(it: Iteration) -> float | None:
