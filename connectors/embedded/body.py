@@ -17,7 +17,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
         return {}
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body is {type(body).__name__}, an object is wanted")

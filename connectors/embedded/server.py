@@ -358,8 +358,9 @@ class Server:
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (RequestError, ModelError) as error:
-        message = {"object": "error", "message": str(error), "type": "BadRequestError", "code": 400}
+    except (RequestError, ModelError, RecursionError) as error:
+        said = "the body is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        message = {"object": "error", "message": said, "type": "BadRequestError", "code": 400}
         return web.json_response({**message, "success": False, "error": message}, status=400)
 
 

@@ -12,6 +12,8 @@ done nothing, and its client waits two seconds, in which the run stands still. A
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import os
 import socket
 import sys
@@ -23,9 +25,61 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+LARGEST = 64 << 20  # bytes of a body
+STRANGERS = 64 << 10  # and of one without the login, whom Prefect answers itself
 ATTEMPTS = 20
 WAIT_S = 0.05
 REFUSED = 503
+
+
+class Login:
+    """ASGI middleware: who has not the login is answered before a body is read, and no body is read that is larger than any needs.
+
+    Prefect's application looks at the login when it has the whole body in memory. What it answers without one stays its own.
+    """
+
+    def __init__(self, app: Application, login: str) -> None:
+        self.app = app
+        self.wanted = b"Basic " + base64.b64encode(login.encode())
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        known = hmac.compare_digest(headers.get(b"authorization", b""), self.wanted)
+        left = LARGEST if known else STRANGERS
+        answered = False
+
+        async def bounded() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise _TooLargeError
+            return message
+
+        async def forward(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        length = headers.get(b"content-length", b"0")
+        try:
+            if not length.isdigit() or int(length) > left:
+                raise _TooLargeError
+            await self.app(scope, bounded, forward)
+        except _TooLargeError:
+            if not answered:
+                status = 413 if known else 401
+                # the rest of the body is not read: the connection ends with the answer
+                sent = [(b"content-type", b"text/plain"), (b"connection", b"close")]
+                await send({"type": "http.response.start", "status": status, "headers": sent})
+                await send({"type": "http.response.body", "body": b"the body is too large"})
+
+
+class _TooLargeError(Exception):
+    """A body holds more than is read."""
 
 
 class RetryRefused:
@@ -94,7 +148,7 @@ def main() -> None:
     from millrace.connectors.prefect.garbage import collect_between_requests
     from millrace.connectors.prefect.patches import look_for_work_less_often
     from millrace.connectors.prefect.retention import bound_page_caches, keep_newest
-    from millrace.connectors.prefect.server import kept_iterations
+    from millrace.connectors.prefect.server import AUTH, kept_iterations
     from millrace.core.garbage import use_few_heaps
 
     setup_logging()
@@ -102,7 +156,8 @@ def main() -> None:
     bound_page_caches()
     look_for_work_less_often()
     kept = kept_iterations()
-    server = uvicorn.Server(uvicorn.Config(RetryRefused(create_app(final=True)), log_level="error"))
+    application = Login(RetryRefused(create_app(final=True)), os.environ[AUTH])
+    server = uvicorn.Server(uvicorn.Config(application, log_level="error"))
 
     async def serve() -> None:
         works = (keep_newest(kept), collect_between_requests(lambda: server.started))

@@ -21,6 +21,7 @@ from millrace.core.plain_text import json_text, whole, whole_values
 from millrace.core.sessions.interface import ToolError
 
 if TYPE_CHECKING:
+    import httpx2
     from mcp import Client
     from mcp.types import CallToolResult, Tool
 
@@ -197,12 +198,26 @@ class _Connection:
         from mcp.client.streamable_http import streamable_http_client
 
         headers = resolved(self._settings.headers, f"{self._field}.headers")
+        own = httpx2.URL(self._settings.url or "")
+
+        async def stay(request: httpx2.Request) -> None:
+            # a redirect keeps all headers of a client but one, wherever it leads
+            if _origin(request.url) != _origin(own):
+                raise ToolError(f"it redirects to another address, {request.url.scheme}://{request.url.host}")
+
+        hooks = {"request": [stay]}
         timeout = httpx2.Timeout(START_TIMEOUT_S, read=READ_TIMEOUT_S)
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True) as client,
+            httpx2.AsyncClient(
+                headers=headers, timeout=timeout, follow_redirects=True, event_hooks=hooks
+            ) as client,
             streamable_http_client(self._settings.url or "", http_client=client) as streams,
         ):
             yield streams
+
+
+def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
 
 
 def as_text(result: CallToolResult) -> str:

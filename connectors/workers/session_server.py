@@ -20,7 +20,7 @@ from aiohttp import BasicAuth, web
 from aiohttp.typedefs import Handler, Middleware
 
 from millrace.core.sessions.completions import BadRequestError, chunks, completion, models, read_request
-from millrace.core.sessions.interface import LimitReachedError, SessionError, Turn
+from millrace.core.sessions.interface import LimitReachedError, SessionError, TooLongError, Turn
 from millrace.core.sessions.live import LiveSession, Served
 
 HERE = "127.0.0.1"
@@ -142,6 +142,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except BadRequestError as error:
         return _error(400, str(error), param=error.field)
+    except RecursionError:
+        return _error(400, "body: it is nested too deeply")
+    except TooLongError as error:
+        return _error(413, str(error), param="messages", code="limit_reached")
     except LimitReachedError as error:
         return _error(400, f"a limit of the rollout is reached: {error}", code="limit_reached")
     except SessionError as error:

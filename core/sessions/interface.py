@@ -63,6 +63,10 @@ class LimitReachedError(Exception):
     """A limit of the rollout is reached: turns, tokens or time. Uncaught, it ends the rollout as truncated."""
 
 
+class TooLongError(LimitReachedError):
+    """A message has more characters than the rollout's tokens can hold: it is not tokenised."""
+
+
 class SessionError(Exception):
     """The rollout cannot go on: the chat template refuses a message, or no engine could generate. It fails with the reason."""
 

@@ -23,6 +23,7 @@ from millrace.core.sessions.interface import (
     Task,
     ToolCall,
     ToolError,
+    TooLongError,
     Turn,
 )
 
@@ -320,7 +321,7 @@ class LiveSession:
         if "refused" in answer:
             raise SessionError(answer["refused"])
         if "limit" in answer:
-            raise LimitReachedError(answer["limit"])
+            raise (TooLongError if answer.get("too_long") else LimitReachedError)(answer["limit"])
         return answer
 
     def reward(self, value: float, **parts: float | str) -> None:

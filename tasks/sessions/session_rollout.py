@@ -16,6 +16,7 @@ from millrace.core.config.rollout import Sampling, Session
 from millrace.core.contracts.ids import tokens_hash, turn_seed
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatColumns, ChatOptions, chat_options
 from millrace.core.contracts.rows.own_sampling import own_sampling
+from millrace.core.contracts.rows.prompts import ALWAYS_TOKENISED
 from millrace.core.contracts.turns import TurnKind, TurnRow
 from millrace.core.plain_text import json_text
 from millrace.core.sessions.interface import Message, Turn
@@ -72,6 +73,23 @@ class _Said:
         return self.messages[: self.cuts[turns - 1] if turns else self._first]
 
 
+CHARACTERS_A_TOKEN = 32  # more than texts have on average, of whatever language
+
+
+def characters(value: Any) -> int:
+    """Characters of all texts in a message. Numbers, such as token ids, count as one each."""
+    count, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Mapping):
+            left += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            left += item
+        else:
+            count += len(item) if isinstance(item, str) else 1
+    return count
+
+
 class SessionRollout:
     """The driver's half of one session; the other half runs in a worker process."""
 
@@ -109,6 +127,8 @@ class SessionRollout:
     async def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request of the session."""
         try:
+            if request["do"] == "generate" and (limit := self._too_long(request)):
+                return {"limit": limit, "too_long": True}
             branch = self._branch(request)
             if request["do"] == "generate":
                 return await self._generate(branch, request)
@@ -117,6 +137,19 @@ class SessionRollout:
             return await self._called(branch, request["event"], request["answer"], request["failed"])
         except ValueError as error:
             return {"refused": str(error)}
+
+    def _too_long(self, request: Mapping[str, Any]) -> str:
+        """What is wrong with messages of more characters than the rollout's tokens can be: tokenising these takes gigabytes."""
+        pieces = [*request["new"], *((request["begin"] or {}).get("prompt") or ())]
+        count = sum(map(characters, pieces))
+        most = max(ALWAYS_TOKENISED, CHARACTERS_A_TOKEN * self.opening.longest)
+        return (
+            ""
+            if count <= most
+            else (
+                f"the messages have {count} characters, and {self.opening.longest} tokens at most are taken: {most} characters"
+            )
+        )
 
     def restart(self, record: RolloutRecord) -> SessionRollout:
         """The same rollout from its beginning, with what is recorded by now."""

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from millrace.connectors.workers.mcp_server import McpServer
 from millrace.connectors.workers.mcp_tools import tool_schemas
 from millrace.connectors.workers.session_pool import SessionPool
-from millrace.core.config.rollout import Session
+from millrace.core.config.rollout import McpTools, Session
 from millrace.core.errors import ConfigError
 from millrace.flows.preflight.check_model import Checkpoint
 from millrace.flows.preflight.check_session import check_session
@@ -148,6 +150,35 @@ async def test_a_server_at_a_url_is_called_and_found_again_when_it_was_away(pool
     assert [text.partition(" failed: ")[0] for text in found[1:]] == ["fail", "die", "add"]
     with served(port):
         assert await answers(made, add) == ["3"]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+async def test_a_redirect_to_another_address_gets_no_header(elsewhere: bool) -> None:
+    """A server that redirects had its headers, with a secret in them, sent on to wherever it said."""
+    heard: list[tuple[str, str | None]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        heard.append((request.path, request.headers.get("x-secret")))
+        if request.path == "/mcp":
+            host = f"http://localhost:{request.url.port}" if elsewhere else ""
+            return web.Response(status=307, headers={"Location": f"{host}/other"})
+        return web.Response(status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
+        settings = McpTools.model_validate({"mcp": {"url": url, "headers": {"x-secret": "a name"}}}).mcp
+        with pytest.raises(ConfigError) as raised:
+            await McpServer(settings, "field").schemas()
+    finally:
+        await runner.cleanup()
+    assert ("/mcp", "a name") in heard
+    assert (("/other", "a name") in heard) == (not elsewhere)
+    assert ("it redirects to another address, http://localhost" in str(raised.value)) == elsewhere
 
 
 async def test_calls_under_way_when_their_server_dies_are_answered(pool: Any) -> None:

@@ -188,6 +188,15 @@ async def test_what_is_refused_names_the_field(run: Run, case: str) -> None:
     assert driver.asked == []
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("depth", [900, 20_000])
+async def test_deep_json_is_refused(run: Run, depth: int, inside: bool) -> None:
+    driver = Driver()
+    end = await run("posts_deep", driver, depth=depth, inside=inside)
+    assert end["reason"].startswith("ValueError: 400"), end["reason"]
+    assert driver.asked == []
+
+
 async def test_an_unknown_path_is_not_found(run: Run) -> None:
     end = await run("posts", Driver(), body={}, headers=JSON, path="/completions")
     assert end["reason"].startswith("ValueError: 404"), end["reason"]

@@ -168,6 +168,29 @@ async def posts(session: Session, *, body: dict[str, Any], headers: dict[str, st
     raise ValueError(f"{answer.status} {found.get('error', {}).get('message')}")
 
 
+async def posts_much(session: Session, *, characters: int) -> None:
+    """A message of so many characters; fails with the status and the error."""
+    await posts(
+        session,
+        body={"messages": [*session.messages, {"role": "user", "content": "ab " * (characters // 3)}]},
+        headers={"Content-Type": "application/json"},
+        path="/chat/completions",
+    )
+
+
+async def posts_deep(session: Session, *, depth: int, inside: bool) -> None:
+    """A body of nested lists, or one whose message has them; fails with the status and the error."""
+    deep = "[" * depth + "]" * depth
+    body = f'{{"messages": [{{"role": "user", "content": "a", "tool_calls": {deep}}}]}}' if inside else deep
+    sent = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{session.base_url}/chat/completions", data=body, headers=sent) as answer,
+    ):
+        found = await answer.json()
+    raise ValueError(f"{answer.status} {found.get('error', {}).get('message')}")
+
+
 async def lists_models(session: Session) -> float:
     """What models there are."""
     found = await client(session).models.list()

@@ -254,3 +254,25 @@ async def test_a_branch_that_is_not_returned_is_not_trained(run_function: Run) -
     first, second = (await run_function(f"{SLIME}returns_one_of_two"))[0]
     assert (trained(first), first.reward) == (FIRST, 1.5)
     assert (trained(second), second.reward) == ("", 1.5)
+
+
+@pytest.mark.parametrize("characters", [900_000, 3_000_000])
+async def test_a_message_that_no_context_holds_is_not_tokenised(
+    run_function: Run, characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 MB of text took the run's driver to 20 GB, to find that it was too long."""
+    tokenised: list[int] = []
+    apply = TOKENIZER.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        TOKENIZER.tokenizer,
+        "apply_chat_template",
+        lambda messages, **options: tokenised.append(len(str(messages))) or apply(messages, **options),
+    )
+    (sample,), rows, _ = await run_function(
+        "tests.support.client_functions:posts_much", characters=characters
+    )
+    far = characters > 1 << 20
+    said = "the messages have 30000" if far else "rollout.session.max_tokens = 2048"
+    assert said in str(sample.reason)
+    assert rows == []
+    assert any(count > characters / 2 for count in tokenised) != far

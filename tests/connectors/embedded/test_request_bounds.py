@@ -208,3 +208,14 @@ def _read_of_bodies(tree: ast.AST) -> Iterator[str]:
         if isinstance(name, ast.Name):
             name = loops[name.id]
         yield from (item.value for item in ast.walk(name) if isinstance(item, ast.Constant))
+
+
+@pytest.mark.parametrize("depth", [900, 20_000])
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/pause_generation", "/abort_request"])
+async def test_deep_json_is_refused(client: Client, path: str, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    for body in (deep, f'{{"text": {deep}, "messages": {deep}, "mode": {deep}, "rid": {deep}}}'):
+        async with client.post(path, data=body, headers={"Content-Type": "application/json"}) as answer:
+            # what Python reads and no request is called, ends none
+            ends_none = path == "/abort_request" and depth < 1_000 and answer.status == 200
+            assert answer.status == 400 or ends_none, f"{path} answered {answer.status}"

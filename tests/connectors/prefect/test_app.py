@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 
 from millrace.connectors.prefect import app as prefect_app
-from millrace.connectors.prefect.app import RetryRefused
+from millrace.connectors.prefect.app import LARGEST, STRANGERS, Login, RetryRefused
 
 
 async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[list[bytes], list[int]]:
@@ -69,3 +70,59 @@ async def test_an_error_that_is_no_refusal_is_raised() -> None:
 
     with pytest.raises(OSError, match="broken"):
         await RetryRefused(app)({"type": "http"}, receive, send)
+
+
+class Request:
+    """A client that sends a body without end; counts what was read of it."""
+
+    def __init__(self, size: int, login: str = "", declared: bool = False) -> None:
+        self.left, self.read = size, 0
+        self.statuses: list[int] = []
+        headers = [(b"authorization", b"Basic " + base64.b64encode(login.encode()))] if login else []
+        headers += [(b"content-length", str(size).encode())] if declared else []
+        self.scope: Any = {"type": "http", "headers": headers}
+
+    async def receive(self) -> Any:
+        part = bytes(min(self.left, 1 << 20))
+        self.left, self.read = self.left - len(part), self.read + len(part)
+        return {"type": "http.request", "body": part, "more_body": self.left > 0}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.statuses.append(message["status"])
+
+
+async def prefects(scope: Any, receive: Any, send: Any) -> None:
+    """Answers as Prefect does: when it has the whole body."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize(
+    ("size", "login", "status", "most"),
+    [
+        (1_000, "", 200, STRANGERS),  # what it may see, Prefect itself says
+        (1_500 << 20, "", 401, STRANGERS),
+        (1_500 << 20, "user:wrong", 401, STRANGERS),
+        (32 << 20, "user:right", 200, LARGEST),
+        (1_500 << 20, "user:right", 413, LARGEST),
+    ],
+)
+async def test_a_body_is_bounded_before_it_is_held(
+    size: int, login: str, status: int, most: int, declared: bool
+) -> None:
+    request = Request(size, login, declared)
+    await Login(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
+    assert request.statuses == [status]
+    assert request.read <= min(size, most + (1 << 20))
+    assert request.read == 0 or status == 200 or not declared
+
+
+async def test_a_length_that_is_no_number_is_refused() -> None:
+    request = Request(10)
+    request.scope["headers"] = [(b"content-length", b"-1")]
+    await Login(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
+    assert request.statuses == [401]
