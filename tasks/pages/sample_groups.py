@@ -156,7 +156,7 @@ def _group_lines(
 ) -> list[str]:
     found = [scores[name]["reward"] for name in group.samples if name in scores]
     rewards = sorted((reward for reward in found if reward is not None), reverse=True)
-    state = f"dropped: {group.dropped}" if group.dropped else "kept"
+    state = f"dropped: {_shown_reason(group.dropped)}" if group.dropped else "kept"
     lines = [
         f"## {len(group.samples)} samples, {state}",
         "",
@@ -182,7 +182,9 @@ def _group_lines(
 def _about(row: Mapping[str, Any], score: Mapping[str, Any]) -> str:
     """One sentence on a sample: its figures, and why it failed if it did."""
     parts = [
-        f"{name} {figure(value)}" for name, value in score.get("reward_parts") or () if value is not None
+        f"{_shown_reason(name)} {figure(value)}"
+        for name, value in score.get("reward_parts") or ()
+        if value is not None
     ]
     advantage = score.get("advantage")
     said = [
@@ -190,7 +192,7 @@ def _about(row: Mapping[str, Any], score: Mapping[str, Any]) -> str:
         *([f"({', '.join(parts)})"] if parts else []),
         *([f"advantage {figure(advantage)}"] if advantage is not None else []),
         f"{row['response_length']} tokens",
-        row["status"],
+        _shown_reason(row["status"]),
     ]
     answer, reason = score.get("answer"), row["reason"] or score.get("reason")
     text = ", ".join(said).replace(", (", " (")
@@ -201,6 +203,11 @@ def _about(row: Mapping[str, Any], score: Mapping[str, Any]) -> str:
 def figure(value: object) -> str:
     """A number to three digits; other values as they are."""
     return f"{value:.3g}" if isinstance(value, float) else f"`{_one_line(str(value))}`"
+
+
+def _shown_reason(text: str) -> str:
+    """A reason or a name: millrace's own are words, and another's may hold what a model wrote."""
+    return text if re.fullmatch(r"[A-Za-z0-9_]*", text) else f"`{_one_line(text)}`"
 
 
 def _one_line(text: str) -> str:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
 import pytest
+from markdown_it import MarkdownIt
 
 from millrace.core.contracts.sample import BatchSample, GeneratedSample, ScoredSample
 from millrace.core.metric_names import name_part
 from millrace.tasks.pages.curves import Curves
 from millrace.tasks.pages.pictures import curves_png, drawn
-from millrace.tasks.pages.sample_groups import LONGEST, by_turns, code_block, samples_text, spread
+from millrace.tasks.pages.sample_groups import (
+    LONGEST,
+    _Group,
+    _group_lines,
+    by_turns,
+    code_block,
+    samples_text,
+    spread,
+)
 from millrace.tasks.pages.texts import iteration_text, run_text
 from millrace.tasks.pages.time_bars import WIDTH, covered, sparkline, time_bars, time_shares
 from tests.support.odd_texts import ODD_TEXTS
@@ -218,3 +229,47 @@ async def test_pictures_at_once_open_no_font_more_than_one_does() -> None:
     opened = fonts()
     await asyncio.gather(*(drawn(curves_png, curves) for _ in range(4)))
     assert fonts() == opened > 0
+
+
+HOSTILE = (
+    "![x](http://evil.example/a.png) [y](http://evil.example/b) <img src=http://evil.example/c> <script>d()</script>\n"
+    "```\n~~~\n![z](http://evil.example/e.png)\n<http://evil.example/f> `<img src=http://evil.example/g>` \n\n# h\n\n|a|b|\n|-|-|\n"
+)
+RENDERED = {"image", "link_open", "html_inline", "html_block", "table_open"}
+
+
+def tokens(text: str) -> list[str]:
+    """Kinds of what a page makes of a text."""
+    found = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
+    return [inner.type for token in found for inner in [token, *(token.children or ())]]
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["prompt", "response", "label", "reason", "status", "answer", "reward_parts", "reward_texts", "dropped"],
+)
+def test_what_others_wrote_is_text_on_a_page(field: str, tmp_path: Path) -> None:
+    assert {"image", "html_inline"} <= set(tokens(HOSTILE)), "the page would render it"
+    row = {
+        "prompt": json.dumps("1+1="),
+        "source": "sums",
+        "label": json.dumps("2"),
+        "response": "2",
+        "dialogue": None,
+        "response_length": 1,
+        "status": "completed",
+        "reason": None,
+    }
+    score: dict[str, Any] = {"reward": 1.0, "reward_parts": [("exact", 1.0)], "answer": "2", "advantage": 0.5}
+    if field in row:
+        row[field] = json.dumps(HOSTILE) if field in ("prompt", "label") else HOSTILE
+    elif field == "reward_parts":
+        score[field] = [(HOSTILE, 1.0)]
+    elif field == "reward_texts":
+        score[field] = [(HOSTILE, HOSTILE)]
+    else:
+        score[field] = HOSTILE
+    group = _Group("g", ("a",), HOSTILE if field == "dropped" else None)
+    text = "\n".join(_group_lines(group, {"a": "Best"}, {"a": row}, {"a": score}, {}))
+    assert "evil.example" in text
+    assert RENDERED & set(tokens(text)) == set()
