@@ -27,7 +27,7 @@ from millrace.connectors.storage.files import FileEntry, in_threads
 from millrace.connectors.storage.sealed import RUN
 from millrace.connectors.storage.store import Store
 from millrace.core.contracts import schema
-from millrace.core.errors import CorruptFileError
+from millrace.core.errors import CorruptFileError, MissingFileError
 
 log = logging.getLogger(__name__)
 
@@ -137,10 +137,10 @@ def _of_samples(store: Store, rewards: list[str], rollouts: list[str]) -> list[s
 
 
 def _sample_ids(store: Store, path: str) -> list[str]:
-    """The samples of a part; none of a broken one, which whoever reads it names or removes."""
+    """The samples of a part; none of a broken one, which whoever reads it names or removes, and of one that a late listing shows."""
     try:
         ids: list[str] = store.read_table(path, columns=["sample_id"]).column("sample_id").to_pylist()
-    except CorruptFileError:
+    except (CorruptFileError, MissingFileError):
         return []
     return ids
 

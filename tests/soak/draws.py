@@ -38,6 +38,13 @@ OUTLIVED = ("trainer", "engine", "scorer", *OWN_VICTIMS)  # a run does not end w
 MODES = ("plain", "dynamic", *FORMS)
 STARTS = 6  # at most
 ENDS_WITHIN_S = 900.0  # a start, on a machine that is not busy
+ENDS: dict[
+    str, tuple[int, ...]
+] = {  # a driver's exit codes; by the signal itself before it has said anything
+    "KILL": (-signal.SIGKILL,),
+    "TERM": (143, -signal.SIGTERM),
+    "INT": (130, -signal.SIGINT),
+}
 LAST_LINE = 200  # characters of what is said
 
 
@@ -198,9 +205,9 @@ def _ended(start: Started) -> int:
 def _broken_by_end(start: Started, code: int, strike: Strike | None) -> list[str]:
     """What a start broke by how it ended and what it said."""
     part, blow = (strike.part, strike.blow) if strike else ("", "")
-    own = {"KILL": -signal.SIGKILL, "TERM": 143, "INT": 130}.get(blow) if part == "driver" else None
+    own = ENDS.get(blow, ()) if part == "driver" else ()
     problems = [f"a traceback in {start.log}"] if "Traceback" in start.said else []
-    if code not in (0, 2) and (own is None or code != own):
+    if code not in (0, 2, *own):
         problems.append(f"{start.log} ended with {code} after {strike or 'no strike'}")
     if code and (part in OUTLIVED or not part):
         last = start.said.strip().rpartition("\n")[2][:LAST_LINE]

@@ -121,13 +121,26 @@ def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
 
         def _body(self) -> bytes:
             if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                return self._whole(int(self.headers.get("Content-Length") or 0))
             body = b""
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
+            while size := int(self._line().split(b";")[0], 16):
+                body += self._whole(size)
+                self._line()
+            self._line()
             return body
+
+        def _whole(self, size: int) -> bytes:
+            """So many bytes. S3 stores no object whose sender hung up amid it: then nothing is passed on."""
+            data = self.rfile.read(size)
+            if len(data) < size:
+                raise ConnectionResetError("the request is cut")
+            return data
+
+        def _line(self) -> bytes:
+            line = self.rfile.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionResetError("the request is cut")
+            return line
 
         def _asked(self, body: bytes) -> Answer:
             assert place.hostname

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -126,6 +128,31 @@ def test_the_records_of_an_iteration_are_found_by_name(late: str) -> None:
         folder.iteration(0).write_json(record_path(task), {})
     CHANGES.forget()
     assert IterationFiles(folder, 0).recorded_tasks() == ["sample_prompts", "rollout"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ("Content-Length: 10", b"half"),
+        ("Transfer-Encoding: chunked", b"a\r\nhalf"),
+        ("Content-Length: 10", b""),
+    ],
+    ids=["cut", "cut chunk", "empty"],
+)
+def test_the_failing_store_keeps_nothing_of_an_object_whose_sender_dies_amid_it(
+    s3_bucket: str, headers: str, body: bytes
+) -> None:
+    name, odds = uuid.uuid4().hex, Odds()
+    with late_s3(os.environ["AWS_ENDPOINT_URL"], odds) as endpoint:
+        address = urlsplit(endpoint)
+        assert address.hostname
+        assert address.port
+        with socket.create_connection((address.hostname, address.port)) as sender:
+            sender.sendall(f"PUT /bucket/{name} HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n".encode() + body)
+            sender.shutdown(socket.SHUT_WR)
+            while sender.recv(1024):  # until the proxy has hung up
+                continue
+    assert not Store(s3_bucket).exists(name)
 
 
 # Which parts count after a driver was replaced, where each listing shows less than there is. A part that is hidden is one that is
