@@ -81,16 +81,60 @@ def late_s3(upstream: str, odds: Odds) -> Iterator[str]:
         server.server_close()
 
 
+class _Request(BaseHTTPRequestHandler):
+    """One request of a connection: its body, and its answer."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self._whole(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self._line().split(b";")[0], 16):
+            body += self._whole(size)
+            self._line()
+        self._line()
+        return body
+
+    def _whole(self, size: int) -> bytes:
+        """So many bytes. S3 stores no object whose sender hung up amid it: then nothing is passed on."""
+        data = self.rfile.read(size)
+        if len(data) < size:
+            raise ConnectionResetError("the request is cut")
+        return data
+
+    def _line(self) -> bytes:
+        line = self.rfile.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the request is cut")
+        return line
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+    def _answer(self, answer: Answer) -> None:
+        status, headers, data = answer
+        with contextlib.suppress(OSError):  # whoever asked has gone
+            self.send_response_only(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            if not any(name == "Content-Length" for name, _ in headers):
+                self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+
 def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
     before: dict[str, tuple[float, Answer]] = {}
     place = urlsplit(upstream)
 
-    class Proxy(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            """Nothing is printed."""
-
+    class Proxy(_Request):
         def handle_any(self) -> None:
             body = self._body()
             if odds.drawn("errors"):
@@ -114,34 +158,6 @@ def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
                 return
             self._answer(answer)
 
-        def _hang_up(self) -> None:
-            self.close_connection = True
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-                return self._whole(int(self.headers.get("Content-Length") or 0))
-            body = b""
-            while size := int(self._line().split(b";")[0], 16):
-                body += self._whole(size)
-                self._line()
-            self._line()
-            return body
-
-        def _whole(self, size: int) -> bytes:
-            """So many bytes. S3 stores no object whose sender hung up amid it: then nothing is passed on."""
-            data = self.rfile.read(size)
-            if len(data) < size:
-                raise ConnectionResetError("the request is cut")
-            return data
-
-        def _line(self) -> bytes:
-            line = self.rfile.readline()
-            if not line.endswith(b"\n"):
-                raise ConnectionResetError("the request is cut")
-            return line
-
         def _asked(self, body: bytes) -> Answer:
             assert place.hostname
             server = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
@@ -156,18 +172,6 @@ def _handler(upstream: str, odds: Odds) -> type[BaseHTTPRequestHandler]:
                 return reply.status, kept, data
             finally:
                 server.close()
-
-        def _answer(self, answer: Answer) -> None:
-            status, headers, data = answer
-            with contextlib.suppress(OSError):  # whoever asked has gone
-                self.send_response_only(status)
-                for name, value in headers:
-                    self.send_header(name, value)
-                if not any(name == "Content-Length" for name, _ in headers):
-                    self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(data)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815
 
