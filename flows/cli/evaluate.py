@@ -8,14 +8,24 @@ from typing import Annotated
 import typer
 
 from millrace.flows.cli.tables import CsvOption, JsonOption, print_listing
-from millrace.flows.cli.terminal import Overrides, RootOption, guarded, lines_before_prefect, print_lines
+from millrace.flows.cli.terminal import (
+    Overrides,
+    RootOption,
+    guarded,
+    lines_before_prefect,
+    named_first,
+    print_lines,
+)
 
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run under --root, or a folder with a Hugging Face model.")],
     overrides: Overrides = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with the held-out sets, for a folder. A run has its own.")
+        Path | None,
+        typer.Option(
+            help="YAML file with the held-out sets, for a folder. Of a run it is taken in place of its own configuration."
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="Only this held-out set; may be repeated.")
@@ -37,18 +47,30 @@ def evaluate(
     """Answer held-out sets with stored weights; print reward, interval, pass@k and the majority."""
     from millrace.connectors.storage.run_folder import RunFolder
     from millrace.core.errors import ConfigError
-    from millrace.flows.tools.evaluate import Evaluated, evaluate_folder, evaluate_run, figures_of
+    from millrace.flows.tools.evaluate import (
+        Evaluated,
+        evaluate_folder,
+        evaluate_run,
+        figures_of,
+        own_configuration,
+    )
 
     def run() -> list[Evaluated]:
         if Path(model).name == model and RunFolder(root, model).store.exists("run.json"):
-            if config or overrides:
+            if overrides and config is None:
                 raise ConfigError(
                     "a run is evaluated as it was configured",
                     where=f"eval {model}",
-                    remedy="leave out --config and overrides, or name an export's folder in its place",
+                    remedy="leave out overrides, give --config FILE with a configuration of yours, or name an export's folder",
                 )
-            before = [] if against is None else [evaluate_run(root, model, against, sets or [], out)]
-            return [*before, evaluate_run(root, model, at, sets or [], out)]
+            own = own_configuration(config, overrides or [])
+            asked = [at] if against is None else [against, at]
+            return [
+                evaluate_run(
+                    root, model, done, sets or [], out, own, named_first(model if not number else "")
+                )
+                for number, done in enumerate(asked)
+            ]
         if against is not None:
             raise ConfigError(
                 "a folder has one state of the weights",

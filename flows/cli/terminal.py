@@ -92,6 +92,20 @@ class Terminal:
         return os.fstat(self._log.fileno()).st_size
 
 
+def named_first(run: str) -> Callable[[list[str]], None]:
+    """Prints to stderr what a run's stored configuration has this command import, start and join. Nothing for no run."""
+
+    def say(lines: list[str]) -> None:
+        if run and lines:
+            errors.print(
+                f"the stored configuration of {run} (--config FILE takes yours in its place):", soft_wrap=True
+            )
+            for line in lines:
+                errors.print(f"  {line}", soft_wrap=True, markup=False)
+
+    return say
+
+
 @contextlib.contextmanager
 def libraries_kept_off_terminal() -> Iterator[Terminal]:
     """Within, what native libraries and child processes write to stderr, and what Ray's threads print, goes to a log.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from millrace.core.contracts.ids import iteration_number
-from millrace.flows.cli.terminal import RootOption, console, guarded
+from millrace.flows.cli.terminal import RootOption, console, guarded, named_first
 
 SHOWN = 20  # strangers
 
@@ -40,11 +41,16 @@ def replay(
     first: Annotated[int, typer.Option("--from", help="Replay begins after this many iterations.")],
     last: Annotated[int, typer.Option("--to", help="Replay ends after this many iterations.")],
     root: RootOption = "runs",
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file that is taken in place of the run's own configuration.")
+    ] = None,
 ) -> None:
     """Make stored steps again from stored batches and compare figures and weights; exits with 1 if they differ."""
+    from millrace.flows.tools.evaluate import own_configuration
     from millrace.flows.tools.replay import replay_run
 
-    result = guarded(lambda: replay_run(root, run, first, last))
+    own = guarded(lambda: own_configuration(config, []))
+    result = guarded(lambda: replay_run(root, run, first, last, own, named_first(run)))
     table = Table("step", "loss stored", "loss again", "grad norm stored", "grad norm again")
     for step in result.steps:
         table.add_row(

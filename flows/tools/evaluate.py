@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from millrace.flows.preflight.check import check
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
 from millrace.flows.tools.listing import Listing
+from millrace.flows.tools.named_by_run import named_by_run
 from millrace.flows.tools.replay import configuration_of, export_folder, export_ranks, ranks_alone
 from millrace.tasks.context import IterationContext
 from millrace.tasks.evaluate import UNSCORED, evaluate_version
@@ -74,9 +75,19 @@ def figures_of(found: Sequence[Evaluated]) -> Listing:
     return Listing([*columns, "truncated", "not scored"], rows)
 
 
-def evaluate_run(root: str, run: str, at: int | None, sets: Sequence[str], out: Path | None) -> Evaluated:
+def evaluate_run(
+    root: str,
+    run: str,
+    at: int | None,
+    sets: Sequence[str],
+    out: Path | None,
+    own: RunConfig | None = None,
+    say: Callable[[list[str]], None] = lambda _: None,
+) -> Evaluated:
     """Evaluate a run's weights after iteration `at`, by default the newest committed one. out: folder for the rows.
 
+    own: the caller's configuration, in place of the one that the run's folder has. say: is told what the latter has this
+    process import, start and join, before it does.
     Weights come from the export after it, or are made again from the checkpoint before it and the stored batches.
     """
     record, folder = run_record(root, run), RunFolder(root, run)
@@ -88,9 +99,11 @@ def evaluate_run(root: str, run: str, at: int | None, sets: Sequence[str], out: 
             where=folder.store.url,
             remedy=f"ask for 0 <= at <= {committed}",
         )
-    config = configuration_of(record, folder, max(0, done - 1)) if committed else _of_record(record)
-    config = at_commit(config, record.get("model_commit")).config
-    version = done * config.steps_per_iteration
+    stored = configuration_of(record, folder, max(0, done - 1)) if committed else _of_record(record)
+    if own is None:
+        say(named_by_run(stored))
+    config = own or at_commit(stored, record.get("model_commit")).config
+    version = done * stored.steps_per_iteration
     with temporary_folder("millrace-evaluation") as name:
         weights = Path(name) / "weights"
         if done == 0:
@@ -117,6 +130,15 @@ def evaluate_folder(
     search_in(config.run.import_from)
     with temporary_folder("millrace-evaluation") as name:
         return _evaluate(config, str(model.absolute()), 0, 0, sets, Path(name), out)
+
+
+def own_configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig | None:
+    """The configuration of a caller's file; None without one."""
+    if file is None:
+        return None
+    config = load_config(str(file), overrides)
+    search_in(config.run.import_from)
+    return config.with_dtype(of_new_run(config))
 
 
 def _of_record(record: dict[str, object]) -> RunConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from millrace.core.replay import check_replayed, with_settings
 from millrace.flows.driver.named_model import at_commit
 from millrace.flows.preflight.check_references import pass_blocks_on
 from millrace.flows.tools.browse import run_record
+from millrace.flows.tools.named_by_run import named_by_run
 from millrace.tasks.runtime.orphans import driven_run
 from millrace.tasks.runtime.trainer import bring_up, make_ranks, recorded_step
 
@@ -45,8 +46,18 @@ class Replay:
     equal: bool = True
 
 
-def replay_run(root: str, run: str, first: int, last: int) -> Replay:
-    """Replay iterations `first` to `last` (exclusive), from the newest complete checkpoint that is not after `first`."""
+def replay_run(
+    root: str,
+    run: str,
+    first: int,
+    last: int,
+    own: RunConfig | None = None,
+    say: Callable[[list[str]], None] = lambda _: None,
+) -> Replay:
+    """Replay iterations `first` to `last` (exclusive), from the newest complete checkpoint that is not after `first`.
+
+    own, say: as of `evaluate_run`.
+    """
     record, folder = run_record(root, run), RunFolder(root, run)
     committed = folder.first_open_iteration()
     if not 0 <= first < last <= committed:
@@ -59,7 +70,10 @@ def replay_run(root: str, run: str, first: int, last: int) -> Replay:
             where=folder.store.url,
             remedy="replay a run that trained",
         )
-    config = at_commit(configuration_of(record, folder, first), record.get("model_commit")).config
+    stored = configuration_of(record, folder, first)
+    if own is None:
+        say(named_by_run(stored))
+    config = own or at_commit(stored, record.get("model_commit")).config
     pass_blocks_on(config)
     cluster.start_or_join(config.placement.ray_address, f"{folder.identity(record.get('id'))}-replay")
     try:

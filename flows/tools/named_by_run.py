@@ -1,0 +1,45 @@
+"""What a configuration has a command import, start and join: code, programs and addresses. Pure.
+
+A run's folder is trusted like a program where it names these; commands that read one say them first.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from millrace.core.config import RunConfig
+from millrace.core.contracts.tracker import flat
+
+OURS = "millrace."
+ADDRESSES = ("placement.ray_address",)  # which need not look like a URL
+
+
+def named_by_run(config: RunConfig) -> list[str]:
+    """A line for each: what is imported and from where, what is started, what is joined, with the field that says so."""
+    lines = [*_named(config)]
+    if any(line.startswith("imports") for line in lines) and config.run.import_from:
+        lines.append(f"looks for modules in {', '.join(config.run.import_from)} (run.import_from)")
+    return lines
+
+
+def _named(config: RunConfig) -> Iterator[str]:
+    for field, value in flat(config.model_dump(mode="json")):
+        name = field.rpartition(".")[2]
+        if not value:
+            continue
+        if (
+            name == "function"
+            and isinstance(value, str)
+            and not value.startswith(OURS)
+            or name == "register"
+            and isinstance(value, str)
+        ):
+            yield f"imports {value} ({field})"
+        elif name == "command":
+            command = value if isinstance(value, str) else shlex.join(map(str, value))
+            yield f"starts {command} ({field})"
+        elif field in ADDRESSES or (isinstance(value, str) and "://" in value):
+            yield f"uses {value} ({field})"
+        elif isinstance(value, list):
+            yield from (f"uses {item} ({field})" for item in value if isinstance(item, str) and "://" in item)
