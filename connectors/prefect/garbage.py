@@ -18,7 +18,8 @@ from prefect.server.database.configurations import ENGINES
 from millrace.core.garbage import collect_garbage, give_back_memory
 
 EVERY_S = 5.0
-GIVE_BACK_EVERY = 12  # collections: then the host gets what is free
+GIVE_BACK_EVERY = 12  # looks: then all is collected, and the host gets what is free
+MANY = 2000  # new objects, from which on a look collects
 LOOK_S = 0.02  # until the next look for a moment at which no connection is at work
 LONGEST_S = 120.0  # garbage is collected then all the same
 
@@ -32,13 +33,13 @@ async def collect_between_requests(started: Callable[[], bool]) -> None:
         await _between_requests()
         # 200,000 objects that live as long as the process took 0.2 s of each later collection: 4 % of an idle core
         collect_garbage()
-        for collection in itertools.count(1):
+        for look in itertools.count(1):
             await asyncio.sleep(EVERY_S)
             await _between_requests()
-            if collection % GIVE_BACK_EVERY:
-                gc.collect()
-            else:
+            if look % GIVE_BACK_EVERY == 0:
                 give_back_memory()
+            elif gc.get_count()[0] >= MANY:  # an idle server makes some 200 until the next look
+                gc.collect()
     finally:
         gc.enable()
         gc.unfreeze()
