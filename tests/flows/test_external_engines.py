@@ -73,7 +73,7 @@ def test_requests_stay_at_a_server_while_its_weights_change(
         f"engines={{kind: external, addresses: ['{url}']}}",
         f"model.path={model}",
         "rollout.sampling={max_new_tokens: 400, ignore_eos: true}",
-        "pipeline={ahead: 1, on_update: %s}" % on_update,
+        f"pipeline={{ahead: 1, on_update: {on_update}}}",
         "algorithm.correction.kind=truncate",
     )
     assert "3 iterations complete" in out
