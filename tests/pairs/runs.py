@@ -6,7 +6,7 @@ import json
 import sys
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +59,6 @@ class Left:
     features: Sequence[str]
     out: str
     home: Path  # MILLRACE_HOME
-    logs: frozenset[str]  # of processes that it started
     asked: int  # requests that the engine outside had
     uploaded: Sequence[str]  # names of objects that were ever in the bucket for weights
 
@@ -127,15 +126,9 @@ def make(place: Workplace, names: Sequence[str], around: Surroundings, root: str
     file = f"pair-{uuid.uuid4().hex}.yaml"
     (place.folder / file).write_text(yaml.safe_dump(configuration(names, around, root)))
     home = place.folder / "home"
-    earlier = set(_logs(home))
     out = place.call("train", file)
-    logs = frozenset(path.name for path in _logs(home) if path not in earlier)
     asked = _asked(around.engine) if around.engine else 0
-    return Left(local / "a", names, out, home, logs, asked, _ever_in(around.weights))
-
-
-def _logs(home: Path) -> Iterator[Path]:
-    return home.glob("logs/*/*.log")
+    return Left(local / "a", names, out, home, asked, _ever_in(around.weights))
 
 
 def _asked(engine: str) -> int:

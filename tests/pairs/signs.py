@@ -214,13 +214,11 @@ SIGNS: dict[str, Sign] = {
     "recompute": _trained_under("numerics", "recompute", value="full"),
     "plain_optimizer": _trained_under("configuration", "trainer", "optimizer", "distributed", value=False),
     "bfloat16": _trained_under("numerics", "dtype", value="bfloat16"),
-    # not where requests went: the least loaded engine gets each, which may always be the first
-    "two_engines": lambda left: {"engine-0.log", "engine-1.log"} <= left.logs,
-    "external": lambda left: left.asked > 0 and not any(name.startswith("engine") for name in left.logs),
-    "router": lambda left: (
-        {row["engine_id"] for row in left.rows("rollouts/part-*")} == {"sglang-router"}
-        and "router.log" in left.logs
-    ),
+    "two_engines": lambda left: (
+        _distinct(row["engine_id"] for row in left.rows("rollouts/part-*")) == 2 or left.has("router")
+    ),  # which says not where a request went
+    "external": lambda left: left.asked > 0,
+    "router": lambda left: {row["engine_id"] for row in left.rows("rollouts/part-*")} == {"sglang-router"},
     "broadcast": _figure("time/sync_transfer_s", lambda seconds: seconds > 0),
     "verified_sync": _figure("time/sync_verify_s"),
     "prompt_gap": _figure("sync/prompt_gap"),

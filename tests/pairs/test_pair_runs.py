@@ -80,7 +80,7 @@ def without_sign(left: Left) -> list[str]:
     return [name for name in acting if not SIGNS[name](left)]
 
 
-ALONE = ("top_p", "streamed", "remote_limits", "two_engines", "external", "router", "weights_by_url")
+ALONE = ("top_p", "streamed", "remote_limits", "external", "router", "weights_by_url")
 """Features whose sign no other feature leaves: it shows that the feature is on, and does not hold where it is off."""
 
 
@@ -97,11 +97,5 @@ def test_features_act_side_by_side(
     if not left.has("buffer") and not left.has("buffer_filter"):
         assert len({sample for sample, _ in trained}) == len(trained)
     assert without_sign(left) == []
-    assert [name for name in ALONE if name not in _around(left) and SIGNS[name](left)] == []
+    assert [name for name in ALONE if not left.has(name) and SIGNS[name](left)] == []
     assert differing(left.folder)[0] == []
-
-
-def _around(left: Left) -> set[str]:
-    """The run's features and those that they bring: a router has two engines beside it."""
-    brought = {"two_engines"} if left.has("router") and not left.has("external") else set()
-    return {*left.features, *brought}
