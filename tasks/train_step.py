@@ -46,11 +46,12 @@ async def train_step(ctx: IterationContext) -> TrainStepRecord:
             asked = time.perf_counter()
             ranks = await trainer.at(version - 1, ahead=1)  # a rank one step ahead answers from memory
             ctx.trainer_s += time.perf_counter() - asked
+            first = version == ctx.version_before + 1
             # the first step compares every sample of the iteration, under the weights that sampled it
-            compares = version == ctx.version_before + 1 and ctx.config.generates
+            compares, stores = first and ctx.config.generates, first and ctx.config.trainer.store_logprobs
             guard = await asyncio.to_thread(_guard, ctx) if compares else None
             ctx.runtime.recovery.ready()
-            steps.append(await ranks.train(version, batch_url, guard, None, batch["sha256"], chunks))
+            steps.append(await ranks.train(version, batch_url, guard, None, batch["sha256"], chunks, stores))
             await kill_point(ctx.index, "train_step", "in")
     tidying.cancel()
     _keep_floor(ctx, steps)

@@ -123,15 +123,16 @@ class TrainerRank(RankWeights):
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
         chunks: Sequence[int] | None = None,
+        stores: bool = False,
     ) -> dict[str, Any]:
         """Make weight version `version` of the one before, from the rows of the batch that name it.
 
         Answers from memory if the version is held already. guard, given with an iteration's first step: what the difference of
         engine and trainer may be, on the samples of any of its steps, for it to be applied.
-        With trainer.store_logprobs that call also writes the trainer's log-probabilities beside the batch.
         recorded: the figures of the step when it was made before: it is then made under the settings of that time.
         batch_sha256: the hash of the batch in the record or manifest that committed it. chunks: how many of its rows each chunk has,
         where passes are made chunk by chunk; of a recorded step, those of the record.
+        stores, given with an iteration's first step: whether the trainer's log-probabilities of it are written beside the batch.
         Raises CorruptFileError for a batch of another hash, RefusedStepError for a larger gap, a step without tokens, a loss or a gradient that is not
         finite, TrainerMemoryError for too little GPU memory, TrainerError for any other version; the weights
         are then as before.
@@ -146,7 +147,7 @@ class TrainerRank(RankWeights):
             )
         with self._working("train"):
             cut = recorded.get("chunks") if recorded is not None else chunks
-            self.last = self._train(version, batch_url, guard, recorded, batch_sha256, cut)
+            self.last = self._train(version, batch_url, guard, recorded, batch_sha256, cut, stores)
             self.version, self._trained_on = version, batch_sha256
         return self.last
 
@@ -158,6 +159,7 @@ class TrainerRank(RankWeights):
         recorded: StepMetrics | None,
         batch_sha256: str | None,
         chunks: Sequence[int] | None,
+        stores: bool,
     ) -> dict[str, Any]:
         from millrace.connectors.megatron.comparison import Comparison
         from millrace.connectors.megatron.packing import cut_into
@@ -174,7 +176,6 @@ class TrainerRank(RankWeights):
         due = steps[(version - steps[0]) % len(steps)] if version in versions else version
         rows = [row for row in every if row.train_step == due]
         comparison = Comparison(self.learner, guard) if guard is not None else None
-        stores = guard is not None and self.config.trainer.store_logprobs  # not where a step is made again
         check_rows(rows, version, batch_url, self.config.algorithm.correction.max_token_age)
         if chunks:
             prepared = time.perf_counter()

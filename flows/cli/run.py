@@ -103,7 +103,9 @@ def _run_flow(config: RunConfig) -> DriveResult:
     import httpx
 
     from millrace.connectors.prefect.server import ensure_server, login_hint, restart_dead_server, ui_url
+    from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
 
+    say_when_prefect_is_slow()
     console.print(
         f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",
         soft_wrap=True,

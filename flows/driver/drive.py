@@ -29,6 +29,7 @@ from millrace.connectors.prefect.run_errors import log_errors_once
 from millrace.connectors.prefect.run_events import emit_run_event
 from millrace.connectors.prefect.run_page import log_to_page, tags
 from millrace.connectors.prefect.server import keep_server
+from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
 from millrace.connectors.storage.iteration_files import commit_again
 from millrace.connectors.storage.lease import Lease, duration_s
 from millrace.connectors.storage.local import bound_logs, keep_private, log_folder
@@ -103,6 +104,7 @@ async def drive(
     use_few_heaps()
     collect_whole_when_asked()
     log_to_page()
+    say_when_prefect_is_slow()
     log_errors_once(by_command=in_command())
     began = datetime.now(UTC)
     try:

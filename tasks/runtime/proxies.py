@@ -166,6 +166,7 @@ class TrainerProxy:
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
         chunks: Sequence[int] | None = None,
+        stores: bool = False,
     ) -> StepMetrics:
         """Make weight version `version` of the one before, or again as it is `recorded`; rank 0's figures.
 
@@ -180,6 +181,7 @@ class TrainerProxy:
             recorded,
             batch_sha256,
             chunks,
+            stores,
         )
         return cast(StepMetrics, figures[0])
 

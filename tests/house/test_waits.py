@@ -57,6 +57,7 @@ ROWS = {
     "connectors/prefect/garbage.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/retention.py": {"asyncio.sleep": BACKGROUND},
     "connectors/prefect/server.py": {"asyncio.sleep": BACKGROUND},
+    "connectors/prefect/slow_answers.py": {"time.sleep": BACKGROUND},
     "connectors/ray/actors.py": {
         "asyncio.sleep": COUNTED,
         "asyncio.wait": "made here, awaited by `while_moving` two lines below",

@@ -58,7 +58,16 @@ def test_stored_log_probabilities_are_those_of_the_plain_model_before_the_first_
                 digest = Store(str(tmp_path / "early")).entry("batch.parquet").sha256
                 assert group.call("pass_chunk", 1, 0, early, digest) == [1, 1]
             made = [
-                group.call("train", version, url, ANY_GAP if version == 1 else None, None, None, chunks)
+                group.call(
+                    "train",
+                    version,
+                    url,
+                    ANY_GAP if version == 1 else None,
+                    None,
+                    None,
+                    chunks,
+                    version == 1,
+                )
                 for version in versions
             ]
             assert group.call("train", versions[-1], url)[0] == made[-1][0]
@@ -85,18 +94,28 @@ def test_stored_log_probabilities_are_those_of_the_plain_model_before_the_first_
         assert row["trainer_logprobs"] == pytest.approx(expected.tolist(), abs=2e-5)
 
 
-def test_a_step_that_is_made_again_and_a_run_that_does_not_ask_store_nothing_and_train_the_same(
+def test_steps_store_what_is_asked_for_whether_or_not_they_are_compared_and_train_the_same(
     workers: Workers, model: Callable[..., Path], tmp_path: Path
 ) -> None:
     url = write_batch(tmp_path, samples(1) + samples(2))
     found = []
     for asks, guard in ((True, ANY_GAP), (True, None), (False, ANY_GAP)):
-        config = configuration(model(), 1, store_logprobs=asks, algorithm={"loss": "reinforce"})
+        config = configuration(model(), 1, store_logprobs=True, algorithm={"loss": "reinforce"})
         with workers.group(config) as group:
             steps = [
-                group.call("train", version, url, guard if version == 1 else None)[0] for version in (1, 2)
+                group.call(
+                    "train",
+                    version,
+                    url,
+                    guard if version == 1 else None,
+                    None,
+                    None,
+                    None,
+                    asks and version == 1,
+                )[0]
+                for version in (1, 2)
             ]
-        assert ("logprobs" in steps[0]) == (asks and guard is not None)
+        assert ("logprobs" in steps[0]) == asks
         found.append(
             [{name: step[name] for name in ("loss", "grad_norm", "logprob_gap_mean")} for step in steps]
         )
