@@ -30,6 +30,7 @@ IDLE: dict[str, dict[str, str]] = {
         **_each("no weights are sent", "broadcast verified_sync weights_by_url"),
     },
     "rollouts_from": _each("no engine starts", f"oversample {ENGINES}"),
+    "own_loss": _each("a loss of the user's own weighs what it likes", "icepop sequence_masks"),
 }
 """By mode: what does nothing in it, and why."""
 
