@@ -42,5 +42,5 @@ def send_within(under_way: Callable[[], AbstractContextManager[None]]) -> None:
         with under_way():
             return send_sync(client, *args, **kwargs)
 
-    PrefectHttpxAsyncClient.send = watched  # type: ignore[method-assign]
-    PrefectHttpxSyncClient.send = watched_sync  # type: ignore[method-assign]
+    PrefectHttpxAsyncClient.send = watched  # type: ignore[method-assign, assignment]
+    PrefectHttpxSyncClient.send = watched_sync  # type: ignore[method-assign, assignment]

@@ -189,6 +189,7 @@ class TrainerHandle(Protocol):
         recorded: StepMetrics | None = None,
         batch_sha256: str | None = None,
         chunks: Sequence[int] | None = None,
+        stores: bool = False,
     ) -> StepMetrics:
         """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures.
 
