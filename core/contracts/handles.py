@@ -194,7 +194,8 @@ class TrainerHandle(Protocol):
         """Make weight version `version` of the one before, or again as it is `recorded`; returns the step's figures.
 
         guard: for an iteration's first step. batch_sha256: the hash of the batch in the record or manifest that committed it.
-        chunks: rows of each chunk, where passes are made chunk by chunk.
+        chunks: rows of each chunk, where passes are made chunk by chunk. stores: whether the trainer's log-probabilities are
+        written beside the batch, for an iteration's first step.
         """
         ...
 
