@@ -18,6 +18,11 @@ from millrace.connectors.embedded.body import read_json
 from millrace.connectors.embedded.engine import Engine
 from millrace.connectors.embedded.sampling import RequestError, SamplingParams
 from millrace.connectors.embedded.slots import Request
+from millrace.core.model_folder.chat_templates import (
+    TemplateLimitError,
+    TemplateRefusedError,
+    apply_template,
+)
 from millrace.core.sessions.completions import BadRequestError, completion, read_messages
 from millrace.core.sessions.history import Place
 from millrace.core.sessions.interface import Turn
@@ -75,7 +80,10 @@ class ChatRoute:
             raise RequestError(str(error)) from error
         if self._tokenizer.chat_template is None:
             raise RequestError("messages: this model has no chat template; use /generate")
-        text: str = self._tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True)
+        try:
+            text = apply_template(self._tokenizer, read, for_answer=True)
+        except (TemplateRefusedError, TemplateLimitError) as error:
+            raise RequestError(f"messages: the chat template of {self._folder} refuses: {error}") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

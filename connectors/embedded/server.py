@@ -252,6 +252,8 @@ class Server:
         """End requests by rid prefix, or all of them."""
         body = await read_json(http)
         everything, rid = bool(body.get("abort_all")), body.get("rid") or ""
+        if not isinstance(rid, str):
+            raise RequestError(f"rid: it is {type(rid).__name__}, a text is wanted")
         if not everything and not rid:
             raise RequestError("rid, abort_all: one of them is needed")
         count = await asyncio.to_thread(self.engine.abort, rid, everything)

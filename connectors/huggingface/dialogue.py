@@ -18,6 +18,7 @@ from millrace.connectors.huggingface.trained_turns import pieces
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.trained_messages import for_template
 from millrace.core.errors import ConfigError
+from millrace.core.model_folder.chat_templates import TemplateRefusedError
 from millrace.core.sessions.interface import ToolCall, Turn
 
 SHOWN = 400  # characters of the prompt's end, from which a reader sees what the template has begun
@@ -153,19 +154,18 @@ class Dialogues:
         return render
 
     def _render(self, messages: Sequence[Message], for_answer: bool, options: ChatOptions) -> str:
-        from jinja2 import TemplateError
-
         try:
-            text: str = self._tokenizer.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[*self._tools, *options.tools] or None,
-                tokenize=False,
-                add_generation_prompt=for_answer,
-                **options.template_kwargs,
+            return self._tokenizer.templated(
+                messages,
+                for_answer=for_answer,
+                tools=[*self._tools, *options.tools],
+                template_kwargs=options.template_kwargs,
             )
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the chat template refuses: {error}") from error
-        return text
+        except TemplateRefusedError as error:
+            raise ValueError(f"the chat template refuses: {error.message}") from error
+        except ConfigError as error:
+            # a message may be the cause, so it ends its rollout and not the run
+            raise ValueError(str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode_texts([text])[0]

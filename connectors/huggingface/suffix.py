@@ -37,11 +37,9 @@ def suffix(render: Render, new: Sequence[Message], ends: Sequence[str]) -> tuple
 
 def turn_end(render: Render, ends: Sequence[str]) -> str | None:
     """The token by which a template ends a turn. None if it has none, or takes no message after a turn."""
-    from jinja2 import TemplateError
-
     try:
         return suffix(render, [ASKED], ends)[0] or None
-    except (ValueError, TemplateError, TypeError, KeyError, AttributeError):
+    except ValueError:
         return None
 
 

@@ -7,19 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from millrace.core.contracts.rows.prompts import Prompt
+from millrace.core.model_folder.chat_templates import renderer
 from millrace.core.model_folder.tokenizer_file import load_tokenizer_file
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -90,21 +82,8 @@ class ChatTemplate:
     def __init__(self, text: str, special: Mapping[str, str]) -> None:
         self.text = text
         self._special = dict(special)
-        self._environment = environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"line {error.lineno}: {error.message}") from error
-
-    @cached_property
-    def variables(self) -> set[str]:
+        self.variables = renderer().variables(text)
         """Names that it reads and does not set itself."""
-        return find_undeclared_variables(self._environment.parse(self.text))
 
     def render(
         self,
@@ -116,53 +95,27 @@ class ChatTemplate:
     ) -> str:
         """The text of a prompt, ready for an answer if `for_answer`; with what is shown of tools, and the template's variables.
 
-        Raises ValueError with the template's own message.
+        Raises ValueError with the template's own message, or with the limit that it breaks.
         """
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=for_answer,
-                **{**self._special, **(template_kwargs or {})},
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        variables = {
+            "messages": messages,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": for_answer,
+            **self._special,
+            **(template_kwargs or {}),
+        }
+        return renderer().render(self.text, variables)
 
 
 def last_text(prompt: Prompt) -> str:
     """Text that a rendered prompt must contain: that of its last message, stripped."""
     return (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))).strip()
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text and renders as its content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> Node | list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _text(token: Any) -> str:

@@ -18,6 +18,7 @@ from millrace.core.config.model import Model
 from millrace.core.contracts.rows.chat_options import PLAIN, ChatOptions
 from millrace.core.contracts.rows.prompts import Prompt
 from millrace.core.errors import ConfigError
+from millrace.core.model_folder.chat_templates import TemplateLimitError, apply_template
 from millrace.core.model_folder.ends import engine_ends
 from millrace.core.model_folder.tokenizer_file import before_text
 from millrace.core.plain_text import whole
@@ -27,9 +28,17 @@ class PromptTokenizer:
     """A Hugging Face tokenizer with a chat template."""
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), folder: str | None = None
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        folder: str | None = None,
+        template_of: str = "",
     ) -> None:
-        """tools: what the model is shown of functions that it may call, in every prompt. folder: of the model."""
+        """tools: what the model is shown of functions that it may call, in every prompt. folder: of the model.
+
+        template_of: the field that names the chat template, and its value.
+        """
+        self._template_of = template_of
         self.tokenizer = tokenizer
         self._folder = folder
         self._tools = list(tools)
@@ -68,7 +77,10 @@ class PromptTokenizer:
                     where=f"model.chat_template = {model.chat_template}",
                     remedy="correct the path",
                 ) from error
-        return cls(tokenizer, tools, model.path)
+        template_of = (
+            f"model.chat_template = {model.chat_template}" if model.chat_template else f"{field} = {folder}"
+        )
+        return cls(tokenizer, tools, model.path, template_of)
 
     def encode_prompts(
         self,
@@ -128,11 +140,7 @@ class PromptTokenizer:
             return None
 
         def render(messages: Sequence[Mapping[str, Any]], for_answer: bool) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=for_answer
-                )
-            )
+            return self.templated(messages, for_answer=for_answer)
 
         return turn_end(render, ends)
 
@@ -166,14 +174,35 @@ class PromptTokenizer:
                 where="model.chat_template",
                 remedy="name a template file, or set chat=false for sources whose prompts are plain text",
             )
-        text: str = self.tokenizer.apply_chat_template(
+        return self.templated(
             messages,
-            tools=[*self._tools, *options.tools] or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **options.template_kwargs,
+            for_answer=True,
+            tools=[*self._tools, *options.tools],
+            template_kwargs=options.template_kwargs,
         )
-        return text
+
+    def templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        for_answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the chat template writes of messages.
+
+        Errors: TemplateRefusedError; ConfigError for a template that takes more time or memory than it may.
+        """
+        try:
+            return apply_template(
+                self.tokenizer, messages, for_answer=for_answer, tools=tools, template_kwargs=template_kwargs
+            )
+        except TemplateLimitError as error:
+            raise ConfigError(
+                f"the chat template is refused: {error}",
+                where=self._template_of or f"model.path = {self.tokenizer.name_or_path}",
+                remedy="name a template without such loops or texts in model.chat_template",
+            ) from error
 
 
 def is_plain(prompt: Prompt, chat: bool) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from millrace.connectors.rewards.posting import EXCERPT, UnreadableError, post
 from millrace.core.errors import ConfigError
 from millrace.core.hooks import RewardInput, RewardResult
+from millrace.core.model_folder.chat_templates import TemplateLimitError, apply_template
 from millrace.core.slime.sample import tokenizer as load_tokenizer
 
 PATHS = {"sglang": "/classify", "vllm": "/pooling", "tei": "/predict"}
@@ -89,7 +90,14 @@ def rendered(sample: RewardInput, tokenizer: str | None) -> str:
         *asked,
         {"role": "assistant", "content": sample.response},
     ]
-    text: str = loaded.apply_chat_template(messages, tokenize=False)
+    try:
+        text = apply_template(loaded, messages, for_answer=False)
+    except TemplateLimitError as error:
+        raise ConfigError(
+            f"the chat template is refused: {error}",
+            where=f"options of reward_model, tokenizer = {tokenizer}",
+            remedy="name another tokenizer, or leave the option out",
+        ) from error
     return text.removeprefix(loaded.bos_token or "")
 
 

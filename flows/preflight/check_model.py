@@ -25,6 +25,7 @@ from millrace.core.config.megatron_options import stages
 from millrace.core.config.megatron_options.transformer import TRANSFORMER
 from millrace.core.config.parts.problems import Problem
 from millrace.core.errors import ConfigError, StorageError, remedy_of
+from millrace.core.model_folder.chat_templates import TemplateLimitError
 from millrace.core.model_folder.config_file import read_hf_config
 from millrace.core.model_folder.tensors import weight_tensors
 from millrace.flows.driver.named_model import model_here
@@ -232,10 +233,13 @@ def _tokenizer(config: RunConfig, found: Checkpoint) -> Iterator[Problem]:
     if text is None:
         return
     found.has_template = True
+    whose = "" if file else f"the tokenizer's template in {folder}: "
     try:
         found.template = ChatTemplate(text, special)
+    except TemplateLimitError as error:
+        remedy = "name a template without such loops or texts"
+        yield Problem("model.chat_template", file, f"{whose}it is refused: {error}", remedy)
     except ValueError as error:
-        whose = "" if file else f"the tokenizer's template in {folder}: "
         yield Problem("model.chat_template", file, f"{whose}no Jinja template: {error}", "correct that line")
 
 

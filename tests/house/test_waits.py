@@ -131,6 +131,7 @@ ROWS = {
     },
     "connectors/workers/session_server.py": {"asyncio.shield(answer)": SESSION},
     "connectors/workers/session_worker.py": {"await future": SESSION, "reader.readline": SERVER},
+    "core/model_folder/chat_templates.py": {"with self._lock": HELD},
     "core/rewards/forms.py": {"await answer": REWARD},
     "core/rewards/tournament/group_reward.py": {"async with limit": REWARD, "await answer": REWARD},
     "core/sessions/forms.py": {"await closing": SESSION, "await outcome": SESSION},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -168,14 +169,18 @@ async def posts(session: Session, *, body: dict[str, Any], headers: dict[str, st
     raise ValueError(f"{answer.status} {found.get('error', {}).get('message')}")
 
 
-async def posts_much(session: Session, *, characters: int) -> None:
-    """A message of so many characters; fails with the status and the error."""
-    await posts(
-        session,
-        body={"messages": [*session.messages, {"role": "user", "content": "ab " * (characters // 3)}]},
-        headers={"Content-Type": "application/json"},
-        path="/chat/completions",
-    )
+async def posts_much(session: Session, *, characters: int, seen: str) -> None:
+    """A message of so many characters; fails with the status and the error, which it writes to a file."""
+    try:
+        await posts(
+            session,
+            body={"messages": [*session.messages, {"role": "user", "content": "ab " * (characters // 3)}]},
+            headers={"Content-Type": "application/json"},
+            path="/chat/completions",
+        )
+    except ValueError as error:
+        Path(seen).write_text(str(error))  # noqa: ASYNC240 - of a test
+        raise
 
 
 async def posts_deep(session: Session, *, depth: int, inside: bool) -> None:

@@ -258,21 +258,21 @@ async def test_a_branch_that_is_not_returned_is_not_trained(run_function: Run) -
 
 @pytest.mark.parametrize("characters", [900_000, 3_000_000])
 async def test_a_message_that_no_context_holds_is_not_tokenised(
-    run_function: Run, characters: int, monkeypatch: pytest.MonkeyPatch
+    run_function: Run, characters: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """60 MB of text took the run's driver to 20 GB, to find that it was too long."""
     tokenised: list[int] = []
-    apply = TOKENIZER.tokenizer.apply_chat_template
+    encode = TOKENIZER.encode_texts
     monkeypatch.setattr(
-        TOKENIZER.tokenizer,
-        "apply_chat_template",
-        lambda messages, **options: tokenised.append(len(str(messages))) or apply(messages, **options),
+        TOKENIZER, "encode_texts", lambda texts: tokenised.append(len("".join(texts))) or encode(texts)
     )
+    seen = tmp_path / "seen"
     (sample,), rows, _ = await run_function(
-        "tests.support.client_functions:posts_much", characters=characters
+        "tests.support.client_functions:posts_much", characters=characters, seen=str(seen)
     )
     far = characters > 1 << 20
     said = "the messages have 30000" if far else "rollout.session.max_tokens = 2048"
     assert said in str(sample.reason)
+    assert seen.read_text().startswith("413 " if far else "400 ")
     assert rows == []
     assert any(count > characters / 2 for count in tokenised) != far
