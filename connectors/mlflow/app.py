@@ -15,15 +15,11 @@ import hmac
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from millrace.connectors.mlflow.server import LOGIN
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+from millrace.connectors.storage.exclusive.page_policy import Application, OwnAddressesOnly, Receive, Send
 
 OPEN = "/health"
 ASSISTANT = "/mlflow/assistant"
@@ -82,7 +78,7 @@ def main() -> None:
 
     with made_once(store):
         initialize_backend_stores(store, store, artifacts)
-    config = uvicorn.Config(Login(app, login), log_level="warning")
+    config = uvicorn.Config(OwnAddressesOnly(Login(app, login)), log_level="warning")
     uvicorn.Server(config).run(sockets=[listener])
 
 

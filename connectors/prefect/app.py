@@ -17,13 +17,16 @@ import hmac
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+from millrace.connectors.storage.exclusive.page_policy import (
+    Application,
+    Message,
+    OwnAddressesOnly,
+    Receive,
+    Send,
+)
 
 LARGEST = 64 << 20  # bytes of a body
 STRANGERS = 64 << 10  # and of one without the login, whom Prefect answers itself
@@ -135,6 +138,11 @@ async def _body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
+def guarded(app: Application, login: str) -> Application:
+    """Prefect's application as it is served."""
+    return OwnAddressesOnly(Login(RetryRefused(app), login))
+
+
 def main() -> None:
     """Serve on the inherited socket until ended."""
     listener = socket.socket(fileno=int(sys.argv[1]))
@@ -156,7 +164,7 @@ def main() -> None:
     bound_page_caches()
     look_for_work_less_often()
     kept = kept_iterations()
-    application = Login(RetryRefused(create_app(final=True)), os.environ[AUTH])
+    application = guarded(create_app(final=True), os.environ[AUTH])
     server = uvicorn.Server(uvicorn.Config(application, log_level="error"))
 
     async def serve() -> None:

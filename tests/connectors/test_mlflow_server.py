@@ -14,6 +14,7 @@ import pytest
 from millrace.connectors.mlflow.server import ensure_mlflow, local_page, stop_mlflow
 from millrace.connectors.mlflow.tracker import KIND, KIND_TAG, MlflowTracker, find_page
 from millrace.connectors.storage.exclusive.local_server import listening
+from millrace.connectors.storage.exclusive.page_policy import POLICY
 from millrace.core.errors import MillraceError
 from tests.support.flow_runs import basic
 
@@ -52,6 +53,8 @@ def test_a_home_has_one_server_which_asks_for_the_login_and_shows_the_store(home
         assert status(url, {}) == status(url, basic("millrace:other")) == 401
     assert status(page, basic(LOGIN)) == status(query, basic(LOGIN)) == 200
     assert status(query, {**basic(LOGIN), "Host": "example.org"}) == 403
+    with urlopen(Request(page, headers=basic(LOGIN)), timeout=60) as answer:
+        assert answer.headers["Content-Security-Policy"] == POLICY
     assistant = f"{page}/ajax-api/3.0/mlflow/assistant/config"
     assert (status(assistant, {}), status(assistant, basic(LOGIN))) == (401, 404)
     listed = f"{page}/#/experiments/{tracker.experiment_id}/runs"

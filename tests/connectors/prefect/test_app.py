@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from millrace.connectors.prefect import app as prefect_app
-from millrace.connectors.prefect.app import LARGEST, STRANGERS, Login, RetryRefused
+from millrace.connectors.prefect.app import LARGEST, STRANGERS, Login, RetryRefused, guarded
+from millrace.connectors.storage.exclusive.page_policy import HEADER, POLICY
 
 
 async def ask(refusals: int, parts: list[bytes], raises: bool = False) -> tuple[list[bytes], list[int]]:
@@ -78,6 +79,7 @@ class Request:
     def __init__(self, size: int, login: str = "", declared: bool = False) -> None:
         self.left, self.read = size, 0
         self.statuses: list[int] = []
+        self.policies: list[bytes] = []
         headers = [(b"authorization", b"Basic " + base64.b64encode(login.encode()))] if login else []
         headers += [(b"content-length", str(size).encode())] if declared else []
         self.scope: Any = {"type": "http", "headers": headers}
@@ -90,6 +92,7 @@ class Request:
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.statuses.append(message["status"])
+            self.policies += [value for name, value in message["headers"] if name == HEADER]
 
 
 async def prefects(scope: Any, receive: Any, send: Any) -> None:
@@ -126,3 +129,10 @@ async def test_a_length_that_is_no_number_is_refused() -> None:
     request.scope["headers"] = [(b"content-length", b"-1")]
     await Login(RetryRefused(prefects), "user:right")(request.scope, request.receive, request.send)
     assert request.statuses == [401]
+
+
+@pytest.mark.parametrize(("size", "status"), [(1_000, 200), (1_500 << 20, 401)])
+async def test_every_answer_says_that_its_page_may_ask_this_server_only(size: int, status: int) -> None:
+    request = Request(size)
+    await guarded(prefects, "user:right")(request.scope, request.receive, request.send)
+    assert (request.statuses, request.policies) == ([status], [POLICY.encode()])
