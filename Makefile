@@ -3,6 +3,8 @@
 # make test         run the tests
 # make lint         check form, types, layers and the shape of the code
 # make docs         write the generated pages again
+# make lock         write requirements.hashes, the hashes of what requirements.lock names, as the package index gives them
+# make audit        ask for known advisories on what requirements.lock names; needs a network
 # WORKERS=2         processes that make test uses: much of a test is waiting for processes to start
 # GPU=1             take torch with CUDA instead of the CPU build
 
@@ -21,6 +23,8 @@ INSTALL := $(UV) pip install --quiet $(if $(COMPILE),--compile-bytecode) --pytho
 else
 INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile) --only-binary=:all:
 endif
+AUDIT := $(VENV)/audit
+ADVISORIES := https://pypi.org/pypi/pip/json
 TORCH_INSTALL := $(PIP) install --quiet $(if $(COMPILE),,--no-compile)
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-for-tests
@@ -33,7 +37,16 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 12):
 endef
 export ASK_PYTHON
 
-.PHONY: setup quickstart test lint docs
+define ASK_INDEX
+import sys, urllib.request
+try:
+    urllib.request.urlopen("$(ADVISORIES)", timeout=30).close()
+except OSError as error:
+    sys.exit(f"make audit asks $(ADVISORIES) and the like for advisories, and needs a network: {error}")
+endef
+export ASK_INDEX
+
+.PHONY: setup quickstart test lint docs lock audit
 
 setup: $(TOOLS)
 
@@ -75,3 +88,13 @@ lint: $(TOOLS)
 docs: $(READY)
 	$(VENV)/bin/python -m millrace.core.config.reading.docs_page
 	$(VENV)/bin/python -m benchmarks.page
+
+lock: $(TOOLS)
+	$(VENV)/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header --python-version 3.11 \
+		--output-file requirements.hashes requirements.lock
+
+audit:
+	@$(PYTHON) -c "$$ASK_INDEX"
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet pip-audit==2.10.1
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements.hashes

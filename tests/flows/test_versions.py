@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from millrace.connectors.sglang import server_args
@@ -178,3 +181,32 @@ def test_make_setup_says_which_python_it_takes(minor: int, tmp_path: Path) -> No
     assert refused == (Version(f"3.{minor}.0") not in Requirement(f"x{allowed}").specifier)
     assert done.returncode != 0
     assert not (tmp_path / "venv").exists()
+
+
+def test_the_hashes_are_those_of_the_lock() -> None:
+    """`make lock` was called after the last change of a version."""
+    locked = [line for line in (REPOSITORY / "requirements.lock").read_text().splitlines() if "==" in line]
+    entries = (REPOSITORY / "requirements.hashes").read_text().replace("\\\n", "").splitlines()
+    hashed = {entry.split()[0]: entry.split()[1:] for entry in entries}
+    assert {canonical(line) for line in locked} == {canonical(name) for name in hashed}
+    assert len(locked) == len(entries) > 200
+    digest = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+    assert all(hashes and all(map(digest.fullmatch, hashes)) for hashes in hashed.values())
+
+
+def canonical(pinned: str) -> str:
+    name, _, version = pinned.partition("==")
+    return f"{canonicalize_name(name)}=={version.strip()}"
+
+
+def test_an_audit_without_a_network_says_so(tmp_path: Path) -> None:
+    closed = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    make = [
+        *("make", "--no-print-directory", "audit"),
+        *(f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}"),
+    ]
+    done = subprocess.run(make, cwd=REPOSITORY, env=closed, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "for advisories, and needs a network: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
