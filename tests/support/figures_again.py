@@ -593,15 +593,16 @@ def token_advantages(it: Iteration, rows: Rows) -> list[list[float]] | None:
     a = it.config["algorithm"]
     coef = a["distillation_coef"]
     server = a["teacher_server"]
+    scaled = whitened(it)
     if not coef or (server is not None and server["top_k"]):  # likeliest tokens make a loss, no advantage
-        return [[row["advantage"]] * sum(mask(row)) for row in rows]
+        return [[scaled(row["advantage"])] * sum(mask(row)) for row in rows]
     ours = {row["sample_id"]: row["trainer_logprobs"] for row in it.rows("logprobs")}
     teachers = {row["sample_id"]: row["teacher_logprobs"] for row in it.rows("rewards")}
     if any(found.get(row["sample_id"]) is None for found in (ours, teachers) for row in rows):
         return None
     return [
         [
-            row["advantage"] + coef * (teacher - policy)
+            scaled(row["advantage"]) + coef * (teacher - policy)
             for teacher, policy, on in zip(
                 teachers[row["sample_id"]], ours[row["sample_id"]], mask(row), strict=True
             )
@@ -609,6 +610,15 @@ def token_advantages(it: Iteration, rows: Rows) -> list[list[float]] | None:
         ]
         for row in rows
     ]
+
+
+def whitened(it: Iteration) -> Callable[[float], float]:
+    """What is made of a row's advantage: its place among those of all trained tokens of the iteration, where it is whitened."""
+    if not it.config["algorithm"]["whiten"]:
+        return lambda advantage: advantage
+    held = [row["advantage"] for row in it.batch for _ in range(sum(mask(row)))]
+    centre, scale = statistics.fmean(held), math.sqrt(statistics.variance(held) + 1e-8)
+    return lambda advantage: (advantage - centre) / scale
 
 
 def advantage_mean(it: Iteration, rows: Rows) -> float | None:
