@@ -57,7 +57,7 @@ class RecordStorage(WritableFileSystem):
         result = content.get("result")
         if not isinstance(result, str):
             raise CorruptFileError(
-                "it has no result", where=store.url_of(path), remedy="remove it: the task runs again"
+                "it has no result", where=store.url_of(path), remedy="restore it from a copy"
             )
         return json.dumps({"metadata": {"serializer": PLAIN.model_dump()}, "result": result}).encode()
 

@@ -175,13 +175,17 @@ class Files:
 
     def read(self, path: str, most: int | None = None) -> bytes:
         """The whole file. Raises MissingFileError or StorageError, also for one of more than `most` bytes."""
-        size = self.local_size(path)
-        if size is not None and most is not None and size > most:
-            raise CorruptFileError(
-                f"has {size} bytes, and at most {most} are read", where=self.url_of(path), remedy=RESTORE
-            )
-        data: bytes = self._retried("read", path, lambda: self.fs.cat_file(self._full(path)))
-        return data
+
+        def read() -> bytes:
+            size = local.size_of(Path(self._full(path))) if self.local else None
+            if size is not None and most is not None and size > most:
+                raise CorruptFileError(
+                    f"has {size} bytes, and at most {most} are read", where=self.url_of(path), remedy=RESTORE
+                )
+            data: bytes = self.fs.cat_file(self._full(path))
+            return data
+
+        return self._retried("read", path, read)
 
     def local_size(self, path: str) -> int | None:
         """Bytes of a file on a local disk; None in an object store, whose objects are what they are.

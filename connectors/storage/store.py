@@ -199,7 +199,7 @@ class Store(Files):
             return inside(name if self.local else name.removeprefix("/"))
         except ValueError as error:
             raise CorruptFileError(
-                f"{error}", where=self.url_of(path), remedy="remove that file, or restore what names it"
+                f"{error}", where=self.url_of(path), remedy="restore the folder from a copy"
             ) from error
 
     def _upload(self, file: Path, path: str) -> FileEntry:

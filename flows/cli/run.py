@@ -105,11 +105,11 @@ def _run_flow(config: RunConfig) -> DriveResult:
     from millrace.connectors.prefect.server import ensure_server, login_hint, restart_dead_server, ui_url
     from millrace.connectors.prefect.slow_answers import say_when_prefect_is_slow
 
-    say_when_prefect_is_slow()
     console.print(
         f"Prefect: {ui_url(ensure_server())}{login_hint()}; what libraries print: {library_log()}",
         soft_wrap=True,
     )
+    say_when_prefect_is_slow()  # which imports Prefect: it reads the server's address once
     with waiting(log, "libraries, such as torch"):
         if config.algorithm.supervised:
             from millrace.flows.sft import sft as flow

@@ -21,7 +21,7 @@ from torch.serialization import _get_layout
 from millrace.core.errors import CorruptFileError
 
 NAME = ".metadata"
-LOAD_ANOTHER = "load another, or remove this one and start the run again from the one before"
+LOAD_ANOTHER = "load another, or train from the start"
 CLASSES = (
     metadata.Metadata,
     metadata.MetadataIndex,

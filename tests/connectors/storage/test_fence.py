@@ -53,7 +53,9 @@ READS = {
     *(
         "read",
         "read_json",
+        "read_named",
         "read_table",
+        "local_size",
         "blocks",
         "exists",
         "existing",
