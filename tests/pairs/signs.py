@@ -79,7 +79,7 @@ def _in_the_nucleus(left: Left) -> bool:
         if {span["version"] for span in row["policy_versions"]} == {0}
         for chances, token in _drawn_tokens(left, row)
     ]
-    return len(likelier) > 100 and max(likelier) < TOP_P + ROUNDING
+    return len(likelier) > 60 and max(likelier) < TOP_P + ROUNDING
 
 
 def _drawn_tokens(left: Left, row: dict[str, Any]) -> Iterator[tuple[torch.Tensor, int]]:
