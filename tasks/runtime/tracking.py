@@ -59,7 +59,6 @@ class Tracking:
         }
         for name in settings.trackers:
             self.trackers[name] = await asyncio.to_thread(starts[name])
-            self._backlogs[name] = Backlog(name, self.trackers[name])
         mlflow = self.mlflow
         if mlflow and settings.system_metrics:
             await asyncio.to_thread(mlflow.watch_system)
@@ -133,8 +132,8 @@ class Tracking:
         return self._page
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
-        for backlog in self._backlogs.values():
-            backlog.give(call)
+        for name, tracker in self.trackers.items():
+            self._backlogs.setdefault(name, Backlog(name, tracker)).give(call)
 
 
 class Backlog:

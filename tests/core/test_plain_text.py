@@ -138,6 +138,6 @@ def test_json_that_may_hold_half_a_character_is_written_here_alone() -> None:
     }
     assert elsewhere == {
         "core/plain_text.py",
-        "connectors/huggingface/template.py",
+        "core/model_folder/template_process.py",
         "core/contracts/rows/prompts.py",
     }

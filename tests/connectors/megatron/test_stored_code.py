@@ -239,6 +239,7 @@ READS = {
     ("connectors/sglang/wire/bucket_payload.py", "pickle.loads"): OWN_PROCESS,
     ("connectors/workers/pool.py", "pickle.loads"): OWN_PROCESS,
     ("connectors/workers/process.py", "pickle.loads"): OWN_PROCESS,
+    ("core/model_folder/template_process.py", "pickle.loads"): OWN_PROCESS,
     ("connectors/megatron/checkpoint/stored_metadata.py", "pickle.Unpickler"): "finds what is listed",
     ("connectors/megatron/checkpoint/stored_metadata.py", "torch.load"): "weights_only",
     ("connectors/megatron/checkpoint/trainer_state.py", "dist_checkpointing.load"): "read as data",
