@@ -133,7 +133,9 @@ class Tracking:
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self.trackers.items():
-            self._backlogs.setdefault(name, Backlog(name, tracker)).give(call)
+            if name not in self._backlogs:
+                self._backlogs[name] = Backlog(name, tracker)
+            self._backlogs[name].give(call)
 
 
 class Backlog:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,16 +45,22 @@ def lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+def held_amid_rollout(place: Workplace, root: Path, held: Path) -> subprocess.Popen[str]:
+    """A driver that waits in its first rollout until the file `held` is removed."""
+    points = {"MILLRACE_KILL_POINT": "0/rollout/in", "MILLRACE_KILL_POINT_FILE": str(held)}
+    driver = place.start("train", "run.yaml", f"storage.root={root}", *SHORT, **points)
+    wait_until(lambda: held.exists() or driver.poll() is not None)
+    assert driver.poll() is None, driver.communicate()[0]
+    return driver
+
+
 @pytest.mark.parametrize("fault", [ended, stopped, server_stopped])
 def test_a_run_whose_head_answers_no_more_goes_on(
     workplace: Workplace, tmp_path: Path, fault: Callable[[list[psutil.Process]], None]
 ) -> None:
     """The driver ended with 1 and said nothing, a minute later."""
     held = tmp_path / "held"
-    points = {"MILLRACE_KILL_POINT": "0/rollout/in", "MILLRACE_KILL_POINT_FILE": str(held)}
-    driver = workplace.start("train", "run.yaml", f"storage.root={tmp_path}", *SHORT, **points)
-    wait_until(lambda: held.exists() or driver.poll() is not None)
-    assert driver.poll() is None, driver.communicate()[0]
+    driver = held_amid_rollout(workplace, tmp_path, held)
     before = head_of(workplace)
     fault(before)
     held.unlink()
@@ -71,10 +78,7 @@ def test_a_start_beside_a_head_that_answers_no_more_starts_another(
 ) -> None:
     """The start ended with a traceback of a ConnectionError after 50 s."""
     held = tmp_path / "held"
-    points = {"MILLRACE_KILL_POINT": "0/rollout/in", "MILLRACE_KILL_POINT_FILE": str(held)}
-    driver = workplace.start("train", "run.yaml", f"storage.root={tmp_path}", *SHORT, **points)
-    wait_until(lambda: held.exists() or driver.poll() is not None)
-    assert driver.poll() is None, driver.communicate()[0]
+    driver = held_amid_rollout(workplace, tmp_path, held)
     before = head_of(workplace)
     os.kill(driver.pid, signal.SIGKILL)
     output_of(driver)
