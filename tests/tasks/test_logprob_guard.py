@@ -29,9 +29,17 @@ class Ranks:
         return self
 
     async def train(
-        self, version: int, url: str, guard: LogprobGuard | None, recorded: None, sha256: str, chunks: None
+        self,
+        version: int,
+        url: str,
+        guard: LogprobGuard | None,
+        recorded: None,
+        sha256: str,
+        chunks: None,
+        stores: bool,
     ) -> dict[str, Any]:
         assert sha256 == BATCH["sha256"]
+        assert not stores
         self.held[version] = guard
         measures = guard is not None and guard.limit is None
         floor = FLOOR if guard is None or guard.floor is None else guard.floor

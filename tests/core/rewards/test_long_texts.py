@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import importlib
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,20 @@ def text_of(unit: str, around: tuple[str, str], size: int) -> str:
     return around[0] + unit * (size // len(unit)) + around[1]
 
 
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """Of one call; the least of three where one is slow, which a collection of garbage may have been."""
+
+    def once() -> float:
+        started = time.process_time()
+        call()
+        return time.process_time() - started
+
+    return taken if (taken := once()) <= FREE else min(taken, once(), once())
+
+
 def seconds(reward: str, text: str) -> float:
-    """CPU time of one call."""
     options, label = REWARDS[reward]
-    started = time.process_time()
-    score_of(reward)(RewardInput("?", text, label=label), **options)
-    return time.process_time() - started
+    return cpu_seconds(partial(score_of(reward), RewardInput("?", text, label=label), **options))
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -90,9 +100,7 @@ def test_an_answer_that_math_takes_apart_is_short_and_none_is_slow() -> None:
     for unit in UNITS:
         for other in ("", "x", *UNITS[::8]):
             text = ((unit + other) * SHORT)[:SHORT]
-            started = time.process_time()
-            equal(text, "7", symbolic=False)
-            if (taken := time.process_time() - started) > FREE:
+            if (taken := cpu_seconds(partial(equal, text, "7", symbolic=False))) > FREE:
                 slow[text[:20]] = taken
     assert slow == {}
 
