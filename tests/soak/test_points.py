@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import draws, jobs, stores
+from tests.soak import draws, jobs, numbers, stores
 from tests.soak.__main__ import judge
 from tests.soak.forms import FORMS
 from tests.soak.harness import Outcome, Site
@@ -187,3 +187,14 @@ def falling_site(_folder: Path, _arguments: argparse.Namespace) -> Iterator[Call
     yield lambda number: jobs.Try(
         number, "drawn", {3: jobs.NAMED, 4: jobs.FELL}.get(number, jobs.HELD), "", 0.0
     )
+
+
+def test_two_versions_of_the_code_are_compared_by_every_number_of_every_run() -> None:
+    assert {*FORMS} - {*numbers.RUNS} == {name for name, form in FORMS.items() if form.two_nodes}
+    one = {"plain": {"weights": "a", "step loss": "b"}, "retracted": {"weights": "a"}}
+    assert numbers.differing(one, one) == []
+    other = {"plain": {"weights": "a", "step loss": "c", "step lr": "d"}, "retracted": {"weights": "b"}}
+    assert numbers.differing(one, other) == ["plain: step loss differs", "plain: step lr differs"] + (
+        [] if "retracted" in numbers.REPLAYED else ["retracted: weights differs"]
+    )
+    assert numbers.differing(one, {"plain": one["plain"]}) == ["retracted: only one of both has it"]
