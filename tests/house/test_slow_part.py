@@ -1,0 +1,53 @@
+"""A commit's part of the slow tests: all of them, in an order of its own, and none after the time is over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.slow_part import ordered
+
+ROOT = Path(__file__).parents[2]
+TESTS = [f"tests/{file}.py::test_{number}" for file in "abcdef" for number in range(4)]
+
+
+@given(st.text("0123456789abcdef", min_size=40, max_size=40))
+def test_every_test_is_in_the_order_of_every_commit_and_files_stay_together(commit: str) -> None:
+    order = ordered(commit, TESTS)
+    assert sorted(order) == sorted(TESTS)
+    assert len([1 for one, two in zip(order, order[1:], strict=False) if one[:8] != two[:8]]) == 5
+
+
+def test_commits_start_with_different_tests() -> None:
+    firsts = {ordered(str(commit), TESTS)[0] for commit in range(200)}
+    assert firsts == {*TESTS}
+
+
+def test_no_test_starts_after_the_time_and_one_that_fails_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_late.py").write_text(
+        "import time\n\ndef test_a():\n    time.sleep(1.5)\n\ndef test_b():\n    time.sleep(1.5)\n"
+    )
+    (tmp_path / "test_wrong.py").write_text("def test_c():\n    assert False\n")
+
+    def run(file: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.slow_part",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(tmp_path),
+        ]
+        options = ["-c", "/dev/null", "--part-of", "abc", "--part-seconds", "1", str(tmp_path / file)]
+        return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+
+    late, wrong = run("test_late.py"), run("test_wrong.py")
+    assert (late.returncode, "1 passed, 1 skipped" in late.stdout) == (0, True), late.stdout
+    assert wrong.returncode == 1, wrong.stdout

@@ -1,0 +1,53 @@
+"""A part of the slow tests: `pytest -p tests.slow_part -m slow --part-of COMMIT`.
+
+Files come in an order that follows from the commit, and each file starts at another of its tests. What has not started when
+the time is over is skipped: another commit runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from itertools import groupby
+
+import pytest
+
+UNTIL = "MILLRACE_SLOW_PART_UNTIL"  # Unix time; the workers of one run share it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part-of", metavar="COMMIT", required=True, help="the order of the tests follows from it"
+    )
+    parser.addoption("--part-seconds", type=float, default=600.0, help="no test starts after so many")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(UNTIL, str(time.time() + config.getoption("--part-seconds")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    by_id = {item.nodeid: item for item in items}
+    items[:] = [by_id[name] for name in ordered(config.getoption("--part-of"), list(by_id))]
+
+
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ[UNTIL]):
+        pytest.skip("the time of this part is over")
+
+
+def ordered(commit: str, tests: Sequence[str]) -> list[str]:
+    """The tests, file by file, in the order of a commit; tests of a file keep their order, from another first one on."""
+    files = {file: list(group) for file, group in groupby(tests, key=lambda name: name.partition("::")[0])}
+    result: list[str] = []
+    for file in sorted(files, key=lambda name: _number(commit, name)):
+        first = _number(commit, f"{file}::") % len(files[file])
+        result += files[file][first:] + files[file][:first]
+    return result
+
+
+def _number(commit: str, text: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{commit} {text}".encode()).digest()[:8], "big")
